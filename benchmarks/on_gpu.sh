@@ -23,28 +23,32 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 names=(machine tests lists counts resnet gpt bert sweep pair)
 python=${PYTHON:-python3} small='' only='' out=benchmarks/results device=''
 
-usage() {
-    echo "benchmarks/on_gpu.sh: $1" >&2
-    echo "usage: benchmarks/on_gpu.sh [--small] [--only NAMES] [--out FOLDER] [--device DEVICE]" >&2
-    echo "NAMES, with commas between: ${names[*]}" >&2
+help() {
+    echo "usage: benchmarks/on_gpu.sh [--small] [--only NAMES] [--out FOLDER] [--device DEVICE]"
+    echo "NAMES, with commas between: ${names[*]}"
+}
+
+refuse() {
+    { echo "benchmarks/on_gpu.sh: $1"; help; } >&2
     exit 2
 }
 
 while (($#)); do
     case $1 in
+        -h | --help) help; exit 0 ;;
         --small) small=--small ;;
         --only | --out | --device)
-            (($# > 1)) || usage "$1: a value is missing"
+            (($# > 1)) || refuse "$1: a value is missing"
             case $1 in --only) only=$2 ;; --out) out=$2 ;; --device) device=$2 ;; esac
             shift
             ;;
-        *) usage "unknown argument $1" ;;
+        *) refuse "unknown argument $1" ;;
     esac
     shift
 done
 IFS=, read -ra chosen <<<"${only:-$(IFS=,; echo "${names[*]}")}"
 for name in "${chosen[@]}"; do
-    [[ " ${names[*]} " == *" $name "* ]] || usage "there is no section $name"
+    [[ " ${names[*]} " == *" $name "* ]] || refuse "there is no section $name"
 done
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -58,10 +62,10 @@ has_gpu = torch.cuda.is_available()
 print("cuda" if has_gpu else "cpu")
 print(torch.cuda.get_device_name() if has_gpu else "cpu " + platform.machine())'
 told=$("$python" -c "$asked") ||
-    usage "$python lacks torch or wrapt. Install what is missing, or name another interpreter in PYTHON"
+    refuse "$python lacks torch or wrapt. Install what is missing, or name another interpreter in PYTHON"
 device=${device:-${told%%$'\n'*}} called=${told#*$'\n'}
 if [[ $device == cpu && -z $small ]]; then
-    usage "torch sees no CUDA device. With --small it runs on the CPU"
+    refuse "torch sees no CUDA device. With --small it runs on the CPU"
 fi
 slug=$(tr '[:upper:] _' '[:lower:]--' <<<"$called${small:+ small}" | tr -cd 'a-z0-9-')
 mkdir -p "$out" || exit 2

@@ -34,6 +34,7 @@ import torch
 
 from ..log import logger
 from .opt_levels import (
+    LEVELS_IN_WORDS,
     OF_MODELS,
     Properties,
     half_type,
@@ -152,7 +153,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, "O0, O1, O2 or O3 (the letter O, not the digit zero)")
+    return _checked(name, text, level_name, LEVELS_IN_WORDS)
 
 
 def dtype(name: str, text: str) -> torch.dtype:

@@ -112,6 +112,10 @@ LEVELS = ("O0", "O1", "O2", "O3")
 
 # ROCm's apex called O1 and O2 in bfloat16 so.
 _BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
+LEVELS_IN_WORDS = (
+    "O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, not the digit "
+    "zero)"
+)
 
 # What an opt level decides unless told otherwise; None means "as the level says".
 OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
@@ -165,7 +169,7 @@ def level_name(value: Any) -> str:
             return "O" + digits
     raise ValueError(
         f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-        f'Expected "O0", "O1", "O2" or "O3" (the letter O, not the digit zero).'
+        f"Expected {LEVELS_IN_WORDS}."
     )
 
 

@@ -212,7 +212,7 @@ class SweepOptions:
         if package is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"--engine {self.engine}: needs the package {package}, which is not installed. "
-                f"pip install 'ampatch[{self.engine}]'"
+                f'pip install "ampatch[{self.engine}]"'
             )
         for one in dataclasses.fields(self):
             engines = one.metadata.get("only_for", ENGINES)

@@ -19,7 +19,7 @@ def check() -> None:
     except ImportError as error:
         raise ImportError(
             "A plot of gradients needs matplotlib, which is not installed: "
-            "pip install matplotlib, or pip install ampatch[sweep]."
+            'pip install matplotlib, or pip install "ampatch[sweep]".'
         ) from error
 
 

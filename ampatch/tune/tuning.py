@@ -114,7 +114,7 @@ class Tuning:
         if not available():
             raise ImportError(
                 "ampatch tune judges its trials by tests from scipy, which is not installed. "
-                "pip install 'ampatch[sweep]'"
+                'pip install "ampatch[sweep]"'
             )
         self._script, self._arguments = script, arguments
         program = Program(str(script), options.get("module", False))

@@ -24,7 +24,7 @@ BAD_INITIALIZE = [
         {"opt_level": "O7"},
         ValueError,
         "ampatch.initialize(opt_level='O7'): unknown opt level 'O7'. "
-        'Expected "O0", "O1", "O2" or "O3" (the letter O, not the digit zero).',
+        "Expected O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, ",
     ),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": True}, ValueError, "opt_level=True"),

@@ -45,6 +45,11 @@ def test_what_cannot_run_is_said_at_once(arguments, variables, said, tmp_path):
     assert done.returncode == 2 and said in done.stderr and "NAMES" in done.stderr
 
 
+def test_help_is_no_error():
+    done = on_gpu("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "NAMES" in done.stdout
+
+
 def test_a_section_that_fails_stops_no_other(tmp_path):
     (tmp_path / "pytest.py").write_text("raise ImportError('not here')")
     options = ["--small", "--device", "cpu", "--only", "tests,lists", "--out", tmp_path]

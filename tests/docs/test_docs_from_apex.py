@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from repository import DOCS
 from torch import nn
 
@@ -123,7 +124,7 @@ def table_of_changes() -> dict[str, list[str]]:
 
 
 CHANGES = table_of_changes()
-NOT_HERE = ("librosa", "tensorboardX", "parser")
+NOT_HERE = ("librosa", "scipy.misc", "tensorboardX", "parser")
 """What this test does not run: packages that are not there, and launchers."""
 LATER = {"torch.load": (2, 6)}
 """Messages that older versions of torch have not."""
@@ -146,7 +147,24 @@ def names_of_an_old_script(folder: Path) -> dict[str, Any]:
     x, mask = torch.ones(3), torch.tensor([True, False, True])
     loss = torch.tensor(1.0)
     names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
-    return names | {"Variable": torch.autograd.Variable}
+    old = {
+        "correct": torch.ones(4, 3, dtype=torch.bool).t(),
+        "k": 2,
+        "index": torch.tensor(2),
+        "n": 2,
+        "loader": torch.utils.data.DataLoader([1]),
+        "file": "a: 1",
+        "Own": type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)}),
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(x)]),
+        "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+        "yaml": yaml,
+        "Variable": torch.autograd.Variable,
+    }
+    return names | old
+
+
+def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
 
 
 def said(code: str, names: dict[str, Any]) -> str:

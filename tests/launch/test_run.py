@@ -107,7 +107,7 @@ def test_a_wrong_command_line_from_a_shell(arguments, message, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("AMPATCH_OPT_LEVEL", "O7", "Expected O0, O1, O2 or O3"),
+        ("AMPATCH_OPT_LEVEL", "O7", "Expected O0, O1, O2 or O3, or O4 and O5, which are"),
         ("AMPATCH_DTYPE", "float32", "Expected float16 or bfloat16"),
         ("AMPATCH_LOSS_SCALE", "much", 'Expected "dynamic" or a positive number'),
         ("AMPATCH_ENABLED", "perhaps", "expected 0 (off) or 1"),

@@ -31,7 +31,7 @@ def test_without_tensorboard_a_sweep_does_not_begin(no_tensorboard, tmp_path, mo
     with pytest.raises(SystemExit, match="2"):
         main(["sweep", str(script), "--out", str(out), "--tensorboard"])
     error = capsys.readouterr().err
-    assert "--tensorboard: " in error and "pip install ampatch[tensorboard]" in error
+    assert "--tensorboard: " in error and 'pip install "ampatch[tensorboard]"' in error
     assert not out.exists()
 
 
@@ -39,7 +39,7 @@ def test_without_tensorboard_a_report_is_not_begun(no_tensorboard, tmp_path, cap
     made_sweep(tmp_path, [made_run(CASES[0])])
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(tmp_path), "--tensorboard"])
-    assert "pip install ampatch[tensorboard]" in capsys.readouterr().err
+    assert 'pip install "ampatch[tensorboard]"' in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
@@ -90,7 +90,7 @@ def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypa
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(tmp_path), f"--{name}"])
     assert f"--{name}: " in (error := capsys.readouterr().err)
-    assert f"pip install ampatch[{name}]" in error
+    assert f'pip install "ampatch[{name}]"' in error
     assert not (tmp_path / "report.html").exists()
 
 

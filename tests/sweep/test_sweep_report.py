@@ -339,7 +339,7 @@ def test_without_the_extra_all_but_the_pictures_is_written(missing, tmp_path, mo
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert "pip install ampatch[sweep]" in shown.err and "O1 bfloat16: " in shown.out
+    assert 'pip install "ampatch[sweep]"' in shown.err and "O1 bfloat16: " in shown.out
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "No plots: matplotlib or pandas is not installed" in page.text and not page.all("img")
     assert len(list(tmp_path.glob("summary.*"))) == 4 and (tmp_path / "method.tex").exists()

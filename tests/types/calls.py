@@ -99,6 +99,12 @@ def models_and_optimizers(perhaps: Adam | None, any_optimizer: Optimizer) -> Non
     amp.initialize(net, scheduler)  # type: ignore[call-overload]
     amp.initialize(net, net.parameters())  # type: ignore[call-overload]
     amp.initialize(net, (sgd, 0.1))  # type: ignore[type-var]
+    # Outside its strict mode pyright takes a list of different things for a list of anything.
+    amp.initialize([net, "net"], sgd)  # type: ignore[type-var]
+    amp.initialize([net, sgd], sgd)  # type: ignore[type-var]
+    amp.initialize([net], [sgd, "sgd"])  # type: ignore[type-var]
+    # It works: torch says that it is a function.  `net.compile()` keeps the type.
+    amp.initialize(torch.compile(net), sgd)  # type: ignore[call-overload]
     amp.initialize(net).encoder(loss)  # type: ignore[operator]
     _, _ = amp.initialize(net)  # type: ignore[misc]
     amp.initialize(net, sgd).train()  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ POWER = 0.8
 SAME = 1e-9  # differences whose scatter is below this part of the values are one number
 MISSING = (
     "Accuracy is not tested: scipy is not installed. pip install scipy, or pip install "
-    "ampatch[sweep]; then --resume tests what has run."
+    '"ampatch[sweep]"; then --resume tests what has run.'
 )
 
 

@@ -38,8 +38,8 @@ DASHES = {"bfloat16": (0, (4, 1.5))}
 HATCHES = {NOT_TOLD_APART: "////", DIFFERS: "..."}
 SAME_MEMORY = {"device": 0.05, "resident": 0.1}  # a smaller share of the most says nothing
 MISSING = (
-    "No plots: matplotlib or pandas is not installed. pip install ampatch[sweep]; then `ampatch "
-    "report DIR` draws them."
+    'No plots: matplotlib or pandas is not installed. pip install "ampatch[sweep]"; then '
+    "`ampatch report DIR` draws them."
 )
 
 

@@ -57,7 +57,7 @@ class Tracker:
             except ImportError as error:
                 missing = module.rpartition(".")[2]
                 raise ImportError(
-                    f"{missing} is not installed. Do pip install ampatch[{self.name}], or leave "
+                    f'{missing} is not installed. Do pip install "ampatch[{self.name}]", or leave '
                     f"--{self.name} out."
                 ) from error
 
