@@ -23,19 +23,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 names=(machine tests lists counts resnet gpt bert sweep pair)
 python=${PYTHON:-python3} small='' only='' out=benchmarks/results device=''
 
-help() {
+usage() {
     echo "usage: benchmarks/on_gpu.sh [--small] [--only NAMES] [--out FOLDER] [--device DEVICE]"
     echo "NAMES, with commas between: ${names[*]}"
 }
 
 refuse() {
-    { echo "benchmarks/on_gpu.sh: $1"; help; } >&2
+    { echo "benchmarks/on_gpu.sh: $1"; usage; } >&2
     exit 2
 }
 
 while (($#)); do
     case $1 in
-        -h | --help) help; exit 0 ;;
+        -h | --help) usage; exit 0 ;;
         --small) small=--small ;;
         --only | --out | --device)
             (($# > 1)) || refuse "$1: a value is missing"

@@ -134,11 +134,11 @@ class Tuning:
         self._tried = 0
         self._settings: dict[str, Any] = {}
         self._lock = locked(self, self.directory, LOCK, "tuning")
-        if resume and not overwrite:
-            self._refuse_another()
-        self._sweep = self._main(resume=resume, overwrite=overwrite)
-        if overwrite:
-            self._clear()
+        try:
+            self._sweep = self._begun(resume, overwrite)
+        except BaseException:
+            self._lock()
+            raise
 
     def run(self) -> Answer:
         """Run the trials that have not run yet; returns the answer, which is in the files, too.
@@ -197,6 +197,22 @@ class Tuning:
     def _case(self, chosen: Iterable[Remedy]) -> Case:
         return remedies.case(self._level, chosen, self._paths)
 
+    def _begun(self, resume: bool, overwrite: bool) -> Sweep:
+        """The first sweep of the directory; none of an earlier tuning for another level."""
+        if resume and not overwrite:
+            self._refuse_another()
+        sweep = self._main(resume=resume, overwrite=overwrite)
+        if overwrite:
+            self._clear()
+        return sweep
+
+    def _resumed(self) -> Sweep:
+        """The sweep with what has come to it since.  What it refuses now has changed meanwhile."""
+        try:
+            return self._main(resume=True)
+        except ValueError as error:
+            raise TuneError(f"{self._script} changed while it was tuned: {error}") from error
+
     def _main(self, resume: bool, overwrite: bool = False) -> Sweep:
         """The sweep of all candidates so far, in one directory that grows."""
         few = set(self._cases) - self._with_all_seeds
@@ -229,7 +245,7 @@ class Tuning:
         if case not in self._cases:
             self._cases.append(case)
         if self._runs:
-            self._sweep = self._main(resume=True)
+            self._sweep = self._resumed()
         self._runs = self._sweep.run(progress).runs
         judge, better = self._options.get("judge"), self._options.get("better") or {}
         base = row_of(BASE, self._runs, judge, better)

@@ -208,6 +208,30 @@ def test_dynamic_shapes(capture, level):
     assert len(capture.graphs) == 1
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_compiled_before_it_comes_in(level, inputs):
+    """`initialize(torch.compile(model))` instead of `torch.compile(initialize(model))`."""
+    losses = []
+    for is_first in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = torch.compile(model, backend="aot_eager") if is_first else model
+        given, _ = amp.initialize(made, optimizer, opt_level=level, verbosity=0)
+        assert given is made
+        compiled = given if is_first else torch.compile(given, backend="aot_eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = compiled(inputs).float().pow(2).mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        amp.deactivate()
+    assert losses[:3] == losses[3:] and losses[0] > losses[2]
+
+
 @pytest.mark.parametrize("level, when", [("O0", "before"), ("O1", "after"), ("O3", "before")])
 def test_compiled_in_place(level, when, inputs):
     """`model.compile()` instead of `torch.compile(model)`: hooks and all."""

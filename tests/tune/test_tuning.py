@@ -228,6 +228,28 @@ def test_two_tunings_do_not_share_a_directory(tuned, tmp_path, options):
     tuned(["stem"], overwrite=True)
 
 
+def test_a_tuning_that_did_not_begin_holds_no_directory(tuned):
+    """Also while its error is kept, as a notebook keeps the last one."""
+    tuned(["head"])
+    with pytest.raises(ValueError, match="for O3 in float16") as kept:
+        tuned(["stem"], level="O2", resume=True)
+    assert tuned(["head"], resume=True)[0].needed == ["head"] and kept.tb is not None
+
+
+def test_a_script_that_changes_meanwhile_is_said(tuned, monkeypatch):
+    """A sweep that goes on refuses it; its error names what is not the same."""
+
+    def changed(trials, *arguments, resume=False, **options):
+        if resume:
+            raise ValueError("cannot be resumed, it is another sweep: script_sha256")
+        return begin(trials, *arguments, **options)
+
+    begin = Trials.__call__
+    monkeypatch.setattr(Trials, "__call__", changed)
+    with pytest.raises(TuneError, match="while it was tuned: cannot be resumed.*script_sha256"):
+        tuned(["head"])
+
+
 @pytest.mark.parametrize(
     "ends, said",
     (
