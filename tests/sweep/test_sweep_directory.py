@@ -8,9 +8,11 @@ import shutil
 import pytest
 
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
+from ampatch.sweep.execution import outcome
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
+from ampatch.sweep.kinds import NO_AMP, Kind
 from ampatch.sweep.measure.record import Measured, Run, Series
 
 SCRIPT = "print('never run here')\n"
@@ -135,6 +137,23 @@ def test_given_rows_are_run_alone_and_may_be_added_later(script, machine):
     assert {run.case for run in read_sweep("out").runs} == {base, whole}  # pages show rows alone
     again = Sweep(script, rows=rows, seeds=2, rounds=1, out="out", resume=True).run()
     assert [row.runs for row in again.rows] == [2, 2, 2] and not machine.ran
+
+
+def test_a_row_with_fewer_seeds_runs_no_more_and_may_have_more_later(script, machine):
+    rows = [Case("O0"), Case("O3", "bfloat16")]
+    asked = {"rows": rows, "seeds": 3, "rounds": 1, "out": "out"}
+    sweep = Sweep(script, fewer_seeds={rows[1]: 2}, **asked).run()
+    assert [row.runs for row in sweep.rows] == [3, 2] and len(machine.ran) == 5
+    sweep = Sweep(script, resume=True, **asked).run()
+    assert [row.runs for row in sweep.rows] == [3, 3] and len(machine.ran) == 6
+
+
+def test_a_recommendation_is_for_the_kind_of_script(script, machine, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(outcome, "recommendation", lambda *given: kinds.append(given[-1]) or "")
+    kind = Kind(NO_AMP)
+    Sweep(script, rows=[Case("O0")], kind=kind, rounds=1, out="out").run()
+    assert set(kinds) == {kind}
 
 
 @pytest.mark.parametrize(
