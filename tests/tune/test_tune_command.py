@@ -22,12 +22,12 @@ def tune(folder, fault, *options, level="O2"):
     return main.main([*command, "--", *arguments])
 
 
-@pytest.fixture(scope="module")
-def folder(warm_trials, tmp_path_factory):
-    return tmp_path_factory.mktemp("tune") / "out"
+def started(*_):
+    raise AssertionError("a trial was started")
 
 
-def test_one_softmax_is_found_and_the_line_to_paste_says_it(folder, capsys):
+def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "out"
     assert tune(folder, "softmax") == 0
     out, err = capsys.readouterr()
     answer = read_answer(folder)
@@ -44,15 +44,9 @@ def test_one_softmax_is_found_and_the_line_to_paste_says_it(folder, capsys):
     page = (folder / "tune.html").read_text()
     assert "weigh (Weigh): relative error inf" in page and "://" not in page
 
-
-def test_what_was_run_is_not_run_again(folder, capsys, monkeypatch):
-    def started(*_):
-        raise AssertionError("a trial was started")
-
-    before = read_answer(folder)
     monkeypatch.setattr("ampatch.sweep.execution.runner.Runner.run", started)
     assert tune(folder, "softmax", "--resume") == 0
-    assert read_answer(folder) == before
+    assert read_answer(folder) == answer
 
 
 def test_too_few_seeds_are_refused_before_anything_runs(tmp_path, capsys):

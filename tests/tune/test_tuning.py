@@ -153,6 +153,11 @@ def test_what_passed_with_few_seeds_alone_is_no_answer(tuned, lucky):
     assert len(again) == (lucky == "body"), said
 
 
+def test_a_judged_quantity_that_never_changes_is_said(tuned, monkeypatch):
+    monkeypatch.setattr("ampatch.tune.tuning.silent", lambda row: "it is one number.")
+    assert any("it is one number." in line for line in summary(tuned(["head"])[0]))
+
+
 @pytest.mark.parametrize("cures", (["O3"], ["head"]))
 def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
     """So does a sweep, which recommends nothing then."""
