@@ -179,6 +179,12 @@ MODES: dict[str, Mode] = {
         {"device": "cuda", "dtypes": HALF_TYPES, "steps": 20, "limit": 85.0},
         "Over gloo, on {device}.",
     ),
+    "tune-seeds": Mode(
+        "How often `ampatch tune` answers with a wrong set, by its rule for seeds",
+        "tune_seeds:report",
+        {"seeds": 6},
+        "Simulated: {seeds} seeds, sets that are worse than O0 by twice the scatter.",
+    ),
     "accuracy": Mode(
         "Held-out results of O0 to O3 and autocast on four tasks: the page docs/accuracy.md",
         "accuracy:report",
