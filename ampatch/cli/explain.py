@@ -37,9 +37,11 @@ def run(options: argparse.Namespace) -> int:
     if steps or watch.modules:
         print_answer(options, watch)
     if code or skips.are_most:
+        arguments = ["--", *options.arguments] if options.arguments else []
+        command = [*options.program.words, "--opt-level", "LEVEL", *arguments]
         print(
             f"If {options.program} trains well at O0, ampatch tune finds the modules that need "
-            f"FP32: ampatch tune {shlex.join(options.program.words)} --opt-level LEVEL",
+            f"FP32: ampatch tune {shlex.join(command)}",
             file=sys.stderr,
         )
     return code

@@ -6,9 +6,10 @@ file, as `ampatch tune` writes it, or JSON text has globs alone: `{"decoder.*": 
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,14 @@ def parse(overrides: Any) -> Overrides:
                 f"{type_name(key)}."
             )
     return found
+
+
+def named(glob: str, paths: Collection[str]) -> set[str]:
+    """Those of `paths` that a glob names: itself where it is one of them, else all that match.
+
+    So a module of the name `heads[0]` is named by its path, though that is a glob for `heads0`.
+    """
+    return {glob} if glob in paths else {one for one in paths if fnmatch.fnmatchcase(one, glob)}
 
 
 def read(call: str, given: str | os.PathLike[str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ Of several rules in `overrides` that name a module the last one given wins.
 
 from __future__ import annotations
 
-import fnmatch
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +19,8 @@ from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
 from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..config.overrides import ModuleKey
-from ..torch_private.modules import INSTANCE_NORMS, ORTHOGONAL_MAPS
+from ..config.overrides import ModuleKey, named
+from ..torch_private.modules import INSTANCE_NORMS, ORTHOGONAL_MAPS, has_forward
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import has_statistics
@@ -142,16 +141,32 @@ def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
-    """The precision of each submodule that a rule names."""
+    """The precision of each submodule that a rule names.
+
+    A module without a forward (a list or dict of modules) is not called: its name is one for each
+    module in it, too.
+    """
+    parts = {name: module for name, module in model.named_modules() if name}
+    names = {key: _named(key, parts) for key, _ in rules}
     found: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
+    for name, module in parts.items():
+        own = {name, *_holders(name, parts)}
         for key, precision in rules:
-            hit = (
-                fnmatch.fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
-            )
-            if hit and name:
+            if own & names[key]:
                 found[module] = precision
     return found
+
+
+def _named(key: ModuleKey, parts: dict[str, nn.Module]) -> set[str]:
+    if isinstance(key, str):
+        return named(key, parts)
+    return {name for name, module in parts.items() if isinstance(module, key)}
+
+
+def _holders(name: str, parts: dict[str, nn.Module]) -> Iterator[str]:
+    """The modules without a forward that hold this one, the innermost first."""
+    while (name := name.rpartition(".")[0]) and not has_forward(parts[name]):
+        yield name
 
 
 def precisions(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -345,22 +347,27 @@ def has_tf32() -> bool:
 def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
     """Makes context managers in which random numbers are those that follow on this call.
 
+    Those of torch, of Python's `random` and of NumPy's global generator, if that is imported.
     Outside of them, and after them, random numbers go on untouched.
     """
     found = accelerator()
     tools: list[Any] = [torch] if found is None else [torch, _module(found)]
-    then = [tool.get_rng_state() for tool in tools]
+    generators = [(tool.get_rng_state, tool.set_rng_state) for tool in tools]
+    generators.append((random.getstate, random.setstate))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        generators.append((numpy.random.get_state, numpy.random.set_state))
+    then = [get() for get, _ in generators]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        now = [tool.get_rng_state() for tool in tools]
-        for tool, state in zip(tools, then):
-            tool.set_rng_state(state)
+        now = [get() for get, _ in generators]
+        for (_, put), state in zip(generators, then):
+            put(state)
         try:
             yield
         finally:
-            for tool, state in zip(tools, now):
-                tool.set_rng_state(state)
+            for (_, put), state in zip(generators, now):
+                put(state)
 
     return again
 

@@ -87,6 +87,12 @@ HOOK_FLAGS = (
 """As `HOOK_TABLES`: what is noted of a hook under its handle's id."""
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can be called; lists and dicts of modules cannot."""
+    forward = getattr(type(module), "forward", None)  # scripted modules have it elsewhere
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
     before = getattr(module, "_forward_pre_hooks", None)

@@ -1,13 +1,14 @@
 """Globs as short as they are right: `decoder.norm*` for all that it matches, and for no other.
 
-`initialize(overrides=...)` matches paths with `fnmatch`, where `*` stands for any text, dots too.
+In those of `initialize(overrides=...)` `*` stands for any text, dots too.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+
+from ampatch.config.overrides import named
 
 
 def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
@@ -17,11 +18,11 @@ def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
     finds (V. Chvatal, Math. Oper. Res. 4 (1979)), and of equal ones that with fewest stars, then
     the shortest.  One module is named by its path.
     """
-    left, paths = set(chosen), sorted(everything)
+    left, paths = set(chosen), set(everything)
     allowed = {path for path in paths if any(_is_inside(path, one) for one in left)}
     ranked = []
     for glob in sorted(_proposals(left)):
-        matched = {path for path in paths if fnmatch.fnmatchcase(path, glob)}
+        matched = named(glob, paths)
         if matched <= allowed and (glob in left or len(matched & left) > 1):
             ranked.append((glob, left & matched))
     found = []

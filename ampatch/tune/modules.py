@@ -2,7 +2,8 @@
 
 By default each module without children, and each other whose forward calls functions of its own
 between those of its children (a residual sum, a softmax by hand).  `depth` makes groups instead:
-the modules so many names deep, with all that is in them.
+the modules so many names deep, with all that is in them.  Lists and dicts of modules, which are
+never called, count as no name: the modules in them stand for them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential)
+from ampatch.torch_private.modules import has_forward
 
 
 def candidates(models: Iterable[nn.Module], depth: int | None = None) -> dict[str, list[nn.Module]]:
@@ -21,15 +22,16 @@ def candidates(models: Iterable[nn.Module], depth: int | None = None) -> dict[st
     """
     found: dict[str, list[nn.Module]] = {}
     for model in models:
+        names = {"": 0}  # in the path of each module
         for path, module in model.named_modules():
-            if path and _counts(path, module, depth):
-                found.setdefault(path, []).append(module)
+            if path:
+                names[path] = names[path.rpartition(".")[0]] + has_forward(module)
+                if has_forward(module) and _counts(names[path], module, depth):
+                    found.setdefault(path, []).append(module)
     return found
 
 
-def _counts(path: str, module: nn.Module, depth: int | None) -> bool:
+def _counts(names: int, module: nn.Module, depth: int | None) -> bool:
     if depth is None:
-        return not isinstance(module, CONTAINERS)
-    names = path.count(".") + 1
-    is_leaf = next(module.children(), None) is None
-    return names == depth or (names < depth and is_leaf)
+        return getattr(type(module), "forward", None) is not nn.Sequential.forward
+    return names == depth or (names < depth and next(module.children(), None) is None)

@@ -63,7 +63,7 @@ def start(text: str, off: Any, writes: bool) -> None:
 
 @dataclass
 class _Watched:
-    """A module whose turn comes, and what is known of it: nothing if it only calls others."""
+    """A module whose turn comes, and what is known of it."""
 
     path: str
     modules: list[nn.Module]
@@ -71,14 +71,25 @@ class _Watched:
     trouble: str = ""
     is_refused: bool = False
     had_turn: bool = False
+    is_called: bool = False
+    only_calls_others: bool = False
+
+    @property
+    def is_uncalled(self) -> bool:
+        """Whether nothing called its forward in its turns."""
+        return self.had_turn and not self.is_called
 
     def sensitivity(self, steps: int) -> Sensitivity:
         parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
-        kind = type(self.modules[0]).__name__
+        kind = ", ".join(dict.fromkeys(type(one).__name__ for one in self.modules))
+        if len(self.modules) > 1:
+            kind += f" ({len(self.modules)} models)"
         if self.samples:
             return Sensitivity(self.path, kind, parameters, tuple(self.samples))
         late = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
-        trouble = self.trouble if self.had_turn else late
+        trouble = (
+            (self.trouble or "it is called without gradients alone") if self.had_turn else late
+        )
         return Sensitivity(self.path, kind, parameters, (), trouble, self.is_refused)
 
 
@@ -144,6 +155,7 @@ class Probe:
         @torch.compiler.disable
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             nonlocal done
+            watched.is_called = True
             if done or not torch.is_grad_enabled():
                 return
             done = True
@@ -183,7 +195,9 @@ class Probe:
                 if lacks_memory(describe(error)):
                     watched.trouble += ". More --probe-steps keep fewer copies at once"
                 continue
-            if sample is not None:
+            if sample is None:
+                watched.only_calls_others = True
+            else:
                 watched.samples.append(sample)
 
     def _half(self) -> HalfType:
@@ -210,8 +224,12 @@ class Probe:
         self._found.eps = sorted({*self._found.eps, *found})
 
     def _write(self) -> None:
-        known = (one for one in self._watched if one.samples or one.trouble or not one.had_turn)
-        self._found.modules = [one.sensitivity(self._found.steps) for one in known]
+        self._found.uncalled = [one.path for one in self._watched if one.is_uncalled]
+        self._found.modules = [
+            one.sensitivity(self._found.steps)
+            for one in self._watched
+            if not (one.only_calls_others or one.is_uncalled)
+        ]
         self._found.write(Path(self._options.file))
 
 

@@ -20,6 +20,7 @@ from ampatch.tune.sensitivity import Sensitivity
 from ampatch.tune.tuning import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
 
 MOST_ROWS = 20  # of the table on the terminal
+MOST_NAMES = 8  # of modules in a sentence
 WIDTH = 120  # letters in a line where the output is no terminal
 LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "half saves", "FP32")
@@ -36,14 +37,7 @@ def summary(answer: Answer) -> list[str]:
             "all. --resume --candidates N goes on."
         ]
     if answer.outcome == NO_CURE:
-        named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
-        return [
-            f"{level} does not come back to O0, not even with every module in FP32{named}. What is "
-            "left in half: functions of the model's own forward and what it hands from one module "
-            "to the next, and code outside the model (a loss in half, weights changed by hand). "
-            f"As it is: {answer.failure}. ampatch run --debug shows where the first inf or NaN "
-            "comes from."
-        ]
+        return [f"{level} does not come back to O0, {_left_in_half(answer)}"]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
     if modules:
@@ -58,6 +52,21 @@ def summary(answer: Answer) -> list[str]:
             "--resume --candidates N goes on."
         )
     return [*lines, _shown(answer).strip(), answer.line, _speeds(answer)]
+
+
+def _left_in_half(answer: Answer) -> str:
+    """What no candidate had in FP32, and how the level fails."""
+    named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
+    uncalled = ", ".join(answer.uncalled[:MOST_NAMES])
+    if len(answer.uncalled) > MOST_NAMES:
+        uncalled += f" and {len(answer.uncalled) - MOST_NAMES} more"
+    others = f" modules whose forward was not seen to be called ({uncalled})," if uncalled else ""
+    return (
+        f"not even with every module in FP32{named}. What is left in half: functions of the "
+        "model's own forward and what it hands from one module to the next,"
+        f"{others} and code outside the model (a loss in half, weights changed by hand). As it is: "
+        f"{answer.failure}. ampatch run --debug shows where the first inf or NaN comes from."
+    )
 
 
 def _shown(answer: Answer) -> str:

@@ -53,6 +53,9 @@ class Sensitivity:
 class Findings:
     """All modules that were looked at, `paths` of all that there are, and the optimizers' eps.
 
+    `uncalled` are those whose forward was not called: others read their weights, call another of
+    their methods or the modules in them, or their time did not come.
+
     What the probe cost: `seconds` beside the training, and the bytes of the copies that were in
     memory at once, `at_once` modules' at most.
     """
@@ -63,6 +66,7 @@ class Findings:
     seconds: float = 0.0
     modules: list[Sensitivity] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    uncalled: list[str] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ from ampatch.sweep import Sweep
 from ampatch.sweep.execution.directory import locked
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import Margin, not_shown
 from ampatch.sweep.report.results import RUNS, Row
-from ampatch.sweep.report.summary import seeds_matter
+from ampatch.sweep.report.summary import says_how_well, seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
 from ampatch.tune.probe import SAMPLES, ProbeOptions
@@ -36,7 +37,9 @@ PAGE = "tune.html"
 PROBE, SPEED = "probe", "speed"  # directories
 LOCK = ".tune.lock"  # held while no sweep runs in the directory, too
 OVERRIDES = "overrides.json"
+LEVEL = "level.json"  # what is tuned here, from the beginning on
 SEEDS = 6  # of the answer; candidates are sought with half of them
+SAME = 1e-3  # relative; the probe has compiled models run eagerly, which differ in bits
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
@@ -68,6 +71,7 @@ class Answer:
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     paths: list[str] = field(default_factory=list)  # of all modules
+    uncalled: list[str] = field(default_factory=list)  # modules that the probe did not see
     step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
 
@@ -204,6 +208,7 @@ class Tuning:
         sweep = self._main(resume=resume, overwrite=overwrite)
         if overwrite:
             self._clear()
+        write_json(self.directory / LEVEL, self._asked())
         return sweep
 
     def _resumed(self) -> Sweep:
@@ -251,6 +256,12 @@ class Tuning:
         base = row_of(BASE, self._runs, judge, better)
         if base.outcome == "failed":
             raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+        if not says_how_well(self._runs):
+            raise TuneError(
+                f"{self._script}: no loss and no metric was recorded at O0, so nothing says how "
+                "well a candidate trains. Have a loss go through ampatch.scale_loss or backward(), "
+                "or call ampatch.log_metrics(accuracy=...), or give --metric."
+            )
         if not seeds_matter(self._runs):
             raise TuneError(
                 "O0 is the same with each seed, so no difference can be tested. Have {seed} among "
@@ -269,18 +280,20 @@ class Tuning:
         return fine
 
     def _refuse_another(self) -> None:
-        earlier = read_answer(self.directory)
-        asked = (self._level.opt_level, self._level.dtype)
-        if earlier is not None and (earlier.opt_level, earlier.dtype) != asked:
+        earlier, asked = read_json(self.directory / LEVEL), self._asked()
+        if earlier is not None and earlier != asked:
             raise ValueError(
-                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}, "
-                f"and --resume goes on with that. For {' in '.join(map(str, asked))} replace it by "
-                "--overwrite, or choose another directory with --out."
+                f"{self.directory}: holds a tuning of {' in '.join(earlier)}, and --resume goes "
+                f"on with that. For {' in '.join(asked)} replace it by --overwrite, or choose "
+                "another directory with --out."
             )
+
+    def _asked(self) -> list[str]:
+        return [self._level.opt_level, self._level.dtype or ""]
 
     def _clear(self) -> None:
         """Delete what an earlier tuning in this directory has found."""
-        for name in (ANSWER, OVERRIDES, PAGE):
+        for name in (ANSWER, OVERRIDES, PAGE, LEVEL):
             (self.directory / name).unlink(missing_ok=True)
         for name in (PROBE, SPEED):
             shutil.rmtree(self.directory / name, ignore_errors=True)
@@ -339,12 +352,24 @@ class Tuning:
                 "keep fewer copies at once."
             )
         found = Findings.read(file) or Findings()
+        self._compare_with_training(run)
         self._say(
             f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside "
             "the training; copies in memory at once: "
             f"{found.at_once}, of {found.copied / 2**20:.2g} MiB."
         )
         return found
+
+    def _compare_with_training(self, probed: Run) -> None:
+        """Say where the losses of the probe's run are not those of O0."""
+        plain = next(run for run in self._runs if run.case == BASE and not run.trial.short)
+        step = departure(plain.measured or Measured(), probed.measured or Measured())
+        if step is not None:
+            self._say(
+                f"The probe's run departs from that of O0 at step {step + 1}: the script does not "
+                "repeat itself, or a forward changes something that is not in its module. What "
+                "is said of modules is from another training; the trials are without the probe."
+            )
 
     def _properties(self) -> dict[str, str]:
         """The settings that the level had in its runs, as text."""
@@ -375,6 +400,7 @@ class Tuning:
             not_shown=_not_shown(row, self._margin) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
+            uncalled=list(findings.uncalled),
         )
         self._write(answer)
         return answer
@@ -433,6 +459,20 @@ _OF_PROBE = frozenset(
 """Options of a sweep that the probe's run shares."""
 _OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs"))
 """Options that the timing of the cure does not share."""
+
+
+def departure(plain: Measured, probed: Measured) -> int | None:
+    """The first step at which a loss is another in the second run; None: there is none."""
+    steps = []
+    for name, series in plain.losses.items():
+        losses = dict(zip(series.steps, series.values))
+        other = probed.losses.get(name, Series())
+        steps += [
+            step
+            for step, value in zip(other.steps, other.values)
+            if step in losses and not math.isclose(value, losses[step], rel_tol=SAME)
+        ]
+    return min(steps, default=None)
 
 
 def _not_shown(row: Row, margin: Margin) -> str:

@@ -155,9 +155,11 @@ def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_proces
 @pytest.mark.parametrize("text, points", ((OVERFLOWING, True), (TRAINING, False)))
 def test_explain_points_to_tune_where_most_steps_overflow(tmp_path, text, points):
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
-    done = python("-m", "ampatch", "explain", "train.py", cwd=tmp_path)
+    arguments = ["--", "--x", "1 2"] if points else []
+    done = python("-m", "ampatch", "explain", "train.py", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert ("ampatch tune train.py --opt-level LEVEL" in done.stderr) == points
+    assert ("ampatch tune train.py --opt-level LEVEL -- --x '1 2'\n" in done.stderr) == points
+    assert ("ampatch tune" in done.stderr) == points
 
 
 def test_a_script_that_never_steps(tmp_path, in_this_process, capsys):

@@ -44,6 +44,9 @@ def start(model, level, overrides, **settings):
         ({}, [H, H, torch.float32]),
         ({"body.two": "float"}, [H, torch.float32, torch.float32]),
         ({"body.*": "float"}, [torch.float32] * 3),
+        ({"body": "float"}, [torch.float32] * 3),  # a dict of modules, which is never called
+        ({"body": "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
+        ({nn.ModuleDict: "float"}, [torch.float32] * 3),
         ({nn.Linear: "float"}, [torch.float32] * 3),
         ({nn.Linear: "float", "body.one": "half"}, [H, torch.float32, torch.float32]),
         ({nn.Softmax: "half"}, [H, H, H]),
@@ -75,6 +78,33 @@ def test_overrides_at_o2():
     assert seen == [(H, H), (torch.float32, torch.float32)]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.dtypes == [H, H, H]  # its output goes on in half
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_list_of_modules_by_its_name(level):
+    """Nothing calls it, and those in it, lists in lists too, get and return what they need."""
+    model = Net()
+    body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Sequential(nn.Linear(4, 4))})
+    del model.body
+    model.all = nn.ModuleList([body])
+    vars(model)["body"] = body
+    start(model, level, {"all": "float"})
+    model(X).sum().backward()
+    assert {part.weight.dtype for part in (model.body["one"], model.body["two"][0])} == {
+        torch.float32
+    }
+    assert model.dtypes == [H, H, H]
+
+
+def test_a_path_with_the_signs_of_globs_names_its_module_alone():
+    model = Net()
+    model.body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+    model.heads = nn.ModuleDict({"h[0]": model.body["two"], "h0": model.body["one"]})
+    del model.body
+    model.body = {"one": model.heads["h0"], "two": model.heads["h[0]"]}
+    start(model, "O1", {"heads.h[0]": "float"})
+    model(X)
+    assert model.dtypes == [H, torch.float32, torch.float32]
 
 
 class Attention(nn.Module):

@@ -177,8 +177,7 @@ def test_each_way_to_fail_is_a_row(directory):
     )
     out = directory / "troubles"
     rows = sweep(script, dtypes=["bfloat16"], autocast=False, out=out)  # no round after O0 failed
-    [pointer] = [note for note in read_results(out).notes if "ampatch tune" in note]
-    assert "O2 bfloat16 trains worse" in pointer and "--opt-level O2 --dtype bfloat16" in pointer
+    assert "ampatch tune" not in str(read_results(out).notes)  # nothing to come back to
 
     assert [row.status for row in rows] == [
         "crashed: RuntimeError: the tensor is",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -105,7 +107,8 @@ def trained(
     torch.manual_seed(0)
     model = Net()
     calls = []
-    model.first.register_forward_hook(lambda *_: calls.append(1))
+    first = next(part for part in model.modules() if not any(part.children()))
+    first.register_forward_hook(lambda *_: calls.append(1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if probe:
         options = ProbeOptions(str(file), steps, opt_level, dtype, scale, depth)
@@ -121,7 +124,8 @@ def trained(
         losses.append(loss.item())
     if probe:
         stop()
-    calls = [len(calls), model.holder.hot.calls]
+    hot = (part.calls for part in model.modules() if isinstance(part, Hot))
+    calls = [len(calls), *hot]
     seen = [losses, torch.rand(3).tolist(), calls, model.state_dict()]
     ampatch.deactivate()
     return seen, Findings.read(file)
@@ -258,6 +262,75 @@ def test_depth_makes_groups(tmp_path):
     _, found = trained(tmp_path, depth=1)
     groups = {name for name, _ in Net().named_children()}
     assert {one.path for one in found.modules} == groups
+
+
+class Listed(nn.Module):
+    """Lists of modules, a method that is no forward, and what is called without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+        self.named = nn.ModuleDict({"deep": nn.ModuleList([nn.Linear(8, 8)])})
+        self.coder, self.head, self.spare = Listed.Coder(), nn.Linear(8, 3), nn.Linear(8, 8)
+        self.teacher = nn.Linear(8, 8)
+
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def encode(self, x):
+            return self.inner(x) * 2
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            x = x + self.teacher(x)
+        return self.head(self.coder.encode(self.named["deep"][0](x)))
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    (
+        (1, {"blocks.0", "blocks.1", "named.deep.0", "coder.inner", "head", "teacher"}),
+        (
+            None,
+            {"blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "named.deep.0"}
+            | {"coder.inner", "head", "teacher"},
+        ),
+    ),
+)
+def test_what_nothing_calls_is_no_group_and_no_candidate(tmp_path, monkeypatch, depth, expected):
+    monkeypatch.setitem(globals(), "Net", Listed)
+    _, found = trained(tmp_path, depth=depth)
+    by_path = {one.path: one for one in found.modules}
+    assert set(by_path) == expected
+    assert "without gradients" in by_path.pop("teacher").trouble
+    assert all(one.samples for one in by_path.values())
+    assert found.uncalled == ["spare"]
+
+
+class Dropping(nn.Module):
+    """Its random numbers are those of Python and of NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.linear(x) * random.random() + numpy.random.rand()
+
+
+def test_random_numbers_that_are_not_torchs_are_those_of_the_run_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "Net", lambda: nn.Sequential(Dropping()))
+
+    def run(probe):
+        random.seed(0)
+        numpy.random.seed(0)
+        return trained(tmp_path, probe=probe)[0][0]
+
+    assert run(probe=True) == run(probe=False)
 
 
 def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 
 from ampatch.config.sweep_options import SweepOptions
@@ -10,10 +11,12 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import own_seeds, paired
+from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.starts import checked, other_starts
 from ampatch.sweep.report.starts import note as starts_note
 from ampatch.sweep.report.summary import seeds_matter
+from ampatch.sweep.trial import BASE
 
 
 def script_notes(
@@ -42,9 +45,16 @@ def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[
     return notes
 
 
-def tune_note(script: str, options: SweepOptions, plan: Plan, rows: Sequence[Row]) -> str:
+def tune_note(
+    script: str,
+    arguments: Sequence[str],
+    options: SweepOptions,
+    plan: Plan,
+    rows: Sequence[Row],
+) -> str:
     """What finds the part of the model that is the cause, where a level trains worse than O0."""
-    if options.rows is not None or plan.kind.is_plain:
+    base = next((row for row in rows if row.label == BASE.label), None)
+    if options.rows is not None or plan.kind.is_plain or base is None or base.status != OK:
         return ""
     worse = (
         row
@@ -52,15 +62,17 @@ def tune_note(script: str, options: SweepOptions, plan: Plan, rows: Sequence[Row
         if row.engine == "ampatch"
         and not row.settings
         and row.dtype in DTYPES
-        and (row.outcome == "worse" or row.status.startswith("diverged"))
+        and (row.outcome == "worse" or row.status.startswith(("diverged", "crashed")))
     )
     row = next(worse, None)
     if row is None:
         return ""
-    module = "-m " if options.module else ""
+    program = ["-m", script] if options.module else [script]
+    level = ["--opt-level", row.opt_level, "--dtype", row.dtype]
+    given = ["--", *arguments] if arguments else []
     return (
-        f"{row.name} trains worse than O0. Which modules need FP32, if any, says: ampatch tune "
-        f"{module}{script} --opt-level {row.opt_level} --dtype {row.dtype}"
+        f"{row.name} does not train as O0 does. Which modules need FP32, if any, says: ampatch "
+        f"tune {shlex.join([*program, *level, *given])}"
     )
 
 

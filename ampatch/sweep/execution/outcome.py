@@ -64,7 +64,7 @@ class Outcome:
         done = {run.trial for run in runs}
         trouble = notes.baseline_trouble(self._script, plan.kind)
         said = [
-            notes.tune_note(self._script, options, plan, rows),
+            notes.tune_note(self._script, self._arguments, options, plan, rows),
             *notes.other_notes(options, plan, runs),
             *self._script_notes().values(),
         ]

@@ -85,13 +85,25 @@ def samples_of(runs: Iterable[Run]) -> Samples:
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
     """Whether runs with different seeds differ in any measured loss or metric."""
-    by_seed = {}
-    for run in runs:
-        if status(run) == OK and run.case == BASE and not run.trial.short:
-            losses = [series.values for series in run.measured.losses.values()]
-            by_seed[run.trial.seed] = (losses, _finals(run.measured))
-    first, *others = list(by_seed.values()) or [None]
+    first, *others = list(_of_seeds(runs).values()) or [None]
     return not others or any(other != first for other in others)
+
+
+def says_how_well(runs: Iterable[Run]) -> bool:
+    """Whether a loss or a metric was measured at O0."""
+    return any(losses or finals for losses, finals in _of_seeds(runs).values())
+
+
+def _of_seeds(runs: Iterable[Run]) -> dict[int, tuple[list[list[float]], dict[str, float]]]:
+    """Losses and last values of each seed, of whole runs at O0."""
+    return {
+        run.trial.seed: (
+            [series.values for series in run.measured.losses.values()],
+            _finals(run.measured),
+        )
+        for run in runs
+        if status(run) == OK and run.case == BASE and not run.trial.short and run.measured
+    }
 
 
 def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Row:
