@@ -30,9 +30,11 @@ from systems import (
     FUSED,
     HALF,
     MICRO_BATCHES,
+    NATIVE,
     PLAIN,
     RANKS,
     SYSTEMS,
+    WITHOUT,
     How,
     environment,
     make_evaluation,
@@ -40,13 +42,12 @@ from systems import (
     ranks,
     with_native,
 )
-from tasks import LARGE, SMALL, TASKS
+from tasks import DEEPER, LARGE, SMALL, TASKS
 
 from ampatch.casting import batched_casts
 from ampatch.scaling import optimizer
 from ampatch.torch_private import foreach
 
-WITHOUT = " without "
 # of each lever: where it is, and what stands there without it
 LEVERS: dict[str, list[tuple[Any, str, Any]]] = {
     "nodes": [(batched_casts, "HOOKS_CAN_BE_SEEN", False)],
@@ -130,6 +131,12 @@ TABLES = {
             *("O2", "O2 without batches", "O2 without bare calls"),
         ],
     ),
+    "nodes": Table(
+        "Casts of few weights and of many in one node, and each by itself",
+        ["O1", "O1" + AGAIN, "O1 without nodes"],
+        models=("GAN", *DEEPER),
+        in_time=True,
+    ),
     "parameters": Table(
         "Many parameter tensors",
         TO_THE_LIMIT,
@@ -165,7 +172,7 @@ def report(which: str, options: Namespace) -> Iterator[str]:
     """A row per model, and the geometric means."""
     of = TABLES[which]
     systems = options.systems or with_native(of.systems)
-    if with_native(systems) == systems and not any(one.endswith("native") for one in systems):
+    if with_native(systems) == systems and not any(NATIVE in one for one in systems):
         yield "No native part is built here: its columns are left out.\n"
     rows, times_rows, medians = [], [], []
     for name in options.models or of.models:

@@ -26,6 +26,7 @@ from ampatch import native
 
 FP32, HALF, AUTOCAST = "FP32", "pure half", "autocast"
 AGAIN, CACHED, COMPILED, NATIVE = " again", " cached", " compiled", " native"
+WITHOUT = " without "  # and the name of a lever
 SYSTEMS = [AUTOCAST, AUTOCAST + AGAIN, FP32, HALF, "O1", "O2", "O3"]
 OURS = ("O0", "O1", "O2", "O3")
 MICRO_BATCHES = 4
@@ -65,7 +66,7 @@ def with_native(systems: list[str]) -> list[str]:
 
 def environment(system: str) -> dict[str, str]:
     """The variables that a system's process needs before it imports ampatch."""
-    return {"AMPATCH_NATIVE": "1" if system.endswith(NATIVE) else "0"}
+    return {"AMPATCH_NATIVE": "1" if system.partition(WITHOUT)[0].endswith(NATIVE) else "0"}
 
 
 PLAIN = How()

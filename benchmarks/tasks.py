@@ -263,6 +263,10 @@ LARGE: dict[str, Callable[[], Task]] = {
     "GPT block, d=256": partial(encoder, 256, 4, 2, batch=8, length=64),
     "LSTM 256": partial(lstm, 256, batch=16, length=20),
 }
+DEEPER = {
+    f"MLP, {layers} layer{'s' * (layers > 1)}, d=8": partial(mlp, layers, 8, batch=8)
+    for layers in (1, 2, 4, 8, 16)
+}
 TO_REMEMBER: dict[str, Callable[[], Task]] = {
     "MLP, 8 layers, d=256": partial(mlp, 8, 256, batch=512),
     "conv net, 64 channels": partial(conv_net, [3, 64, 64, 64], batch=16, pixels=16),
@@ -275,6 +279,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     **SMALL,
     **LARGE,
     **TO_REMEMBER,
+    **DEEPER,
     "small GPT": partial(language, 256, 4, 4, 1000, batch=4, length=64),
     "conv net 64": partial(conv_net, [16, 64, 64], batch=32, pixels=32),
     "6 Linear(4096, 4096)": partial(linears, 6, 4096, batch=32),
