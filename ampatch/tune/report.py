@@ -113,9 +113,9 @@ def troubles(answer: Answer) -> list[str]:
 
 
 def _largest(one: Sensitivity, name: str) -> str:
-    if not one.samples:
-        return MISSING
-    return f"{max(getattr(sample, name) for sample in one.samples):.2g}"
+    found = [getattr(sample, name) for sample in one.samples]
+    known = [value for value in found if value is not None]
+    return f"{max(known):.2g}" if known else MISSING
 
 
 def _share(share: float) -> str:

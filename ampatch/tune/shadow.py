@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import TorchFunctionMode
 
 from ampatch.launch.script import describe
@@ -51,13 +51,13 @@ class Sample:
     """What half changed in one call.
 
     `output` and `gradient` are relative errors in the Euclidean norm, inf where half has an inf or
-    NaN that FP32 has not; `overflow` and `vanish` are shares of all values: of those that are inf
-    or NaN in half alone, and of those that are 0 in half alone.  Times are seconds of a forward
-    and backward.
+    NaN that FP32 has not, and None for a gradient that there is not; `overflow` and `vanish` are
+    shares of all values: of those that are inf or NaN in half alone, and of those that are 0 in
+    half alone.  Times are seconds of a forward and backward.
     """
 
     output: float
-    gradient: float
+    gradient: float | None
     overflow: float
     vanish: float
     float_seconds: float
@@ -66,7 +66,7 @@ class Sample:
     @property
     def error(self) -> float:
         """The larger of the two errors."""
-        return max(self.output, self.gradient)
+        return max(self.output, self.gradient or 0.0)
 
 
 class Call:
@@ -87,12 +87,12 @@ class Call:
     def watch(self, output: Any) -> None:
         """Keep the gradients of what the call returned, when a backward pass brings them."""
         tensors = [one for one in tensors_in(output) if one.requires_grad]
+        self._gradients = [None for _ in tensors]
+        for n, tensor in enumerate(tensors):
+            tensor.register_hook(functools.partial(self._arrived, n))
 
-        def arrived(gradients: Any) -> None:
-            self._gradients = [None if g is None else g.detach().clone() for g in gradients]
-
-        if tensors:
-            register_multi_grad_hook(tensors, arrived)
+    def _arrived(self, n: int, gradient: Tensor) -> None:
+        self._gradients[n] = gradient.detach().clone()
 
     @property
     def largest_gradient(self) -> float:
@@ -127,7 +127,7 @@ class Call:
         both = _Difference(exact.outputs + exact.gradients, rounded.outputs + rounded.gradients)
         return Sample(
             values.error,
-            gradients.error,
+            gradients.error if any(one is not None for one in exact.gradients) else None,
             both.overflow,
             both.vanish,
             exact.seconds,

@@ -290,6 +290,17 @@ class Listed(nn.Module):
         return self.head(self.coder.encode(self.named["deep"][0](x)))
 
 
+def test_gradients_arrive_in_a_reentrant_checkpoint_too():
+    """Its backward pass runs inside another."""
+    layer, before, calls = nn.Linear(4, 4), nn.Linear(4, 4), []
+    layer.register_forward_pre_hook(lambda _, args: calls.append(Call(layer, args, {}, True)))
+    layer.register_forward_hook(lambda *call: calls[-1].watch(call[-1]))
+    checkpoint(layer, before(torch.randn(3, 4)), use_reentrant=True).sum().backward()
+    assert [call.largest_gradient for call in calls] == [0.0, 1.0]
+    exact, recomputed = [call.compare(HalfType(torch.float16)) for call in calls]
+    assert exact.gradient is None and recomputed.gradient > 0
+
+
 @pytest.mark.parametrize(
     ("depth", "expected"),
     (
