@@ -46,7 +46,7 @@ from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.measure.written_files import WrittenFiles
 from ampatch.sweep.plan import AUTOCAST, counts_its_steps
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
-from ampatch.torch_private import backward_threads
+from ampatch.torch_private import late_threads
 
 _GUARD = """
 import os, signal
@@ -82,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
         ranks.leave_word(ending.error)
     if record is not None:
         record.write(ending.error)
-    backward_threads.wait_until_idle()  # or the end of this process may be an abort
+    if is_ranked:
+        late_threads.let_groups_finish()
+    late_threads.wait_until_idle()  # or the end of this process may be an abort
     return ending.exit_code
 
 
@@ -130,7 +132,7 @@ class _Record:
     def _complete(self) -> None:
         if self._notices not in (None, self._recorder.notices):
             self.write(self._error)
-            backward_threads.wait_until_idle()
+            late_threads.wait_until_idle()
 
 
 class _Watched:
