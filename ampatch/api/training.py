@@ -76,6 +76,11 @@ def scale_loss(
     """
     argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
+        if not optimizers:  # nothing would unscale the gradients
+            raise ValueError(
+                "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the "
+                "loss reaches, at least one."
+            )
         session, managed = _managed_optimizers(optimizers)
     else:
         found = registry.table.find(optimizers)

@@ -135,3 +135,15 @@ def test_overflow_in_float16_and_not_in_bfloat16(half):
     assert model(inputs).min() > 65504
     amp.initialize(model, opt_level="O1", dtype=half, verbosity=0)
     assert model(inputs).isfinite().all() == (half is torch.bfloat16)
+
+
+def test_a_loss_is_not_scaled_for_no_optimizer():
+    """Nothing would unscale the gradients, and the next step would use them."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+    with (
+        pytest.raises(ValueError, match="optimizers=.*at least one"),
+        amp.scale_loss(model(torch.ones(1, 2)).sum(), []),
+    ):
+        pass
