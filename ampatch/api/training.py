@@ -71,7 +71,7 @@ def scale_loss(
 
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
-        ValueError: `loss_id` is out of range.
+        ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
     argument_checks.floating_loss(loss, "ampatch.scale_loss")
