@@ -11,7 +11,7 @@ Where to look first:
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
   `kept_copies` (of several forwards);
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
-  `left_behind`, `places`;
+  `places`;
 * the user's functions: `user_functions`, `registered_functions`;
 * torch.compile and torch.fx: `dynamo_tables`, `recording`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;

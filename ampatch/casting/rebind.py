@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .left_behind import Arrivals, give_back_within
 from .patches import PatchSet
 
 NOT_SEARCHED = {"torch", "ampatch"}
@@ -96,15 +95,14 @@ def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:
     _exchange(_Exchange(dict(replacements), patches.rebind, patches))
 
 
-def give_back(pairs: Iterable[tuple[Any, Any]], arrivals: Arrivals) -> None:
+def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Bind each global that still is a replacement to its original, `pairs` of these two.
 
-    Containers, classes and functions in `arrivals` get originals too.  To be called when the
-    patches are out.
+    To be called when the patches are out.  Containers, classes and functions that hold a
+    replacement keep it: no policy is in force any more, and it calls the original.
     """
     pairs = list(pairs)
     originals = {id(replacement): original for replacement, original in pairs}
-    give_back_within(arrivals.namespaces(), originals)
     _exchange(_Exchange(originals, dict.__setitem__, pairs))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..torch_private.scripting import builtin_table
 from . import rebind
-from .left_behind import Arrivals
 from .patches import PatchSet
 
 
@@ -24,7 +23,6 @@ class Replacements:
         self._patches = patches
         self._pairs: dict[int, tuple[Any, Any]] = {}  # by a replacement's id: it, its original
         self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
-        self._arrivals = Arrivals()
 
     def __iter__(self) -> Any:
         """The replacements."""
@@ -57,8 +55,6 @@ class Replacements:
             self._register_for_script(made, original)
             return made
 
-        if not self._pairs:
-            self._arrivals = Arrivals()
         self._patches.replace(owner, name, make_and_register)
 
     def _register_for_script(self, made: Any, original: Any) -> None:
@@ -75,10 +71,7 @@ class Replacements:
     def give_back(self) -> None:
         """The patches are undone: give originals to the user's modules that hold replacements."""
         if self._pairs:
-            rebind.give_back(
-                [(made, self.original(made)) for made, _ in self._pairs.values()],
-                self._arrivals,
-            )
+            rebind.give_back((made, self.original(made)) for made, _ in self._pairs.values())
         self._pairs.clear()
         self._by_original.clear()
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..casting import taken_along
 from ..casting.handlers import FunctionModes
-from ..casting.left_behind import Arrivals
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, one_search, rebind
 from ..config.opt_levels import HALF_TYPES
@@ -205,7 +204,6 @@ class TorchTools:
     def __init__(self, tools: Iterable[Tool], watches: Iterable[Watch]) -> None:
         self._kept = [_Kept(tool) for tool in tools]
         self._watches = list(watches)
-        self._arrivals = Arrivals()
 
     def take_out_unneeded(self, needs: Needs) -> None:
         """Give back what is needed no longer."""
@@ -218,8 +216,6 @@ class TorchTools:
     def put_in(self, needs: Needs) -> None:
         """Replace what is needed and not replaced yet; to be called when the tables are in."""
         new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
-        if not any(kept.is_in() for kept in self._kept):
-            self._arrivals = Arrivals()
         with one_search():
             for kept in new:
                 for owner, name, make in kept.tool.replacements():
@@ -234,6 +230,6 @@ class TorchTools:
         for kept in reversed(leaving):
             kept.patches.undo()
         if leaving:
-            give_back([pair for kept in leaving for pair in kept.pairs], self._arrivals)
+            give_back(pair for kept in leaving for pair in kept.pairs)
         for kept in leaving:
             kept.pairs.clear()
