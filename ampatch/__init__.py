@@ -29,7 +29,6 @@ from .api.initialize import (
     initialize,
     log_metrics,
     observe,
-    set_opt_level,
     unwrap,
 )
 from .api.legacy_init import init
@@ -84,7 +83,6 @@ __all__ = [
     "scale_loss",
     "set_loss_scale",
     "set_loss_scale_settings",
-    "set_opt_level",
     "state_dict",
     "step_counts",
     "step_was_skipped",

@@ -2,7 +2,7 @@
 
 Where to look first:
 
-* `initialize`, `deactivate`, `set_opt_level`, observers: `initialize`;
+* `initialize`, `deactivate`, observers: `initialize`;
 * `scale_loss`, `master_params`, state dicts, questions about scale and skips: `training`;
 * decorators, registrations, `disable_casts`, `precision`: `casting`;
 * `init`, apex's oldest API: `legacy_init`;

@@ -25,6 +25,7 @@ from ..config.overrides import Overrides
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
+from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching
 from ..models.sharded_weights import sharded_parameters
 from ..session.registry import registry
@@ -120,17 +121,17 @@ def one_optimizer(optimizer: Any, call: str) -> None:
 
 def models_can_change(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for models that cannot get what the level gives them."""
-    if not properties.casts_model:
-        return
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     for index, model in enumerate(models):
         for name in _wrapped_parts(model, properties):
             raise AmpatchError(
                 f"{call}: models[{index}]{'.' + name if name else ''} is already wrapped in "
-                "DistributedDataParallel, which would miss the gradients of parameters cast to "
-                f"{properties.cast_model_type}. Call initialize first and wrap the model it "
-                "returns."
+                "DistributedDataParallel, which would miss the gradients of parameters that are "
+                f"cast to {properties.cast_model_type or torch.float32}. Call initialize first and "
+                "wrap the model it returns."
             )
+        if not properties.casts_model:
+            continue
         for name, why in _unfit_weights(model, properties):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
@@ -145,13 +146,15 @@ def _wrapped_parts(model: nn.Module, properties: Properties) -> Iterator[str]:
     New data gives a parameter a new AccumulateGrad node.  DDP's hooks are on the old node, so the
     ranks would silently train different weights.  Weights that are lent do not change.
     """
-    if properties.lends_weights or not _has_others(model, properties):
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel) and _has_others(module, properties):
-            yield name
-    if wrappers_around([model]):
-        yield ""
+    managed = registry.table.managed(model)
+    is_half = isinstance(managed, ManagedModel) and bool(managed.converted())  # FP32 when it leaves
+    if is_half or (_has_others(model, properties) and not properties.lends_weights):
+        for name, module in model.named_modules():
+            is_wrapper = isinstance(module, DistributedDataParallel)
+            if is_wrapper and (is_half or _has_others(module, properties)):
+                yield name
+        if wrappers_around([model]):
+            yield ""
 
 
 def _is_other(tensor: Tensor, properties: Properties) -> bool:
@@ -161,20 +164,6 @@ def _is_other(tensor: Tensor, properties: Properties) -> bool:
 
 def _has_others(model: nn.Module, properties: Properties) -> bool:
     return any(_is_other(parameter, properties) for parameter in model.parameters())
-
-
-def wrapped_model_keeps_dtypes(
-    model: nn.Module, is_converted: bool, properties: Properties
-) -> None:
-    """Raise `AmpatchError` for DDP around a model whose parameters are about to change dtype."""
-    parts = wrappers_around([model]) if is_converted else [*_wrapped_parts(model, properties)]
-    if parts:
-        raise AmpatchError(
-            f"ampatch.set_opt_level({type(model).__name__}, {properties.opt_level!r}): the model "
-            "is wrapped in DistributedDataParallel, which would miss the gradients of parameters "
-            "that change their dtype. Nothing was changed. Levels among O0, O1 and O2 change none; "
-            "for another one call ampatch.initialize on the bare model and wrap it anew."
-        )
 
 
 def wrappers_around(models: list[nn.Module]) -> list[DistributedDataParallel]:

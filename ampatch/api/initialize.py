@@ -312,40 +312,17 @@ def _session_of(optimizers: list[Any]) -> Session:
     return next(iter(found), latest)
 
 
-def set_opt_level(model: nn.Module, opt_level: OptLevel) -> None:
-    """Put a managed model under another opt level at once.
-
-    Weights keep their values, optimizers keep their state.  Call it between steps.
-    Other models of the same `initialize` keep their level, and the dynamic loss scales
-    that they need stay as they are.
-
-    Raises:
-        AmpatchError: no open session manages the model, or it is wrapped in
-            DistributedDataParallel and its parameters would change their dtype.
-        ValueError: the level is unknown, or is in another half type than the other models.
-    """
-    call = f"ampatch.set_opt_level({type(model).__name__}, {opt_level!r})"
-    session, managed = _found(model, call)
-    properties = session.at_level(model, opt_level)
-    argument_checks.wrapped_model_keeps_dtypes(model, bool(managed.converted()), properties)
-    session.relevel(model, properties)
-
-
-def _found(model: nn.Module, call: str, hint: str = ".") -> tuple[Session, ManagedModel]:
-    """The session of a model, and its managed counterpart.  Raises `AmpatchError`."""
-    session, managed = registry.table.find(model) or (None, None)
-    if session is None or not isinstance(managed, ManagedModel):
-        raise AmpatchError(f"{call}: this model was not given to ampatch.initialize{hint}")
-    return session, managed
-
-
 def unwrap(model: Model) -> Model:
     """A plain copy of a managed model: no hooks or patches.
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    call = f"ampatch.unwrap({type(model).__name__})"
-    _, managed = _found(model, call, "; copy.deepcopy does for a plain model.")
+    managed = registry.table.managed(model)
+    if not isinstance(managed, ManagedModel):
+        raise AmpatchError(
+            f"ampatch.unwrap({type(model).__name__}): this model was not given to "
+            "ampatch.initialize; copy.deepcopy does for a plain model."
+        )
     plain: Any = managed.plain_copy()  # of the same class
     return plain
 

@@ -276,9 +276,7 @@ class ManagedModel:
         known, floats = self._stays_float, {part for module in modules for part in module.modules()}
         self._stays_float = lambda module: module in floats or known(module)
         for module in set(modules) - self.overridden():
-            override = self._owner.policies.module_override(
-                module, "float", self.properties, self._state
-            )
+            override = self._owner.policies.module_override(module, "float", self._state)
             self._overrides.append(override)
             self._handles.extend(override.install(self._running))
 

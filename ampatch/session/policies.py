@@ -32,6 +32,7 @@ class Policies:
     def __init__(
         self, properties: Properties, function_rules: dict[Any, str], has_apex_tables: bool
     ) -> None:
+        self._properties = properties
         self.function_rules = function_rules
         self.tables = Policy(
             half_to=properties.dtype,
@@ -43,28 +44,24 @@ class Policies:
         self.mixed = dataclasses.replace(self.tables, gate=mixes)
         self.cache = self.tables.cache
 
-    def at(self, properties: Properties) -> Policy | None:
-        """What casts at an opt level: the tables, the overrides of functions alone, or nothing."""
-        if properties.patch_torch_functions:
+    def in_models(self) -> Policy | None:
+        """What casts in the models: the tables, the overrides of functions alone, or nothing."""
+        if self._properties.patch_torch_functions:
             return self.tables
         return self.overrides if self.function_rules else None
 
     def module_override(
-        self, module: nn.Module, precision: str, properties: Properties, state: CastState
+        self, module: nn.Module, precision: str, state: CastState
     ) -> ModuleOverride:
         """What has a part of a model run in a precision of its own: "float" or "half"."""
+        properties = self._properties
         dtype = torch.float32 if precision == "float" else properties.dtype
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
-    def are_everywhere(self, properties: Properties) -> bool:
+    def are_everywhere(self) -> bool:
         """Whether calls outside of the session's models are cast too."""
-        return properties.patch_scope == "process" and self.at(properties) is not None
-
-    def cast_to(self, dtype: torch.dtype) -> None:
-        """Use another half type."""
-        for policy in (self.tables, self.overrides, self.mixed):
-            policy.half_to = policy.half_type = dtype
+        return self._properties.patch_scope == "process" and self.in_models() is not None
 
     def cast_everywhere(self) -> None:
         """Cast on every device: there is no model whose device would say where."""

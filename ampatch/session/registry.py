@@ -101,8 +101,7 @@ class Registry:
         ended = [
             session
             for session in self.sessions
-            if not session.is_alive()
-            and not (at_any_moment and session.policies.are_everywhere(session.properties))
+            if not session.is_alive() and not (at_any_moment and session.policies.are_everywhere())
         ]
         self.sessions = [session for session in self.sessions if session not in ended]
         for session in ended:

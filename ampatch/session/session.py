@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting.policy import Policy
-from ..config.opt_levels import OF_LEVELS, Properties, properties_for
+from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
 from ..interop import dynamo_skip, fx_jit, rank_agreement
@@ -145,7 +145,7 @@ class Session:
             return
         self._was_given |= bool(models)
         for model in models:
-            self._manage_model(model, self.properties)
+            self._manage_model(model)
         for optimizer in optimizers:
             self.manage_optimizer(optimizer)
 
@@ -191,7 +191,7 @@ class Session:
         if not (self.properties.enabled and self.may_cast):
             return None
         if not self.model_rows:
-            return self.policies.at(self.properties)
+            return self.policies.in_models()
         inside = [managed.policy for managed in self.models if managed.policy is not None]
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
@@ -208,16 +208,17 @@ class Session:
 
     # Models
 
-    def _manage_model(self, model: nn.Module, properties: Properties) -> None:
+    def _manage_model(self, model: nn.Module) -> None:
+        properties = self.properties
         found = module_overrides.precisions(model, self.rules.modules, properties)
         managed = ManagedModel(
             model,
             properties,
             self,
             state=registry.state,
-            policy=self.policies.at(properties),
+            policy=self.policies.in_models(),
             overrides=[
-                self.policies.module_override(module, precision, properties, registry.state)
+                self.policies.module_override(module, precision, registry.state)
                 for module, precision in found.items()
             ],
         )
@@ -346,59 +347,7 @@ class Session:
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
-    # Changes at run time
-
-    def at_level(self, model: nn.Module, opt_level: Any) -> Properties:
-        """What another opt level of one of the models means.
-
-        What the level decides is decided anew, a loss scale among it; the rest (dtype, limits,
-        scope, ...) stays.  Raises `ValueError` for a level in another half type than that of the
-        session's other models.
-        """
-        kept = {
-            field.name: getattr(self.properties, field.name)
-            for field in dataclasses.fields(self.properties)
-            if field.name not in ("opt_level", *OF_LEVELS)
-        }
-        properties = properties_for(opt_level, **kept)
-        others = self._models_but(model)
-        if others and properties.dtype is not self.properties.dtype:
-            raise ValueError(
-                f"ampatch.set_opt_level(..., {opt_level!r}): this is in {properties.dtype}, and "
-                f"the models given to initialize together share {self.properties.dtype}. Choose "
-                "a level in that type, or call initialize for this model and its optimizer alone."
-            )
-        return properties
-
-    def _models_but(self, model: nn.Module) -> list[ManagedModel]:
-        return [managed for managed in self.models if managed.model is not model]
-
-    def relevel(self, model: nn.Module, properties: Properties) -> None:
-        """Put one of the models under another opt level, as `at_level` gives it.
-
-        Other models of the session keep their level, and the loss scalers that serve them.
-        """
-        others = self._models_but(model)
-        with taken_over(model):
-            self.policies.cast_to(properties.dtype)
-            self._manage_model(model, properties)
-            self._settle()
-        self._fit_scalers(properties, others)
-        registry.refresh()
-
-    def _fit_scalers(self, properties: Properties, others: list[ManagedModel]) -> None:
-        """Scale losses as a model's new level wants it, and as the other models need it."""
-        if not others:
-            anew = self.properties.loss_scale != properties.loss_scale
-            self.properties = properties
-            self.may_cast = True
-        elif properties.loss_scale == "dynamic":
-            anew = all(scaler.is_one for scaler in self.scalers)
-        else:
-            dynamic = any(other.properties.loss_scale == "dynamic" for other in others)
-            anew = not dynamic and any(scaler.is_dynamic for scaler in self.scalers)
-        if anew:
-            self.scalers = _scalers(properties, len(self.scalers))
+    # Taken over
 
     def restore(
         self,
@@ -407,10 +356,9 @@ class Session:
         unmanaged: list[Any],
     ) -> None:
         """Manage again what was released."""
-        self.policies.cast_to(self.properties.dtype)
         for managed in models:
             if id(managed.model) not in self.model_rows:
-                self._manage_model(managed.model, managed.properties)
+                self._manage_model(managed.model)
         for one in unmanaged:
             self._join(self.unmanaged_rows, one, one)
         for optimizer in optimizers:

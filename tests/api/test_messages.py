@@ -212,11 +212,6 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
             ampatch.AmpatchError,
             "was not given to",
         ),
-        (
-            lambda o: ampatch.set_opt_level(training()[0], "O2"),
-            ampatch.AmpatchError,
-            "was not given to",
-        ),
         (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "copy.deepcopy does"),
         (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
         (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
@@ -271,7 +266,6 @@ OF_AN_OPTIMIZER = {
     "step_counts": ampatch.step_counts,
 }
 OF_A_MODEL = {
-    "set_opt_level": lambda given: ampatch.set_opt_level(given, "O2"),
     "unwrap": ampatch.unwrap,
 }
 

@@ -171,7 +171,7 @@ def test_a_backward_pass_after_the_end_fills_grad(model, end):
     if end == "deactivate":
         ampatch.deactivate()
     elif end == "relevel":
-        ampatch.set_opt_level(model, "O0")
+        ampatch.initialize(model, opt_level="O0", verbosity=0)
     elif end == "delete":
         del model
         ampatch.initialize(nn.Linear(1, 1), opt_level="O1", dtype=torch.bfloat16, verbosity=0)

@@ -429,7 +429,7 @@ def test_another_level_inside(level):
     model, _ = start(level)
     with ampatch.cached_weights(model):
         fresh(model)
-        ampatch.set_opt_level(model, "O0")
+        ampatch.initialize(model, opt_level="O0", verbosity=0)
         add_one(model)
         after = fresh(model)
     assert torch.equal(after, copy.deepcopy(model)(X))

@@ -138,7 +138,7 @@ def test_param_groups_keep_their_identity(level):
     still = values(optimizer.param_groups[0]["params"])
     step(model, optimizer, data(2))
     assert same(still, optimizer.param_groups[0]["params"])
-    ampatch.set_opt_level(model, "O2")
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
     ampatch.deactivate()
     assert all(a is b for a, b in zip(before, held(), strict=True))
     for group, params in zip(optimizer.param_groups, parameters, strict=True):

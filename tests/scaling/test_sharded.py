@@ -382,7 +382,7 @@ def changes(rank: int) -> list:
         amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
         note(level)
     for level in ("O3", "O2"):
-        amp.set_opt_level(model, level)
+        amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
         note(level)
     amp.deactivate()
     note("")

@@ -1,4 +1,4 @@
-"""`initialize` again: idempotent, re-levelling, failing; and `set_opt_level` beside others."""
+"""`initialize` again: idempotent, at another level, failing."""
 
 from __future__ import annotations
 
@@ -36,17 +36,8 @@ def depth(function):
 # Idempotent or another level
 
 
-WAYS = {
-    "initialize": lambda model, optimizer, level: ampatch.initialize(
-        model, optimizer, opt_level=level, verbosity=0
-    ),
-    "set_opt_level": lambda model, optimizer, level: ampatch.set_opt_level(model, level),
-}
-
-
-@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("first", LEVELS)
-def test_every_level_after_every_level(first, opt_level, how):
+def test_every_level_after_every_level(first, opt_level):
     """Weights are FP32 but at O3, which rounds them; nothing finer is left when it goes."""
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, opt_level=first, verbosity=0)
@@ -54,7 +45,7 @@ def test_every_level_after_every_level(first, opt_level, how):
         one_step(model, optimizer, step)
     weights, state, params = state_of(model), optimizer.state, list(model.parameters())
     momentum = [state[param]["momentum_buffer"].clone() for param in params]
-    WAYS[how](model, optimizer, opt_level)
+    ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
     assert len(registry.sessions) == 1 and optimizer.state is state
     kept = torch.float16 if opt_level == "O3" else torch.float32
     for name, value in model.state_dict().items():
@@ -200,62 +191,6 @@ def test_a_failing_second_time_keeps_disabled_objects_disabled():
     assert len(registry.sessions) == 1
 
 
-# One of several models
-
-
-@pytest.mark.parametrize("first", ["O1", "O2"])
-@pytest.mark.parametrize("second", LEVELS)
-def test_set_opt_level_of_one_leaves_the_others_scalers(first, second):
-    """The other model goes on bit for bit as if nothing had happened."""
-    runs = []
-    for change in (False, True):
-        (one, one_optimizer), (two, two_optimizer) = pair(0), pair(1)
-        ampatch.initialize(
-            [one, two], [one_optimizer, two_optimizer], opt_level=first, num_losses=2, verbosity=0
-        )
-        ampatch.set_loss_scale(256.0, loss_id=0)
-        ampatch.set_loss_scale(32.0, loss_id=1)
-        if change:
-            ampatch.set_opt_level(two, second)
-            state = {"loss_scale": 256.0, "unskipped": 0}, {"loss_scale": 32.0, "unskipped": 0}
-            assert tuple(ampatch.state_dict().values()) == state
-            assert two[0].weight.dtype is (torch.float16 if second == "O3" else torch.float32)
-            one_step(two, two_optimizer, 9)
-        for step in range(3):
-            one_step(one, one_optimizer, step)
-        runs.append(values(one, one_optimizer))
-        if change:
-            for model, level in ((one, first), (two, second)):
-                dtype = torch.float16 if level == "O1" else torch.float32
-                assert model(torch.ones(3, 4)).dtype is dtype
-        ampatch.deactivate()
-    assert all(map(torch.equal, *runs))
-
-
-def test_set_opt_level_brings_a_dynamic_scale_where_it_is_needed_and_takes_it_when_not():
-    (one, first), (two, second) = pair(0), pair(1)
-    ampatch.initialize([one, two], [first, second], opt_level="O0", verbosity=0)
-    assert ampatch.loss_scale() == 1.0
-    ampatch.set_opt_level(two, "O2")
-    assert ampatch.loss_scale() == 2.0**16
-    backward(two, second, 0)
-    assert ampatch.state_dict()["loss_scaler0"]["unskipped"] == 1
-    ampatch.set_opt_level(two, "O0")
-    assert ampatch.loss_scale() == 1.0
-
-
-def test_set_opt_level_to_another_half_type_is_refused_beside_others():
-    (one, first), (two, second) = pair(0), pair(1)
-    ampatch.initialize([one, two], [first, second], opt_level="O1", verbosity=0)
-    with pytest.raises(ValueError, match="set_opt_level.*'O5'.*bfloat16.*share torch.float16"):
-        ampatch.set_opt_level(two, "O5")
-    assert two(torch.ones(3, 4)).dtype is torch.float16
-    ampatch.deactivate()
-    ampatch.initialize(one, first, opt_level="O1", verbosity=0)
-    ampatch.set_opt_level(one, "O4")
-    assert one(torch.ones(3, 4)).dtype is torch.bfloat16
-
-
 # Built, used, forgotten
 
 
@@ -293,7 +228,7 @@ def test_many_rounds_leave_memory_flat(opt_level):
 # Weights that were frozen since
 
 
-@pytest.mark.parametrize("how", ["initialize", "set_opt_level", "a failing initialize"])
+@pytest.mark.parametrize("how", ["initialize", "a failing initialize"])
 @pytest.mark.parametrize("first", ["O1", "O2"])
 def test_weights_that_were_frozen_since_keep_their_float_values(first, how):
     """In `state_dict()`, as masters, and when they are trained again."""
@@ -304,8 +239,6 @@ def test_weights_that_were_frozen_since_keep_their_float_values(first, how):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if how == "initialize":
         ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    elif how == "set_opt_level":
-        ampatch.set_opt_level(model, "O2")
     else:
         fail_to_initialize(model, optimizer, Unhookable(4, 8), True, "O2")
     found = model.state_dict()
@@ -335,7 +268,6 @@ AGAIN = {
     ),
     "add_optimizers": lambda model, optimizer: ampatch.add_optimizers(optimizer),
     "add_models": lambda model, optimizer: ampatch.add_models(nn.Sequential(model[0])),
-    "set_opt_level": lambda model, optimizer: ampatch.set_opt_level(model, "O3"),
 }
 
 

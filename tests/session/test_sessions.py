@@ -38,18 +38,6 @@ def test_initialize_again_goes_on_as_if_nothing_had_happened():
     assert same(*runs)
 
 
-def test_set_opt_level_equals_a_fresh_start_at_that_level():
-    runs = []
-    for first in ("O0", "O2"):
-        model, optimizer = pair()
-        ampatch.initialize(model, optimizer, opt_level=first, dtype=BF16, verbosity=0)
-        if first != "O2":
-            ampatch.set_opt_level(model, "O2")
-        runs.append(([one_step(model, optimizer, step) for step in range(4)], state_of(model)))
-        ampatch.deactivate()
-    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
-
-
 # At once
 
 

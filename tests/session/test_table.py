@@ -65,8 +65,6 @@ def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
         assert session is registry.sessions[-1] and (managed is not None) is enabled
         assert (registry.table.session_of(model) is session) is enabled
         assert entries() == 1 + enabled and len(registry.sessions) == 1
-    ampatch.set_opt_level(model, "O1")
-    assert registry.table.session_of(model) is registry.table.session_of(optimizer) is session
 
 
 def test_part_of_a_session_leaves_it():

@@ -176,7 +176,6 @@ def members() -> None:
     assert_type(amp.add_optimizers(sgd), SGD)
     assert_type(amp.add_optimizers([sgd]), list[SGD])
     assert_type(amp.unwrap(net), Net)
-    amp.set_opt_level(net, "O1")
     amp.deactivate()
     assert_type(amp.cache_info().hits, int)
     amp.observe(object())()
@@ -184,8 +183,6 @@ def members() -> None:
 
     amp.add_models(sgd)  # type: ignore[type-var]
     amp.add_optimizers(net)  # type: ignore[type-var]
-    amp.set_opt_level(net, "O9")  # type: ignore[arg-type]
-    amp.set_opt_level([net], "O1")  # type: ignore[arg-type]
     amp.unwrap(sgd)  # type: ignore[type-var]
     amp.log_metrics(accuracy="high")  # type: ignore[arg-type]
 
