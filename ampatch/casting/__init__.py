@@ -13,7 +13,7 @@ Where to look first:
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
   `places`;
 * the user's functions: `user_functions`, `registered_functions`;
-* torch.compile and torch.fx: `dynamo_tables`, `recording`;
+* torch.compile: `dynamo_tables`, `recording`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
 * torch.autocast beside ampatch: `autocast_words`, `torch_autocast`, `library_ops`;
 * what is reported: `cast_observers`, `dtype_errors`.

@@ -22,7 +22,6 @@ from ..torch_private.tracing_tensors import is_internal
 from .arguments import tensors_in
 from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
-from .recording import Recorded, proxy_of
 from .tables import Rule
 
 Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
@@ -80,9 +79,6 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return value.to(to)
         return value
-    proxy = proxy_of(value)
-    if proxy is not None:
-        raise Recorded(proxy)
     if wants_to_see(value):
         raise Handled
     return value

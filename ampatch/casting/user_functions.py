@@ -31,7 +31,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
         call = observed(function, args, kwargs) if observers else function
         if policy is None:
             return call(*args, **kwargs)
-        return call_in(to, call, patched, args, kwargs, policy)
+        return call_in(to, call, args, kwargs, policy)
 
     return patched
 

@@ -24,7 +24,7 @@ from .cast_observers import ObservedCall, observers
 from .cast_state import CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
-from .recording import Recorded, opaque_call
+from .recording import opaque_call
 from .rules import (
     CASTABLE,
     SCALARS,
@@ -127,8 +127,8 @@ def replacement(
                 cast_kwargs[name] = arg if type(arg) in SCALARS else cast(arg, to, policy)
         except Handled:
             return call_handlers(state, patched, original, args, kwargs)
-        except (Recorded, NoHalfKernel):
-            return call_in(to, call, patched, args, kwargs, policy)
+        except NoHalfKernel:
+            return call_in(to, call, args, kwargs, policy)
         return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
 
     return patched
@@ -137,18 +137,15 @@ def replacement(
 def call_in(
     to: torch.dtype | None,
     original: Callable,
-    patched: Callable,
     args: Any,
     kwargs: dict,
     policy: Policy,
 ) -> Any:
-    """`original` with its arguments cast to `to`, if any; where torch.fx records, `patched`."""
+    """`original` with its arguments cast to `to`, if any."""
     if to is None:
         return original(*args, **kwargs)
     try:
         cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
-    except Recorded as proxy:
-        return proxy.record(patched, args, kwargs)
     except NoHalfKernel:
         cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
     return original(*cast_args, **cast_kwargs)
@@ -179,11 +176,11 @@ def overridden(
     if to is None and policy.follows_tables:
         to, has_last_word = choose(args, kwargs, policy), is_whole
     if not has_last_word:
-        return call_in(to, call, patched, args, kwargs, policy)
+        return call_in(to, call, args, kwargs, policy)
     if is_dynamo_compiling():  # as one object in the graph it would run outside of the block
         call = original
     with Block(state, BLOCK):
-        output = call_in(to, call, patched, args, kwargs, policy)
+        output = call_in(to, call, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
     if found is None:
         return output

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch.fx
 from torch import Tensor
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -21,11 +20,11 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
     namedtuples and dataclasses; anything else is returned as it is, and so is
-    a container in which nothing changed.  A torch.fx proxy counts as a tensor.
+    a container in which nothing changed.
     Lists and mutable mappings of which a copy is made are noted in `copied`: the
     original, the copy, and another copy of its items.
     """
-    if isinstance(value, (Tensor, torch.fx.Proxy)):
+    if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
@@ -79,15 +78,9 @@ def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Converts FP32 and half tensors to `dtype` and leaves the others alone.
-
-    Where torch.fx is recording, the conversion of whatever a proxy stands for is recorded.
-    """
+    """Converts FP32 and half tensors to `dtype` and leaves the others alone."""
 
     def convert(tensor: Any) -> Any:
-        if isinstance(tensor, torch.fx.Proxy):
-            record = tensor.tracer.create_proxy
-            return record("call_function", cast_tensors, (tensor, dtype), {})
         return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
 
     return convert

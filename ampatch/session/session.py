@@ -16,7 +16,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
-from ..interop import dynamo_skip, fx_jit, rank_agreement
+from ..interop import dynamo_skip, rank_agreement, torchscript
 from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
@@ -229,7 +229,7 @@ class Session:
             managed.convert(module_overrides.stays_float(model, properties, found))
         managed.warn_of_half_weights()
         managed.install()
-        fx_jit.note_scripted_parts(managed)
+        torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
         """Forget the half copies of weights that O1 has cached."""

@@ -16,10 +16,10 @@ from ..interop import (
     data_loading,
     ddp,
     fully_shard,
-    fx_jit,
     module_dtype,
     rank_agreement,
     tensor_methods,
+    torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import dynamo_inputs, layer_forwards
@@ -114,9 +114,9 @@ def tools(registry: Registry) -> list[Tool]:
             lambda: tensor_methods.hooks(events.note_hook),
         ),
         Tool(
-            "torch.fx and torch.jit.script: casts in graphs, or a warning",
-            lambda needs: needs.casts or needs.models,
-            lambda: fx_jit.replacements(registry.table.managed, registry.state),
+            "torch.jit.script: a warning",
+            lambda needs: needs.casts,
+            lambda: torchscript.replacements(registry.state),
         ),
         Tool(
             "activation checkpoints: the recompute has the forward's casts and half copies",

@@ -1,4 +1,4 @@
-"""torch.jit.script and trace, torch.fx, torch.export: casts are kept, or their loss is said."""
+"""torch.fx, torch.jit.script and trace, torch.export: what becomes of the casts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.interop import fx_jit
+from ampatch.interop import torchscript
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -58,120 +58,39 @@ def said(caplog):
 # torch.fx
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_symbolic_trace_of_a_managed_model(level, said):
-    """fx calls `forward` past the hooks; their casts are in the graph all the same."""
-    model = managed(level, verbosity=1)
-    graph = torch.fx.symbolic_trace(model)
-    assert same(graph(X), model(X)) and same(graph(x=X, scale=2.0), model(X, scale=2.0))
-    assert len(ampatch.session.session.registry.sessions) == 1 and not any(
-        "fx" in m for m in said()
-    )
-    graph(X)[0].float().sum().backward()
-    assert model.head.weight.grad is not None, "weights are shared with the model"
-    again = torch.fx.GraphModule(graph, torch.fx.Tracer().trace(graph))
-    assert same(again(X), model(X))
+class Own(nn.Module):
+    """Reads a weight beside a layer and a function."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.layer = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.softmax(self.layer(F.linear(x, self.weight)), -1)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("is_root", [False, True])
-def test_weights_that_a_graph_reads_itself_are_the_models(level, is_root):
-    """Half there too, trained by the graph, and what is loaded into the model counts."""
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.layer = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x @ self.weight)
-
-    model = managed(level, Own())
-    model_or_around = model if is_root else nn.Sequential(model)
-    graph = torch.fx.symbolic_trace(model_or_around)
-    with torch.no_grad():
-        model.weight.add_(1)
-    assert same([graph(X)], [model_or_around(X)])
-    for call in (graph, model_or_around):
-        call(X).float().sum().backward()
-    assert torch.equal(model.weight.grad, grad_of(model, model.weight) * 2)
-
-
-def grad_of(model, weight):
-    """The gradient of one pass."""
-    return torch.autograd.grad(model(X).float().sum(), weight)[0]
-
-
-def test_symbolic_trace_casts_outputs_as_asked():
-    model = managed("O1", cast_model_outputs=torch.float16)
-    assert [out.dtype for out in torch.fx.symbolic_trace(model)(X)] == [torch.float16] * 2
-
-
-def test_symbolic_trace_with_concrete_arguments():
-    class Choosing(nn.Linear):
-        def forward(self, x, twice):
-            y = super().forward(x)
-            return {"y": super().forward(y) if twice else y, "n": [x.shape[0]]}
-
-    model = managed("O2", Choosing(4, 4))
-    graph = torch.fx.symbolic_trace(model, concrete_args={"twice": True})
-    assert torch.equal(graph(X, True)["y"], model(X, True)["y"]) and graph(X, True)["n"] == [4]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_symbolic_trace_around_a_managed_model(level):
-    """Here fx runs the hooks, on proxies."""
-
-    class Around(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x * 2)
-
-    model = managed(level)
-    around = Around(model)
-    assert same(torch.fx.symbolic_trace(around)(X), around(X))
-
-
-def test_fx_keeps_the_casts_of_functions():
-    managed("O1", [])
-
-    def function(x, w):
-        return torch.einsum("ij,jk->ik", x, w) + F.linear(x, weight=w) + x.matmul(w)
-
-    graph = torch.fx.symbolic_trace(function)
-    assert graph(X, X).dtype is H
-    with ampatch.disable_casts():
-        plain = function(X, X)
-        assert torch.equal(graph(X, X), plain)
+@pytest.mark.parametrize("is_root", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_traced_graph_is_fp32_on_the_models_weights_or_an_error(level, is_root):
+    """As under torch.amp the trace records no casts; layers that are its steps may be half."""
+    model = managed(level, Own(), patch_scope="model")
+    graph = torch.fx.symbolic_trace(model if is_root else nn.Sequential(model))
+    assert len(list(graph.parameters())) == 3 and not list(graph.buffers())
+    if level == "O3":
+        with pytest.raises(RuntimeError, match="dtype"):
+            graph(X)
+        return
+    plain = Own()
+    for one in (model, plain):
+        with torch.no_grad():
+            one.weight.add_(1)  # what is trained or loaded later counts in the graph
+    torch.testing.assert_close(graph(X).float(), plain(X), rtol=0.02, atol=0.02)
+    graph(X).float().square().sum().backward()
+    plain(X).square().sum().backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad, rtol=0.05, atol=0.05)
     ampatch.deactivate()
-    assert torch.equal(graph(X, X), plain)
-
-
-def test_fx_says_when_a_graph_is_cast_otherwise_than_its_model(said):
-    managed("O1", nn.Linear(2, 2))
-    plain = managed("O0", verbosity=1)
-    torch.fx.symbolic_trace(plain)
-    ampatch.deactivate()
-    overridden = managed("O1", verbosity=1, overrides={"head": "float", "body.0": "float"})
-    torch.fx.symbolic_trace(overridden)  # these are leaves to fx: their hooks run
-    assert [m for m in said() if "fx" in m] == [
-        "torch.fx traced Net: its graph runs under the casting that is in force around it, "
-        "not under that of Net itself."
-    ]
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x):
-            return self.net(x)
-
-    torch.fx.symbolic_trace(managed("O1", Outer(), overrides={"net": "float"}, verbosity=1))
-    assert said()[-1].endswith("not under that of net.")
+    assert torch.equal(graph(X), plain(X))
 
 
 # torch.jit
@@ -202,7 +121,7 @@ def lambda_free(x: torch.Tensor) -> torch.Tensor:
 def test_what_torch_scripts_of_its_own_is_not_spoken_of(said):
     """Forward-mode AD has torch script its decompositions."""
     managed("O1", [], verbosity=1)
-    assert fx_jit.uncast_operators(torch.jit.script(F.normalize))
+    assert torchscript.uncast_operators(torch.jit.script(F.normalize))
     assert not said()
 
 
@@ -362,4 +281,4 @@ def test_strict_export_under_a_policy_of_its_own():
 
 
 def test_a_torch_without_inlined_graphs_says_nothing():
-    assert fx_jit.uncast_operators(object()) == []
+    assert torchscript.uncast_operators(object()) == []

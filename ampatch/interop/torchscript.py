@@ -1,0 +1,83 @@
+"""TorchScript on managed models.
+
+TorchScript calls torch's operators itself: what it compiles is not cast, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..casting.cast_state import CastState
+from ..casting.patches import Replacement
+from ..casting.tables import BLACKLIST, WHITELIST
+from ..log import logger
+from ..models.managed_model import ManagedModel
+from ..models.module_overrides import any_float, scripted_parts
+
+_LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
+_OPERATOR = re.compile(r"\baten::(\w+)\(")
+
+
+def replacements(state: CastState) -> list[Replacement]:
+    """What to replace of `torch.jit`."""
+    return [(torch.jit, "script", lambda original: _script(original, state))]
+
+
+def uncast_operators(compiled: Any) -> list[str]:
+    """Names of listed functions that a scripted or traced module or function calls itself."""
+    graph = getattr(compiled, "inlined_graph", None)
+    return sorted(set(_OPERATOR.findall(str(graph))) & _LISTED)
+
+
+def note_scripted_parts(managed: ManagedModel) -> None:
+    """Warn of TorchScript modules inside a managed model: they are not cast."""
+    model, policy, own = managed.model, managed.policy, type(managed.model).__name__
+    for name, module in scripted_parts(model).items():
+        what = f"{own}.{name}" if name else own
+        if policy is not None and policy.follows_tables:
+            _warn(what, module)
+        elif managed.properties.lends_weights and any_float(module):
+            logger.warning(
+                "%s is TorchScript, which keeps its weights where no half copies can stand in for "
+                "them: it runs in FP32, its inputs and outputs are cast. To have it in half, "
+                "leave it unscripted, use torch.compile, or record the model with "
+                "torch.jit.trace after initialize.",
+                what,
+            )
+
+
+def _warn(what: str, compiled: Any) -> None:
+    names = uncast_operators(compiled)
+    if names:
+        logger.warning(
+            "%s is TorchScript, which calls torch's operators itself: ampatch casts none of "
+            "those in it (%s). It computes in the dtypes it is given. To have the casts, leave "
+            "it unscripted, use torch.compile, or record them with torch.jit.trace after "
+            "initialize.",
+            what,
+            ", ".join(names),
+        )
+
+
+def _is_torch_s_own(obj: Any) -> bool:
+    """Whether torch scripts a function of its own: it does so to differentiate in forward mode."""
+    return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
+
+
+def _script(original: Callable, state: CastState) -> Callable:
+    @functools.wraps(original)
+    def script(
+        obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
+        if state.table_policy() is not None and not _is_torch_s_own(obj):
+            _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
+        return compiled
+
+    return script
