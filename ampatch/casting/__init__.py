@@ -3,8 +3,7 @@
 Where to look first:
 
 * which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
-* what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`,
-  `fused_attention`;
+* what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`;
 * what is in force, and for which thread: `policy`, `cast_state`; what pushes a policy of its own,
   and whether a forward still runs: `stack`; the user's blocks: `contexts`; recomputations, custom
   Functions' backward and replicas: `taken_along`;

@@ -49,7 +49,6 @@ class CastState:
         self.per_thread = False  # whether calls look at their own thread: see `watch`
         self.reasons = 0  # why they do
         self.lock = threading.Lock()
-        self.has_rules_of_user = False  # a function of torch follows a rule that the user gave
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.thread = _Thread()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..log import logger
-from . import fused_attention, special_ops, user_functions
+from . import special_ops, user_functions
 from .autocast_words import AutocastWords
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
@@ -101,7 +101,6 @@ class Installation:
         self.missing.clear()
         self._warned.clear()
         self.has_tables = self._has_apex_rows = False
-        self._state.has_rules_of_user = False
 
     def has_patches(self) -> bool:
         """Whether anything is patched now, be it by the tables or for an override."""
@@ -139,7 +138,6 @@ class Installation:
 
     def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
         """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
-        self._state.has_rules_of_user = True
         found = raw_attribute(owner, name)
         self.replacements.put(owner, name, self._maker(choose, is_whole=True))
         self.replacements.rebind(found)
@@ -185,6 +183,4 @@ class Installation:
 
 _MORE_THAN_CASTS: dict[Rule, Callable[[Callable, CastState], Callable]] = {
     Rule.POWER: special_ops.matrix_power,
-    Rule.FUSED_ATTENTION: fused_attention.attention_kernel,
-    Rule.FUSED_LAYER: fused_attention.layer_kernel,
 }

@@ -7,6 +7,7 @@ list of `(where, name, make)` for `install.py` to put in.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
-from . import fused_attention
 from .cast_observers import observed, observers
 from .cast_state import CastState
 from .handlers import overridable, unseen_where_modes_are
@@ -70,9 +71,35 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
         (
             "torch.backends.mha",
             "get_fastpath_enabled",
-            lambda original: fused_attention.fast_path(original, state),
+            lambda original: _fast_path(original, state),
         ),
     ]
+
+
+def _fast_path(original: Callable, state: CastState) -> Callable:
+    """Whether attention and encoder layers may take fused kernels in evaluation.
+
+    As under autocast not where calls are cast: the kernels are one call, of which no row knows
+    what is in it.  A policy with a gate casts some calls, and only the asking module's frame has
+    the tensors of this one.  Code being compiled has no frames, and may not call the original.
+    """
+
+    def get_fastpath_enabled() -> bool:
+        if is_dynamo_compiling():
+            return state.table_policy() is None and attention.is_fast_path_enabled()
+        policy = state.table_policy()
+        if policy is None or not original():
+            return original()
+        if policy.gate is None:
+            return False
+        asking = sys._getframe(1).f_locals
+        module = asking.get("self")
+        with unseen_where_modes_are(state):
+            given = [value for value in asking.values() if isinstance(value, Tensor)]
+            weights = module.parameters() if isinstance(module, nn.Module) else ()
+            return not policy.gate((*given, *weights), {})
+
+    return get_fastpath_enabled
 
 
 def record_attention(policy: Policy | None, state: CastState) -> None:

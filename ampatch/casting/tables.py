@@ -33,8 +33,6 @@ class Rule(Enum):
     PROMOTE_UNLESS_SCALAR = "promote unless scalar"  # nothing where an input has no dimension
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
     POWER = "matrix power"  # HALF from the first multiplication on
-    FUSED_ATTENTION = "fused attention"  # HALF, where only the tables decide about what it fuses
-    FUSED_LAYER = "fused layer"  # as FUSED_ATTENTION, with an FP32 result
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
 
@@ -98,7 +96,6 @@ _INTO = (
 _FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and never on the CPU."
 _DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
-_FUSED = "One kernel in the place of many calls in evaluation, most of them products."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
 # One name a line would hide the rows.
@@ -264,7 +261,7 @@ BANNED: tuple[Row, ...] = (
     ),
 )
 
-# Beyond autocast: what plain PyTorch refuses in the dtypes that casts make, and fused kernels.
+# Beyond autocast: what plain PyTorch refuses in the dtypes that casts make.
 
 BEYOND: tuple[Row, ...] = (
     Row("torch", _WRITERS, Rule.PROMOTE, _WRITES),
@@ -283,8 +280,6 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.fft", _TRANSFORMS, Rule.FLOAT, _FOURIER),
     Row("torch", ("istft",), Rule.FLOAT, _FOURIER),
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
-    Row("torch", ("_native_multi_head_attention",), Rule.FUSED_ATTENTION, _FUSED),
-    Row("torch", ("_transformer_encoder_layer_fwd",), Rule.FUSED_LAYER, _FUSED),
 )
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import native
 from ..torch_private.probes import computes_with_fakes, is_recording
-from .batched_casts import Copies, Plan, alike, cast_into, cast_together, may_be_planned
+from .batched_casts import Copies, Plan, alike, cast_into, may_be_planned
 from .cast_observers import note_copies, observers
 from .kept_copies import KeptCopies
 
@@ -196,34 +195,6 @@ class WeightCache:
                 self.hits += 1
                 return half
         return self._make(forward, copies, weight, dtype)
-
-    def cast_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """The FP32 `weights` of one call in `dtype`, in a forward that records no graph of them.
-
-        All are copies made earlier in this forward, or all are made now, in one batch.
-        """
-        forward = self._thread.forward
-        if forward is None or forward.in_inference is not torch.is_inference_mode_enabled():
-            return self._make_outside_graphs(weights, dtype)
-        halves: list[Tensor] = []
-        for weight in weights:
-            found = forward.plain.get(id(weight))
-            if found is None or found[1] != weight._version or found[0].dtype is not dtype:
-                break
-            halves.append(found[0])
-        else:
-            self.hits += len(halves)
-            return halves
-        if any(map(_is_inference, weights)) or not forward.touched.isdisjoint(map(id, weights)):
-            return self._make_outside_graphs(weights, dtype)
-        cast_into(forward.plain, weights, dtype, False, None)
-        forward.kept.append(weights)
-        self.misses += len(weights)
-        return [forward.plain[id(weight)][0] for weight in weights]
-
-    def _make_outside_graphs(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        self.misses += len(weights)
-        return cast_together(weights, dtype, in_graph=False)
 
     def _make(
         self, forward: _Forward, copies: Copies, weight: Tensor, dtype: torch.dtype

@@ -37,8 +37,6 @@ _types_with_list_kernels = of_torch(
     "torch.utils._foreach_utils._get_foreach_kernels_supported_devices", lambda: ["cuda"]
 )
 
-FUSED_ATTENTION = frozenset(("cpu", "cuda"))
-"""The types of devices where torch's fused attention and encoder layers take half."""
 
 VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",

@@ -104,10 +104,6 @@ def _global_tables(*names: str) -> list[dict]:
     return [table for name in names if (table := of_torch(name, None)) is not None]
 
 
-GLOBAL_FORWARD_TABLES = _global_tables(
-    "torch.nn.modules.module._global_forward_pre_hooks",
-    "torch.nn.modules.module._global_forward_hooks",
-)
 GLOBAL_BACKWARD_TABLES = _global_tables(
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
@@ -119,12 +115,6 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
     """The module that `torch.compile` made this one of; None for others."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
-
-
-def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Its direct submodules by name."""
-    found = getattr(module, "_modules", None)
-    return dict(module.named_children()) if found is None else found
 
 
 _BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")

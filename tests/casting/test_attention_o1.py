@@ -1,6 +1,6 @@
 """Attention and transformer layers at O1, in training and in evaluation: really in half.
 
-Which of them take fused kernels in evaluation: test_fused_attention.py.
+In evaluation they take the single calls, as under autocast; torch's fused kernels elsewhere.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ def decoder_layer(**settings) -> nn.TransformerDecoderLayer:
 
 def encoder(**settings) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer(**settings), 2)
+
+
+class Whole(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args, **kwargs):
+        return self.part(*args, **kwargs)
 
 
 class SelfAttention(nn.MultiheadAttention):
@@ -122,7 +131,7 @@ def test_evaluation(half):
         for given in (x, x.to(half)):
             with torch.no_grad(), Kernels() as kernels:
                 output = tensor_of(model(given, **kwargs))
-            assert kernels.dtypes() == {half}, name
+            assert kernels.dtypes() == {half} and not kernels.seen.keys() & FUSED, name
             assert output.dtype is output_dtype(model, given.dtype, half), name
             near(half, output, plain[name])
 
@@ -183,16 +192,18 @@ def test_models_on_other_devices_keep_their_fused_kernels(monkeypatch):
     assert kernels & FUSED and torch.equal(found, plain)
 
 
-def test_nested_tensors_work_as_without_us(half):
-    model, x, _ = model_and_input("encoder")
-    nested = torch.nested.nested_tensor([x[0], x[1, :2]])
-    with torch.no_grad():
-        plain = model.eval()(nested)
-    ampatch.initialize(model, dtype=half, verbosity=0)
-    with torch.no_grad():
-        found = model(nested)
-    for new, old in zip(found.unbind(), plain.unbind(), strict=True):
-        assert torch.equal(new, old)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("name", FUSED_MODELS)
+def test_half_models_take_the_kernels_as_pytorch_does(name, level, half):
+    part, x, kwargs = model_and_input(name)
+    model = Whole(
+        part.eval()
+    )  # its own hooks are on the whole, and torch fuses no layer with hooks
+    expected, kernels = evaluated(copy.deepcopy(part).to(half), x.to(half), **kwargs)
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    found, ours = evaluated(model, x, **kwargs)
+    assert ours & FUSED == kernels & FUSED != set()
+    assert torch.equal(found, expected.to(found.dtype))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ TITLES = {
     "BLACKLIST": "To FP32.",
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
-    "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes; fused kernels.",
+    "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes.",
     "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
@@ -32,10 +32,6 @@ RULES = {
     Rule.PROMOTE_UNLESS_SCALAR: "As promote, unless one of the inputs has no dimension.",
     Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
     Rule.POWER: "As half from the first multiplication on.",
-    Rule.FUSED_ATTENTION: "As half where only these tables decide about the calls that the kernel "
-    "stands for; the attention weights come back in FP32. Elsewhere torch's modules make "
-    "those calls.",
-    Rule.FUSED_LAYER: "As fused attention, and the result comes back in FP32, as from LayerNorm.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
     "`allow_banned=False` it raises NotImplementedError.",
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
@@ -44,8 +40,7 @@ PARTS = {
     ("torch.nn.RNNBase", "check_input"): "Refuses an input whose dtype is not the weights', "
     "before the cast that would make them equal.",
     ("torch.backends.mha", "get_fastpath_enabled"): "Whether MultiheadAttention and "
-    "TransformerEncoderLayer call their fused kernels: where these give in half what the single "
-    "calls would give.",
+    "TransformerEncoderLayer call their fused kernels: not where calls are cast.",
     ("torch.nn.functional", "multi_head_attention_forward"): "A graph of torch.compile has it as "
     "one call, which takes the casting of its forward along.",
     ("torch.utils.checkpoint", "checkpoint"): "The recompute in backward may run in another "
