@@ -1,4 +1,4 @@
-"""torch's words about precision, while ampatch casts: `torch.autocast`, the raw switch, questions.
+"""torch's words about precision, while ampatch casts: `torch.autocast` and questions.
 
 *A region* of `torch.autocast` is an entry in the thread's stack.  One that is disabled casts
 nothing on its device type.  One that is enabled inside a managed forward at O1 says the half type:
@@ -8,9 +8,8 @@ again: see `CastState.enter_forward`.  Code of torch's that restores the autocas
 forward enters regions too: what it runs in them takes its policy along (`taken_along`), which is
 the inner word.  Those of checkpoints, one or two in each recompute, are not even entries.
 
-*`torch.set_autocast_enabled`* is a region without a `with` block.  Switched on: torch's autocast
-casts.  Switched off while torch's autocast was off: the call means ampatch's casts.  They are
-off until the switch is on again, which then restores these casts and not torch's autocast.
+*`torch.set_autocast_enabled`*, by the user's code, sets torch's autocast and leaves ampatch's casts
+as they are; a warning says so.
 
 *`torch.is_autocast_enabled` and `get_autocast_dtype`* answer True and the policy's half type, if
 calls on the device are cast: libraries ask in order to act as under autocast, and `custom_fwd`
@@ -37,6 +36,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..log import logger
 from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, CHECKPOINTS
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
@@ -82,11 +82,11 @@ class AutocastWords:
         """The patches are installed: what this thread is already in counts too.
 
         The exit of a region calls no replacement, since the `with` block has looked `__exit__` up
-        before; but torch's own turns the switch.  Without a region it is the switch that is on.
+        before; but torch's own turns the switch.
         """
         if nesting() == 0:
-            for device in devices_on():
-                self._put_under(_torch_on(device), device)
+            for device in devices_on():  # by the switch
+                _warn_of_the_switch(device)
             return
         found = policy = self._state.current()
         for device in devices_on():
@@ -151,36 +151,16 @@ class AutocastWords:
 
     def _set(self, original: Callable, usual: str) -> Callable:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
             if is_dynamo_compiling():
-                original(*args, **kwargs)
-            elif _is_torch_s(
-                _module(sys._getframe(1))
-            ):  # torch.autocast uses it, and is a region itself
-                original(*args, **kwargs)
+                return
+            if _is_torch_s(_module(sys._getframe(1))):  # a region of torch.autocast begins or ends
                 if self._state.thread.stack and nesting() == 0:
                     self._leave(_EARLIER)
-            else:
-                asked = kwargs.get("enabled", args and args[-1])
-                turn = self._turn_on if asked else self._turn_off
-                turn(_device_of(args, kwargs, usual), lambda: original(*args, **kwargs))
+            elif self._state.policy_on(device := _device_of(args, kwargs, usual)) is not None:
+                _warn_of_the_switch(device)
 
         return set_autocast_enabled
-
-    def _turn_on(self, device: str, original: Callable[[], None]) -> None:
-        if self._leave(_casts_off(device)):
-            self._leave(_torch_on(device))
-            return
-        original()
-        self._leave(_torch_on(device))
-        self._put_under(_torch_on(device), device)
-
-    def _turn_off(self, device: str, original: Callable[[], None]) -> None:
-        was_on = is_enabled(device)
-        self._leave(_casts_off(device))
-        original()
-        self._leave(_torch_on(device))
-        if not was_on and self._state.policy_on(device) is not None:
-            self._put_under(_casts_off(device), device)
 
     # Questions
 
@@ -260,14 +240,13 @@ def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
     return usual
 
 
-def _torch_on(device: str) -> str:
-    """What a region stands for in which the switch has turned torch's autocast on."""
-    return f"torch's autocast on {device}, by the switch"
-
-
-def _casts_off(device: str) -> str:
-    """What a region stands for in which the switch has turned ampatch's casts off."""
-    return f"no casts on {device}, by the switch"
+def _warn_of_the_switch(device: str) -> None:
+    logger.warning(
+        "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's casts stay. To "
+        "run code without them write `with torch.autocast(%r, enabled=False):` or "
+        "`with ampatch.disable_casts():`.",
+        *(device, device),
+    )
 
 
 def without(policy: Policy | None, device: str) -> Policy | None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.torch_autocast import devices_on
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
@@ -32,7 +31,8 @@ class Net(nn.Module):
 
 
 def o1(function=lambda layer, x: layer(x), level="O1", dtype=H, **options):
-    return ampatch.initialize(Net(function), opt_level=level, dtype=dtype, verbosity=0, **options)
+    options = {"verbosity": 0, **options}
+    return ampatch.initialize(Net(function), opt_level=level, dtype=dtype, **options)
 
 
 def off(**options):
@@ -77,7 +77,6 @@ AROUND = {
     "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
     "enabled": lambda: torch.autocast("cpu", dtype=H),
     "enabled, for CUDA": lambda: torch.autocast("cuda", dtype=FP16),
-    "the raw switch": lambda: raw_switch(False),
     "in a region that is off": lambda: both(off(), torch.autocast("cpu", dtype=H)),
 }
 
@@ -317,15 +316,14 @@ def test_a_block_of_precision_beside_a_region_casts(scope):
 
 
 @pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("float")])
-@pytest.mark.parametrize("on", [lambda: both(off(), AROUND["enabled"]()), lambda: raw_switch(True)])
-def test_torchs_autocast_within_a_block_casts_alone_in_models_there(block, on):
+def test_torchs_autocast_within_a_block_casts_alone_in_models_there(block):
     def forward(layer, x):
         return layer(x).dtype, torch.softmax(x.to(FP16), -1).dtype
 
     model = o1(forward)
     with torch.autocast("cpu", dtype=H):
         expected = forward(model.layer, X)
-    with block(), on():
+    with block(), off(), AROUND["enabled"]():
         assert model(X) == expected == (H, FP16)
 
 
@@ -385,41 +383,24 @@ def test_a_region_that_outlives_its_session_is_one_in_the_next():
     assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
 
 
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_the_raw_switch_before_a_session(scope):
-    """As the switch within one, and as a region: the half type is its, the rules are ours."""
-
-    def forward(layer, x):
-        return layer(x).dtype, torch.softmax(layer(x), -1).dtype, torch.is_autocast_enabled("cpu")
-
-    def outside():
-        return torch.softmax(X.to(FP16), -1).dtype, torch.mm(X, X.t()).dtype
-
-    torch.set_autocast_dtype("cpu", FP16)
-    try:
-        with raw_switch(True):
-            expected = outside()
-            model = o1(forward, patch_scope=scope)
-            assert model(X) == (FP16, FP32, True) and outside() == expected
-        assert model(X) == (H, FP32, True) and not STATE.thread.stack
-        ampatch.deactivate()
-        with raw_switch(True):
-            o1(patch_scope=scope)
-            ampatch.deactivate()
-            assert not STATE.thread.stack and outside() == expected
-    finally:
-        torch.set_autocast_dtype("cpu", H)
-
-
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_the_switch_takes_keywords_in_any_order(scope):
-    model = o1(patch_scope=scope)
-    for value, expected in ((False, FP32), (True, H)) * 2:
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("value", [True, False])
+def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_before, caplog):
+    found = torch.is_autocast_enabled("cpu")
+    if is_before:
+        torch.set_autocast_enabled("cpu", value)
+    model = o1(verbosity=1)
+    if not is_before:
         torch.set_autocast_enabled(enabled=value, device_type="cpu")
-        assert F.linear(X, model.layer.weight).dtype is expected and not devices_on()
-    assert not STATE.thread.stack
-    with pytest.raises(TypeError, match="enabled"):
-        torch.set_autocast_enabled(device_type="cpu")
+    try:
+        assert model(X).dtype is H and not STATE.thread.stack
+        said = [m for m in caplog.messages if "autocast_enabled" in m]
+        assert len(said) == (value or not is_before)
+        assert all("with ampatch.disable_casts():" in message for message in said)
+    finally:
+        ampatch.deactivate()
+        assert torch.is_autocast_enabled("cpu") is value or not (value or is_before)
+        torch.set_autocast_enabled("cpu", found)
 
 
 @pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
@@ -438,18 +419,6 @@ def test_in_the_closure_of_a_step(block, inside):
     with block():
         optimizer.step(closure)
     assert seen == [H, inside]
-
-
-def test_the_raw_switch():
-    model = o1()
-    torch.set_autocast_enabled("cpu", True)
-    torch.set_autocast_dtype("cpu", FP16)
-    try:
-        assert model(X).dtype is FP16
-    finally:
-        torch.set_autocast_enabled("cpu", False)
-        torch.set_autocast_dtype("cpu", H)
-    assert model(X).dtype is H and not STATE.per_thread
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -694,23 +663,3 @@ def test_a_region_in_a_compiled_model(backend):
             found = compiled(X)
         assert [y.dtype for y in found] == [y.dtype for y in expected]
     assert not STATE.per_thread and not STATE.thread.stack
-
-
-def test_the_raw_switch_turns_our_casts_off_and_on_again():
-    model = nn.Linear(2, 2)
-    ampatch.initialize(model, dtype=torch.bfloat16, patch_scope="process", verbosity=0)
-    x, weight = torch.ones(2, 2), torch.ones(2, 2)
-
-    def found():
-        return nn.functional.linear(x, weight).dtype, torch.is_autocast_enabled("cpu")
-
-    before = torch.is_autocast_enabled("cpu")
-    assert before and found() == (torch.bfloat16, True)
-    for _ in range(2):
-        torch.set_autocast_enabled("cpu", False)
-        assert found() == (torch.float32, False)
-    torch.set_autocast_enabled("cpu", before)
-    assert found() == (torch.bfloat16, True)
-    torch.set_autocast_enabled("cpu", False)
-    ampatch.deactivate()
-    assert found() == (torch.float32, False)
