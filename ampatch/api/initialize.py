@@ -210,7 +210,6 @@ def initialize(
     with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, tell)
     registry.close_empty()
-    registry.ranks.expect(argument_checks.wrappers_around(listed_models), session)
     note = argument_checks.slow_half_note(listed_models, properties)
     if note is not None and properties.enabled:
         logger.warning(note, extra=ONCE)
@@ -255,7 +254,6 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     if session.properties.enabled:
         argument_checks.models_can_change(new, session.properties)
     session.add(new, [])
-    registry.ranks.expect(argument_checks.wrappers_around(new), session)
     return models
 
 

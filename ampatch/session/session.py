@@ -63,7 +63,6 @@ class Session:
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
         self.process_group = process_group
-        self.at_close: list[Callable[[], None]] = []
         self._was_given = False
 
     # What it manages
@@ -167,8 +166,6 @@ class Session:
             self._leave(rows, *rows)
         self.is_open = False
         undo.do(registry.remove, self)
-        while self.at_close:
-            undo.do(self.at_close.pop())
         undo.end()
 
     def release(self, given: Any) -> None:
@@ -283,8 +280,6 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
-        if registry.ranks.expected:
-            registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         self.policies.cache.close()
         scaler, observers = self.scalers[loss_id], registry.observers

@@ -92,15 +92,15 @@ def tools(registry: Registry) -> list[Tool]:
             "DistributedDataParallel: ranks agree on settings",
             lambda needs: needs.active,
             lambda: ddp.at_wrapping(
-                functools.partial(rank_agreement.agree_at_wrapping, registry.ranks),
+                functools.partial(rank_agreement.agree_at_wrapping, registry.ranks.settings),
                 events.is_lent,
             ),
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel.join: loss scales of the rank that trained on",
+            "DistributedDataParallel.join: refused under a dynamic loss scale",
             lambda needs: needs.optimizers,
-            lambda: ddp.at_join(registry.ranks),
+            lambda: ddp.at_join(registry.ranks.refuse_uneven),
             is_over_tables=True,
         ),
         Tool(

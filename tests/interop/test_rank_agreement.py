@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -50,13 +47,12 @@ def train(model, optimizer, steps):
         small_training.step(loss, optimizer)
 
 
-def prepared(kind, order, settings, group=None):
+def prepared(kind, settings, group=None):
     """A model and an optimizer under these settings, and its wrapper."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = wrap(model, kind, group) if order == "before" else None
-    ampatch.initialize(wrapper or model, optimizer, **settings)
-    return wrapper or wrap(model, kind, group), optimizer
+    ampatch.initialize(model, optimizer, **settings)
+    return wrap(model, kind, group), optimizer
 
 
 def message_of(call):
@@ -67,8 +63,8 @@ def message_of(call):
         return str(error)
 
 
-def told(rank, kind, order, by_rank):
-    return message_of(lambda: train(*prepared(kind, order, by_rank[rank]), 1))
+def told(rank, kind, by_rank):
+    return message_of(lambda: train(*prepared(kind, by_rank[rank]), 1))
 
 
 DIFFERENT = {  # what one rank is given, and the other; what is shown of each
@@ -83,43 +79,31 @@ DIFFERENT = {  # what one rank is given, and the other; what is shown of each
 
 
 @pytest.mark.parametrize(
-    "what, kind, order",
+    "what, kind",
     [
-        *((what, "torch", "after") for what in DIFFERENT),
-        *((what, "torch", "before") for what in ("level", "growth")),
-        *((what, APEX, "after") for what in ("half type", "number of losses")),
+        *((what, "torch") for what in DIFFERENT),
+        *((what, APEX) for what in ("half type", "number of losses")),
     ],
 )
-def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind, order):
+def test_ranks_that_differ_are_told_on_every_rank(ranks, what, kind):
     *settings, one, other = DIFFERENT[what]
-    messages = ranks(told, kind, order, settings)
+    messages = ranks(told, kind, settings)
     for rank, shown in enumerate((one, other)):
         for message in messages:
             assert message.startswith("DistributedDataParallel(Sequential): the ranks average")
             assert f"ank {rank} has " in message and shown in message, message
 
 
-@pytest.mark.parametrize("order", ["after", "before"])
-def test_parts_of_a_model_that_are_wrapped_are_compared(ranks, order):
-    for message in ranks(_told_of_parts, order):
+def test_parts_of_a_model_that_are_wrapped_are_compared(ranks):
+    for message in ranks(_told_of_parts):
         assert message.startswith("DistributedDataParallel(Linear): the ranks average gradients")
         assert "Rank 0 has dtype=torch.float16; rank 1 has dtype=torch.bfloat16" in message
 
 
-def _told_of_parts(rank, order):
-    settings = {**DYNAMIC, "dtype": (torch.float16, torch.bfloat16)[rank]}
+def _told_of_parts(rank):
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def wrap_a_part():
-        if order == "after":
-            ampatch.initialize(model, optimizer, **settings)
-        model[0] = DistributedDataParallel(model[0])
-        if order == "before":
-            ampatch.initialize(model, optimizer, **settings)
-        train(model, optimizer, 1)
-
-    return message_of(wrap_a_part)
+    ampatch.initialize(model, **{**DYNAMIC, "dtype": (torch.float16, BF16)[rank]})
+    return message_of(lambda: DistributedDataParallel(model[0]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -127,7 +111,7 @@ def test_overrides_that_differ(ranks, level):
     """They decide the types of what DDP sends: gloo aborts, or mixes up their bytes."""
     settings = {**PLAIN, "opt_level": level}
     by_rank = [{**settings, "overrides": {"0": "float", torch.bmm: "float"}}, settings]
-    first, second = ranks(told, "torch", "after", by_rank)
+    first, second = ranks(told, "torch", by_rank)
     assert first == second
     assert "Rank 0 has overrides={0: float, bmm: float}; rank 1 has overrides={}" in first
 
@@ -136,19 +120,18 @@ def test_overrides_that_differ(ranks, level):
 def test_levels_whose_weights_are_of_other_types(ranks, levels):
     """torch's broadcast would mix up their bytes, or wait for more of them."""
     by_rank = [{**PLAIN, "opt_level": level} for level in levels.split()]
-    first, second = ranks(told, "torch", "after", by_rank)
+    first, second = ranks(told, "torch", by_rank)
     one, two = levels.split()
     assert first == second and f"opt_level={one}" in first and f"opt_level={two}" in first
 
 
-@pytest.mark.parametrize("order", ["after", "before"])
-def test_a_rank_that_finds_a_difference_asks_no_more(ranks, order):
+def test_a_rank_that_finds_a_difference_asks_no_more(ranks):
     """The first rank has found it too, may have ended, and the store with it."""
-    first, second = ranks(_told_without_verdict, order)
+    first, second = ranks(_told_without_verdict)
     assert first == second and "rank 1 has opt_level=O0" in first
 
 
-def _told_without_verdict(rank, order):
+def _told_without_verdict(rank):
     class Ends:
         def __getattr__(self, name):
             return getattr(store, name)
@@ -160,7 +143,7 @@ def _told_without_verdict(rank, order):
 
     store = store_of_ranks()
     with mock.patch.object(rank_agreement, "store_of_ranks", Ends):
-        return told(rank, "torch", order, [PLAIN, {**PLAIN, "opt_level": "O0"}])
+        return told(rank, "torch", [PLAIN, {**PLAIN, "opt_level": "O0"}])
 
 
 def test_what_a_rank_says_is_in_the_store_before_it_passes_the_verification(ranks):
@@ -189,23 +172,8 @@ def _on_its_way(rank):
         mock.patch.object(rank_agreement, "store_of_ranks", Late),
         mock.patch.object(rank_agreement, "pass_verification", verify),
     ):
-        assert told(rank, "torch", "after", [PLAIN, PLAIN]) is None
+        assert told(rank, "torch", [PLAIN, PLAIN]) is None
     return found
-
-
-def test_a_disabled_rank_is_told_of_too(ranks):
-    """One that was wrapped before; the other order is `test_no_rank_waits_for_ever`."""
-    disabled = {**PLAIN, "enabled": False}
-    message = ranks(_told_and_left, [PLAIN, disabled])[0]
-    assert "opt_level=O1; rank 1 has no active ampatch (enabled=False" in message
-
-
-def _told_and_left(rank, by_rank):
-    """The disabled rank does not train: the other one leaves it."""
-    wrapper, optimizer = prepared("torch", "before", by_rank[rank])
-    if rank == 1:
-        return None
-    return message_of(lambda: train(wrapper, optimizer, 1))
 
 
 @pytest.mark.parametrize("case", ["disabled", "never"])
@@ -217,140 +185,56 @@ def test_no_rank_waits_for_ever(case, tmp_path):
     assert "rank 1 has no active ampatch" in ended[0].stderr, ended[0].stderr
 
 
-@pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("level", ["O0", "O1"])
-def test_ranks_that_agree_train_alike(ranks, level, order):
-    settings = {**DYNAMIC, "opt_level": level}
-    first, second = ranks(_weights, order, settings)
+def test_ranks_that_agree_train_alike(ranks, level):
+    first, second = ranks(_weights, {**DYNAMIC, "opt_level": level})
     assert all(map(torch.equal, first, second))
 
 
-def _weights(rank, order, settings):
-    wrapper, optimizer = prepared("torch", order, settings)
+def _weights(rank, settings):
+    wrapper, optimizer = prepared("torch", settings)
     train(wrapper, optimizer, 3)
     return [parameter.detach() for parameter in wrapper.parameters()]
 
 
+LOADED = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
+
+
 @pytest.mark.parametrize("kind", ["torch", APEX])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_what_rank_0_has_loaded_counts_everywhere(ranks, level, kind):
-    """Scale, count and changed rules, as DDP sends the weights that rank 0 has loaded."""
-    settings = {**DYNAMIC, "opt_level": level}
-    loaded = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7, "growth_interval": 9}}
-    assert ranks(_scales, kind, settings, loaded) == [(loaded, 1024.0)] * 2
+def test_scales_that_one_rank_has_loaded_are_told(ranks, kind):
+    """DDP sends the weights that rank 0 has loaded, and not its loss scales."""
+    first, second = ranks(_loaded, kind, [0])
+    assert first == second and "'loss_scale': 512.0" in first and "'loss_scale': 65536.0" in first
+    assert "ampatch.load_state_dict(...) on every rank" in first
+    assert ranks(_loaded, kind, [0, 1]) == [None, None]
 
 
-def test_a_static_scale_that_rank_0_has_set_counts_everywhere(ranks):
-    assert ranks(_static_scale) == [256.0, 256.0]
-
-
-def _static_scale(rank):
+def _loaded(rank, kind, loading):
     model = build()
-    ampatch.initialize(model, **{**PLAIN, "loss_scale": 128.0})
-    if rank == 0:
-        ampatch.set_loss_scale(256.0)
-    wrap(model)
-    return ampatch.loss_scale()
+    ampatch.initialize(model, **DYNAMIC)
+    if rank in loading:
+        ampatch.load_state_dict(LOADED)
+    return message_of(lambda: wrap(model, kind))
 
 
-def _scales(rank, kind, settings, loaded):
-    model = build()
+def test_a_model_that_was_wrapped_before_is_not_compared(ranks):
+    """As under torch.amp, whose ranks compare nothing."""
+    assert ranks(_wrapped_before) == [None, None]
+
+
+def _wrapped_before(rank):
+    model = wrap(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, **settings)
-    if rank == 0:
-        ampatch.load_state_dict(loaded)
-    wrapper = wrap(model, kind)
-    found = ampatch.state_dict()
-    train(wrapper, optimizer, 2)
-    return found, ampatch.loss_scale()
-
-
-def test_before_initialize_too(ranks):
-    assert ranks(_loaded_after_wrapping) == [512.0, 512.0]
-
-
-def _loaded_after_wrapping(rank):
-    wrapper, optimizer = prepared("torch", "before", DYNAMIC)
-    if rank == 0:
-        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
-    with torch.no_grad():
-        if rank == 0:
-            wrapper.module(torch.ones(1, 6))  # evaluation on one rank waits for none
-    train(wrapper, optimizer, 1)
-    return ampatch.loss_scale()
-
-
-@pytest.mark.parametrize("has_block", [True, False])
-def test_a_forward_on_one_rank_waits_for_nobody(ranks, has_block):
-    """Such as one that looks at shapes, and passes of other models do not either."""
-    assert ranks(_alone, has_block) == [512.0, 512.0]
-
-
-def _alone(rank, has_block):
-    wrapper, optimizer = prepared("torch", "before", DYNAMIC)
-    other = ampatch.add_models(nn.Linear(6, 2))
-    data = torch.ones(2, 6)
-    if rank == 0:
-        held = [wrapper(data), wrapper(data)]
-        inputs = data.clone().requires_grad_()
-        torch.autograd.grad(wrapper(inputs).sum(), inputs)
-    dist.barrier()  # of plain DDP rank 0 has come here, too
-    if rank == 0:
-        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
-        with ampatch.scale_loss(other(data).sum(), optimizer) as scaled:
-            scaled.backward()
-        held.clear()
-    dist.barrier()
-    if has_block:
-        train(wrapper, optimizer, 1)
-    else:
-        wrapper(data).sum().backward()
-    return ampatch.loss_scale()
-
-
-def test_a_rank_that_does_not_come_is_told_from_one_without_ampatch(ranks):
-    message, _ = ranks(_left_alone)
-    assert "for ranks [1]. Of these [1] have not begun" in message
-    assert "without ampatch.initialize for this model are []" in message
-
-
-def _left_alone(rank):
-    wrapper, optimizer = prepared("torch", "before", PLAIN)
-    dist.barrier()
-    if rank == 1:
-        return None
-    store = store_of_ranks()
-    patience = store.timeout
-    store.set_timeout(timedelta(seconds=1))
-    try:
-        return message_of(lambda: train(wrapper, optimizer, 1))
-    finally:
-        store.set_timeout(patience)
-
-
-def test_a_model_that_was_wrapped_before_is_not_kept(ranks):
-    assert ranks(_gone) == [[None, None]] * 2
-
-
-def _gone(rank):
-    found = []
-    for has_trained in (True, False):
-        wrapper, optimizer = prepared("torch", "before", PLAIN)
-        wrapper(torch.ones(1, 6))
-        if has_trained:
-            train(wrapper, optimizer, 1)
-        gone = weakref.ref(wrapper)
-        del wrapper, optimizer
-        gc.collect()
-        found.append(gone())
-    return found
+    ampatch.initialize(model, optimizer, **[PLAIN, {**PLAIN, "opt_level": "O0"}][rank])
+    return message_of(lambda: train(model, optimizer, 1))
 
 
 def test_other_process_groups_have_their_own_settings(four_ranks):
     """Two pairs of ranks train two models; in the second one the ranks differ."""
     messages = four_ranks(_in_pairs)
     assert messages[:2] == [None, None] and messages[2] == messages[3]
-    assert "Rank 2 has init_scale=65536.0; rank 3 has init_scale=1024.0" in messages[2]
+    assert "Rank 2 has init_scale=65536.0," in messages[2]
+    assert "; rank 3 has init_scale=1024.0," in messages[2]
 
 
 def _in_pairs(rank):
@@ -359,7 +243,7 @@ def _in_pairs(rank):
     if rank == 3:
         settings["init_scale"] = 1024.0
     group = groups[rank // 2]
-    return message_of(lambda: train(*prepared("torch", "after", settings, group), 1))
+    return message_of(lambda: train(*prepared("torch", settings, group), 1))
 
 
 def test_models_that_ampatch_does_not_manage_are_nobodys_business(ranks):

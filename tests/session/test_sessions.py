@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from session_pairs import build, hook_count, one_step, pair, state_of, values
-from torch import nn
 from torch_snapshot import changes, snapshot
 
 import ampatch
@@ -141,11 +140,3 @@ def test_the_environment_switches_it_off(monkeypatch, value, enabled):
     ampatch.initialize(model, optimizer, opt_level="O3", verbosity=0)
     assert (model[0].weight.dtype is torch.float16) is enabled
     one_step(model, optimizer, 0)
-
-
-def test_ranks_that_join_share_the_scales_of_a_session_without_models():
-    """Such a session concerns every model, as where ranks compare their settings."""
-    ampatch.init(loss_scale=8.0)
-    states = []
-    registry.ranks.broadcast_scales(nn.Linear(2, 2), states.append)
-    assert [[scaler["loss_scale"] for scaler in some] for some in states] == [[8.0]]
