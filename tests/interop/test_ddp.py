@@ -250,7 +250,8 @@ def _searches(rank: int) -> tuple[int, ...]:
     counts = []
     for model in (bare, wrapped, graph):
         with mock.patch("gc.get_objects", wraps=gc.get_objects) as search:
-            amp.initialize(model, opt_level="O1", dtype="bfloat16", verbosity=0)
+            with contextlib.suppress(amp.AmpatchError):  # at O3 the wrapped one is refused
+                amp.initialize(model, opt_level="O3", dtype="bfloat16", verbosity=0)
         counts.append(search.call_count)
     del parallel
     return tuple(counts)
