@@ -144,10 +144,11 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
-    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Raises `TypeError` for an
+    object that is no optimizer.
     """
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    argument_checks.one_optimizer(optimizer, "ampatch.master_params")
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
