@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_TYPES, Properties, slow_float16
 from ..config.overrides import Overrides
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
@@ -316,10 +316,7 @@ def slow_half_note(models: list[nn.Module], properties: Properties) -> str | Non
     for model in models:
         parameter = next(model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
-            return (
-                "The model is on the CPU, where float16 products are often many times slower "
-                "than float32. For speed pass dtype=torch.bfloat16."
-            )
+            return slow_float16()
     return None
 
 

@@ -52,6 +52,7 @@ class StepCounter:
         self._blocks = 0  # that had begun then
         self._said = StepCounts(0, 0, 0)  # when it was said last
         self._due = 1  # so many skipped steps are said next
+        self._said_scale = 0.0
         self._said_row = False
 
     def note(self, skipped: bool | Tensor) -> None:
@@ -143,4 +144,7 @@ class StepCounter:
             self._due = skipped + 1 if skipped < 10 else 10 << (skipped // 10).bit_length()
         since = steps - before.taken - before.skipped, skipped - before.skipped
         scales = [scale for scale, _ in itertools.groupby(numbers[3:])]
+        if self._said_scale in scales:  # with several losses there are earlier ones before it
+            scales = scales[scales.index(self._said_scale) :]
+        self._said_scale = scales[-1] if scales else 0.0
         return News(counts, *since, is_due, is_long_row, scaler, scales)

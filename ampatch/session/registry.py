@@ -68,6 +68,8 @@ class Registry:
     def add(self, session: Session) -> None:
         """A session opens."""
         self._drop_ended()
+        for earlier in self.sessions:
+            earlier.has_trained = False
         self.sessions = [*self.sessions, session]
         self.refresh()
 

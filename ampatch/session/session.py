@@ -58,6 +58,7 @@ class Session:
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
+        self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
@@ -283,6 +284,7 @@ class Session:
             registry.ranks.before_pass(loss)
         registry.state.drop_interrupted()
         self.policies.cache.close()
+        self.has_trained = True
         scaler, observers = self.scalers[loss_id], registry.observers
         if observers.are_there:
             observers.notify("on_loss", loss, loss_id)
@@ -334,6 +336,7 @@ class Session:
         """It has ended."""
         self.policies.cache.close()
         registry.state.drop_interrupted()
+        self.has_trained = True
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:

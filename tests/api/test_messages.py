@@ -184,16 +184,31 @@ def test_a_stranger_is_told_which_optimizers_are_managed():
             call()
 
 
-def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
+@pytest.mark.parametrize(
+    "is_there, advice",
+    [
+        (
+            True,
+            "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_DTYPE",
+        ),
+        (False, 'so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'),
+    ],
+)
+def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, advice, tmp_path):
+    """With the advice that helps here: few CPUs have instructions for bfloat16."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch, ampatch\n"
+        "import platform, torch, ampatch\n"
+        "platform.machine = lambda: 'x86_64'\n"
+        f"torch.cpu._is_amx_tile_supported = lambda: {is_there}\n"
+        "torch.cpu._is_avx512_bf16_supported = lambda: False\n"
         "for level in ('O1', 'O2', 'O3'):\n"
         "    ampatch.initialize(torch.nn.Linear(2, 2), opt_level=level)\n"
         "    ampatch.deactivate()\n"
     )
     done = python(script)
     assert done.returncode == 0 and done.stderr.count("many times slower") == 1, done.stderr
+    assert advice in done.stderr
 
 
 @pytest.mark.parametrize(
