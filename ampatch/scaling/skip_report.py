@@ -48,7 +48,8 @@ def overflow_note(managed: ManagedOptimizer, news: News, scalers: list[Scaler]) 
     counts, kind = news.counts, type(managed.optimizer).__name__
     which = "a step was" if news.skipped == 1 else f"{news.skipped} of {news.steps} steps were"
     number = next((n for n, one in enumerate(scalers) if one is news.scaler), None)
-    moved = f" Loss scaler {number} {_history(news.scales)}." if number is not None else ""
+    is_known = number is not None and news.scales
+    moved = f" Loss scaler {number} {_history(news.scales)}." if is_known else ""
     return (
         f"Gradient overflow: {which} skipped ({kind}; {counts.skipped} of "
         f"{counts.taken + counts.skipped} since initialize).{moved}"
