@@ -5,47 +5,52 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch as _torch  # noqa: F401  # first: it loads device backends, which may import parts of us
-
-from . import native as native  # loads a build of the native part that matches
 from ._version import __version__
-from .api.casting import (
-    cached_weights,
-    disable_casts,
-    float_function,
-    half_function,
-    precision,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-    unregister_function,
-)
-from .api.initialize import (
-    add_models,
-    add_optimizers,
-    cache_info,
-    deactivate,
-    initialize,
-    log_metrics,
-    observe,
-    unwrap,
-)
-from .api.legacy_init import init
-from .api.training import (
-    hold_scheduler,
-    load_state_dict,
-    loss_scale,
-    loss_scale_settings,
-    master_params,
-    scale_loss,
-    set_loss_scale,
-    set_loss_scale_settings,
-    state_dict,
-    step_counts,
-    step_was_skipped,
-)
-from .errors import AmpatchError, BannedFunctionError
+
+try:
+    # first: it loads device backends, which may import parts of us
+    import torch as _torch  # noqa: F401
+except (ImportError, OSError) as _error:  # doctor and --version run all the same
+    _no_torch: Exception = _error
+else:
+    from . import native as native  # loads a build of the native part that matches
+    from .api.casting import (
+        cached_weights,
+        disable_casts,
+        float_function,
+        half_function,
+        precision,
+        promote_function,
+        register_float_function,
+        register_half_function,
+        register_promote_function,
+        unregister_function,
+    )
+    from .api.initialize import (
+        add_models,
+        add_optimizers,
+        cache_info,
+        deactivate,
+        initialize,
+        log_metrics,
+        observe,
+        unwrap,
+    )
+    from .api.legacy_init import init
+    from .api.training import (
+        hold_scheduler,
+        load_state_dict,
+        loss_scale,
+        loss_scale_settings,
+        master_params,
+        scale_loss,
+        set_loss_scale,
+        set_loss_scale_settings,
+        state_dict,
+        step_counts,
+        step_was_skipped,
+    )
+    from .errors import AmpatchError, BannedFunctionError
 
 if TYPE_CHECKING:
     from .diagnose import debug, report
@@ -97,6 +102,11 @@ _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 if not TYPE_CHECKING:  # a checker would take any name to be there
 
     def __getattr__(name: str) -> Any:
+        if name in __all__ and name not in _DIAGNOSTICS:
+            raise ImportError(
+                f"ampatch.{name} needs torch, which cannot be imported: {_no_torch}. Expected a "
+                "torch that works: pip install torch"
+            ) from _no_torch
         if name not in _DIAGNOSTICS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)

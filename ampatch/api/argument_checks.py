@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_TYPES, Properties, slow_float16
 from ..config.overrides import Overrides
 from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
@@ -64,9 +64,7 @@ def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
                 "was before, or a module around the compiled one: torch.nn.Sequential(model)."
             )
     if len(set(map(id, listed))) != len(listed):
-        raise ValueError(
-            "ampatch.initialize(models=[...]): the same object is listed twice. List each once."
-        )
+        raise ValueError(f"{call}(models=[...]): the same object is listed twice. List each once.")
     return listed
 
 
@@ -74,9 +72,9 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
     """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
 
     In the place of one that stands for a managed optimizer there is that optimizer.
-    Raises `TypeError` for anything else.
+    Raises `TypeError` for anything else, `ValueError` for the same object twice.
     """
-    listed = [] if optimizers is None else _listed(optimizers)
+    listed = _listed(optimizers)
     for index, optimizer in enumerate(listed):
         if not is_optimizer(optimizer):
             raise TypeError(
@@ -90,6 +88,10 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
                 "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
                 "from it without __slots__."
             )
+    if len(set(map(id, listed))) != len(listed):
+        raise ValueError(
+            f"{call}(optimizers=[...]): the same object is listed twice. List each once."
+        )
     listed = list(map(registry.table.stood_for, listed))
     return list({id(optimizer): optimizer for optimizer in listed}.values())
 
@@ -105,6 +107,16 @@ def _where(argument: str, given: Any, index: int) -> str:
 def is_optimizer(value: Any) -> bool:
     """Whether an object has what `initialize` needs of an optimizer."""
     return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def one_group(group: Any) -> None:
+    """Raise `TypeError` for a `process_group` that is no group of processes."""
+    kind = getattr(torch.distributed, "ProcessGroup", ())  # none in a torch without distributed
+    if group is not None and not isinstance(group, kind):
+        raise TypeError(
+            f"ampatch.initialize(process_group={group!r}): expected a group of ranks, such as "
+            f"torch.distributed.group.WORLD or mesh.get_group(), got {type_name(group)}."
+        )
 
 
 def one_optimizer(optimizer: Any, call: str) -> None:
@@ -293,10 +305,7 @@ def slow_half_note(models: list[nn.Module], properties: Properties) -> str | Non
     for model in models:
         parameter = next(model.parameters(), None)
         if parameter is not None and parameter.device.type == "cpu":
-            return (
-                "The model is on the CPU, where float16 products are often many times slower "
-                "than float32. For speed pass dtype=torch.bfloat16."
-            )
+            return slow_float16()
     return None
 
 

@@ -68,7 +68,8 @@ def register_half_function(module: Owner, name: str | None = None) -> None:
 
     Raises:
         AttributeError: the module lacks the name.
-        TypeError: `half_function` would refuse the object.
+        TypeError: `half_function` would refuse the object, or there is no module.
+        ValueError: a single string has no dot.
     """
     registry.register(module, name, Rule.HALF)
 

@@ -177,7 +177,8 @@ def initialize(
     properties = properties_for(**in_force)
     rules = parse(asked_overrides)
     listed_models = argument_checks.as_models(models)
-    listed_optimizers = argument_checks.as_optimizers(optimizers)
+    listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
+    argument_checks.one_group(process_group)
     registry.state.end_interrupted()
     if properties.enabled:
         argument_checks.models_can_change(listed_models, properties)
@@ -272,8 +273,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     Raises:
         TypeError: an object has no `param_groups` or no `step`.
-        ValueError: an optimizer has no parameter of the session's models, or is one that cannot
-            train them.
+        ValueError: an optimizer is listed twice, has no parameter of the session's models, or is
+            one that cannot train them.
         AmpatchError: no session is open, or they belong to several sessions.
 
     After any of these nothing has been changed.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -144,94 +146,110 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
-    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Raises `TypeError` for an
+    object that is no optimizer.
     """
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    argument_checks.one_optimizer(optimizer, "ampatch.master_params")
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
-    """The loss scalers of all open sessions: those of the session opened last in apex's format.
+    """The loss scalers of the open sessions: those of the session opened last in apex's format.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
     `"dynamic": False` for a static scale, and the settings that `set_loss_scale_settings`
     has changed.  The scalers of the other sessions are called `"session0.loss_scaler0"`,
-    ..., numbered in the order in which `initialize` opened them.  Waits for the device.
+    ..., numbered in the order in which `initialize` opened them, from the first on that has trained
+    since the last one opened: models that an earlier notebook cell has left are not counted.
+    Waits for the device.
 
     With `of`, a model or an optimizer: the loss scalers of its session alone, in apex's format.
 
     Raises `AmpatchError` when no session is open, or none has `of`.
     """
-    scalers = _scalers_of(of, "ampatch.state_dict(of=...)")
-    return {name: scaler.state_dict() for name, scaler in scalers.items()}
+    own, others = _sessions_of(of, "ampatch.state_dict(of=...)")
+    others = list(itertools.dropwhile(lambda session: not session.has_trained, others))
+    return {name: one.state_dict() for name, one in _scalers_by_name(own, others).items()}
 
 
 def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None = None) -> None:
-    """Restore the loss scalers of all open sessions; with `of`, as for `state_dict`, of one.
+    """Restore the loss scalers of the open sessions; with `of`, as for `state_dict`, of one.
 
     `state` comes from `state_dict`, from a checkpoint of apex, or from
     `torch.amp.GradScaler.state_dict()`, which then goes to every loss of the session opened
-    last.  Without entries for the other sessions their scalers stay as they are.  A dynamic
-    scale is not loaded into a static scaler, nor a static one into a dynamic scaler.  Both
-    are logged.
+    last.  The other sessions in it are the last that were opened before that one.  Entries that
+    nothing here answers to are left out, and scalers without an entry stay as they are.  A dynamic
+    scale is not loaded into a static scaler, nor a static one into a dynamic scaler.  Each is
+    logged.
 
     Raises:
-        TypeError, ValueError: the entries are wrong, or not those of the open sessions.
+        TypeError, ValueError: the entries are wrong, or none is that of a loss scaler here.
             Nothing has been changed then.
         AmpatchError: no session is open, or none has `of`.
     """
-    scalers = _scalers_of(of, "ampatch.load_state_dict(..., of=...)")
-    own = [name for name in scalers if not name.startswith("session")]
+    own, others = _sessions_of(of, "ampatch.load_state_dict(..., of=...)")
     if is_grad_scalers(state):
-        state = dict.fromkeys(own, from_grad_scaler(state))
+        state = dict.fromkeys(_scalers_by_name(own, []), from_grad_scaler(state))
     if not isinstance(state, dict):
         raise TypeError(
             f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
         )
-    others = [name for name in scalers if name not in own]
-    expected = own if not any(name in state for name in others) else [*own, *others]
-    if set(map(str, state)) != set(expected):
-        _refuse(set(map(str, state)), list(scalers))
+    numbers = [int(found[1]) for name in state if (found := _OTHER.match(str(name)))]
+    saved = 1 + max(numbers, default=-1)
+    scalers = _scalers_by_name(own, others, first=saved - len(others))
     entries = {
         name: checked_entry(
-            f"ampatch.load_state_dict(state): state[{name!r}]", state[name], scalers[name].settings
+            f"ampatch.load_state_dict(state): state[{name!r}]", state[name], scaler.settings
         )
-        for name in expected
+        for name, scaler in scalers.items()
+        if name in state
     }
+    here = _scalers_by_name(own, others)  # the same scalers, as state_dict may call them now
+    unknown = sorted(str(name) for name in state if name not in scalers)
+    if not entries:
+        raise ValueError(
+            f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(here)}. Pass "
+            'what state_dict() has returned, such as checkpoint["amp"].'
+        )
     for name in entries:
         scalers[name].load_state_dict(state[name])
-    if expected == own and others:
+    for number, session in enumerate(others, saved - len(others)):
+        session.has_trained |= any(name.startswith(f"session{number}.") for name in entries)
+    if unknown:
         logger.warning(
-            "ampatch.load_state_dict(state): state has no entries for the sessions that were "
-            "opened before the last one; their loss scales stay as they are: %s.",
-            ", ".join(f"{name} at {scalers[name].get():g}" for name in others),
+            "ampatch.load_state_dict(state): no loss scaler here has these entries, which are left "
+            "out: %s. To load all, call initialize as often, in the same order and with the same "
+            "num_losses as in the saved run.",
+            ", ".join(unknown),
+        )
+    names = zip(scalers, here, strict=True)
+    if missing := [f"{name} at {here[name].get():g}" for at, name in names if at not in entries]:
+        logger.warning(
+            "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
+            "stay as they are: %s.",
+            ", ".join(missing),
         )
 
 
-def _scalers_of(of: Any, call: str) -> dict[str, Scaler]:
-    """Loss scalers by their names in `state_dict`: of all sessions, or of the one that has `of`."""
+_OTHER = re.compile(r"session(\d+)\.")
+
+
+def _sessions_of(of: Any, call: str) -> tuple[Session, list[Session]]:
+    """The session opened last, and the earlier ones; with `of`, the one that has it, alone."""
     session = registry.session_of(of, call)
-    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
     others = registry.sessions[:-1] if of is None else []
     if others:
         gc.collect()  # models and optimizers are in cycles, and those of a session may be garbage
-    alive = [session for session in others if session.is_alive()]
-    for number, session in enumerate(alive):
+    return session, [session for session in others if session.is_alive()]
+
+
+def _scalers_by_name(own: Session, others: list[Session], first: int = 0) -> dict[str, Scaler]:
+    """Loss scalers by their names in `state_dict`; `first` is the number of the first other."""
+    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(own.scalers)}
+    for number, session in enumerate(others, first):
         for index, scaler in enumerate(session.scalers):
             named[f"session{number}.loss_scaler{index}"] = scaler
     return named
-
-
-def _refuse(found: set[str], expected: list[str]) -> NoReturn:
-    unknown = sorted(found - set(expected))
-    missing = [name for name in expected if name not in found]
-    raise ValueError(
-        f"ampatch.load_state_dict(state): state holds {sorted(found)}, expected {expected}"
-        + (f"; missing: {', '.join(missing)}" if missing else "")
-        + (f"; unknown: {', '.join(unknown)}" if unknown else "")
-        + ". Call initialize as often, in the same order and with the same num_losses as in the "
-        "saved run; remove entries of sessions that no longer exist from the dictionary."
-    )
 
 
 def loss_scale(loss_id: int = 0) -> float:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import ampatch
 
 from ..config.environment import Asked
-from ..config.opt_levels import properties_for
+from ..config.opt_levels import properties_for, slow_float16
 from ..log import ONCE, logger, set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
@@ -99,8 +99,4 @@ def _manage(session: Session, optimizer: Any) -> None:
     managed = facade.manage_optimizer(session, optimizer)
     devices = {parameter.device.type for parameter in managed.parameters()}
     if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
-        logger.warning(
-            "The model is on the CPU, where float16 products are often many times slower "
-            "than float32. For speed pass --dtype bfloat16.",
-            extra=ONCE,
-        )
+        logger.warning(slow_float16(), extra=ONCE)

@@ -54,18 +54,20 @@ def public_name(where: str) -> str:
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
-def parse_place(place: Any, name: str | None) -> tuple[Any, str]:
+def parse_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
     """`(owner, attribute)` from a module and a name, or from one dotted string.
 
-    The owner of a dotted string stays a string: it may not be imported yet.
+    The owner of a dotted string stays a string: it may not be imported yet.  An error begins with
+    `call`.
     """
-    if name is not None:
+    if isinstance(name, str) and place is not None:
         return place, name
     owner, _, attribute = str(place).rpartition(".")
-    if not isinstance(place, str) or not owner:
-        raise ValueError(
-            f"{place!r}: expected a module and a name, "
-            'or one dotted string such as "package.module.function".'
+    is_text = isinstance(place, str) and name is None
+    if not is_text or not owner:
+        raise (ValueError if is_text else TypeError)(
+            f"{call}(module={place!r}, name={name!r}): expected a module or class and the name of "
+            'a function in it, or one dotted string such as "package.module.function".'
         )
     return owner, attribute
 

@@ -48,7 +48,8 @@ class RegisteredFunctions:
         Raises `AttributeError` if the module is there and the name is not, `TypeError`
         for something that cannot follow a rule.
         """
-        new = _Place(*parse_place(place, name))
+        call = f"ampatch.register_{rule.value}_function"
+        new = _Place(*parse_place(call, place, name))
         resolved = resolve_user_place(new.owner)
         if resolved is not None:
             title = getattr(resolved, "__name__", resolved)
@@ -56,7 +57,7 @@ class RegisteredFunctions:
                 raise AttributeError(
                     f"{title} has no attribute {new.name!r}; nothing was registered."
                 )
-            what = f"ampatch.register_{rule.value}_function({title}, {new.name!r})"
+            what = f"{call}({title}, {new.name!r})"
             user_functions.check(raw_attribute(resolved, new.name), what)
         known = next((entry for entry in self._rules if entry[0].is_at(new)), None)
         if known is not None and known[1] is rule:
@@ -71,7 +72,7 @@ class RegisteredFunctions:
 
     def forget(self, place: Any, name: str | None) -> None:
         """Take a registration back.  Raises `ValueError` if there is none."""
-        given = _Place(*parse_place(place, name))
+        given = _Place(*parse_place("ampatch.unregister_function", place, name))
         kept = [entry for entry in self._rules if not entry[0].is_at(given)]
         if len(kept) == len(self._rules):
             known = ", ".join(str(place) for place, _ in self._rules) or "nothing"

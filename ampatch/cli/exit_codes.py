@@ -17,7 +17,7 @@ OWN = {
     "a MODULE that cannot be imported",
     "gradients": OF_SCRIPTS,
     "explain": OF_SCRIPTS,
-    "doctor": "0",
+    "doctor": "0; 1 where torch cannot be imported",
     "build": "0 where there is a build that loads, or after --clean; 1 where it cannot be made or "
     "does not load",
 }

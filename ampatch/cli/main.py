@@ -1,5 +1,5 @@
-"""The command `ampatch`: sweep, tune, report, compare, run, tables, gradients, explain, doctor and
-build.
+"""The command `ampatch`: sweep, tune, report, compare, run, apex-path, tables, gradients, explain,
+doctor and build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
 when it runs, so that a wrong option is refused at once.  `exit_codes` has what each
@@ -17,16 +17,34 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ampatch._version import __version__
-from ampatch.cli import build, compare, doctor, explain, gradients, report, run, sweep, tables, tune
+from ampatch.cli import (
+    apex_path,
+    build,
+    compare,
+    doctor,
+    explain,
+    gradients,
+    report,
+    run,
+    sweep,
+    tables,
+    tune,
+)
 from ampatch.cli.ending import end_quietly
 from ampatch.cli.exit_codes import OF_ALL, exit_status
+from ampatch.cli.script_options import split
 from ampatch.errors import did_you_mean
 
 # in the order of --help; each file has the name of its command
-SUBCOMMANDS = (sweep, tune, report, compare, run, tables, gradients, explain, doctor, build)
-NAMES = tuple(module.__name__.rpartition(".")[2] for module in SUBCOMMANDS)
-WITH_SEPARATOR = ("sweep", "tune", "gradients", "explain")
+SUBCOMMANDS = (
+    *(sweep, tune, report, compare),
+    *(run, apex_path, tables, gradients, explain, doctor, build),
+)
+NAMES = tuple(one.__name__.rpartition(".")[2].replace("_", "-") for one in SUBCOMMANDS)
+WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and those of the script."""
+WITH_SCRIPT_LAST = ("run", "gradients", "explain")
+"""Subcommands that give the script all that follows it."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 
@@ -89,12 +107,12 @@ def _as_given(words: list[str], given: list[str]) -> list[str]:
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """The arguments of the command, and those of the script: argparse would mix them.
 
-    The script's arguments begin at `--`, or for `run` after SCRIPT or MODULE.  `--local-rank=N`
-    is the script's, wherever it stands: `python -m torch.distributed.launch -m ampatch run ...`
-    puts it in front of `run`.
+    The script's arguments begin at `--`, or, as for `run`, after SCRIPT or MODULE.
+    `--local-rank=N` is the script's, wherever it stands: `python -m torch.distributed.launch -m
+    ampatch run ...` puts it in front of `run`.
     """
     rest = list(itertools.dropwhile(_LOCAL_RANK.fullmatch, argv))
-    if rest and rest[0] in ("run", *WITH_SEPARATOR):
+    if rest and rest[0] in (*WITH_SCRIPT_LAST, *WITH_SEPARATOR):
         own, of_script = _split_of_command(rest)
         ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
         return [word for word in own if word not in ranks], [*ranks, *of_script]
@@ -102,9 +120,9 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_of_command(argv: list[str]) -> tuple[list[str], list[str]]:
-    if argv[:1] == ["run"]:
-        own, rest = run.split(argv[1:])
-        return ["run", *own], rest
+    if argv[0] in WITH_SCRIPT_LAST:
+        own, rest = split(argv[1:])
+        return [argv[0], *own], rest
     if "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
@@ -21,16 +21,6 @@ _VARIABLE = {
     "--loss-scale": "AMPATCH_LOSS_SCALE",
     "--overrides": "AMPATCH_OVERRIDES",
 }
-_WITH_VALUE = (*_VARIABLE, "--stop-at")
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments up to SCRIPT or `-m MODULE`, and the script's own after it."""
-    cut = 0
-    while cut < len(argv) and argv[cut].startswith("-") and argv[cut] != "-m":
-        cut += 2 if argv[cut] in _WITH_VALUE else 1
-    cut += 2 if argv[cut : cut + 1] == ["-m"] else 1
-    return list(argv[:cut]), list(argv[cut:])
 
 
 def add_parser(commands: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli.option_types import positive_count
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from ampatch.launch.program import Program
 
 DEFAULT_STEPS = 20
+_WITH_VALUE = (
+    *("--opt-level", "--dtype", "--loss-scale", "--overrides", "--stop-at"),
+    *("--steps", "--lost", "--plot"),
+)
+"""Options of the commands that take what follows SCRIPT as the script's."""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments up to SCRIPT or `-m MODULE`, and the script's own after it."""
+    cut = 0
+    while cut < len(argv) and argv[cut].startswith("-") and argv[cut] != "-m":
+        cut += 2 if argv[cut] in _WITH_VALUE else 1
+    cut += 2 if argv[cut : cut + 1] == ["-m"] else 1
+    return list(argv[:cut]), list(argv[cut:])
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +78,11 @@ def add_script_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=title,
-        usage=f"ampatch {name} SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
-        f"       ampatch {name} -m MODULE [options] [-- MODULE ARGUMENTS]",
-        description=f"{description} The output of SCRIPT goes to the standard error.",
+        usage=f"ampatch {name} [options] SCRIPT [SCRIPT ARGUMENTS]\n"
+        f"       ampatch {name} [options] -m MODULE [SCRIPT ARGUMENTS]",
+        description=f"{description} The output of SCRIPT goes to the standard error. Options come "
+        "before SCRIPT.",
+        allow_abbrev=False,
     )
     add_program(parser)
     parser.add_argument(

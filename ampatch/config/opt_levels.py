@@ -16,6 +16,7 @@ import torch
 
 from ..errors import did_you_mean
 from ..log import logger
+from ..torch_private.devices import host_computes_in_bfloat16
 from .scale_settings import SETTINGS, ScaleSettings
 from .validation import positive_number, truth_value, whole_number, word
 
@@ -175,6 +176,21 @@ def level_name(value: Any) -> str:
 
 def _spellings(digit: str) -> tuple[str, ...]:
     return (f"O{digit}", f"0{digit}", digit)
+
+
+def slow_float16() -> str:
+    """The warning about float16 on the CPU, with what is faster on this one."""
+    note = (
+        "The model is on the CPU, where float16 products are often many times slower than float32"
+    )
+    if host_computes_in_bfloat16():
+        return (
+            f"{note}. For speed take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 "
+            "or AMPATCH_DTYPE=bfloat16."
+        )
+    return (
+        f'{note}, and so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'
+    )
 
 
 def half_type(value: Any) -> torch.dtype:

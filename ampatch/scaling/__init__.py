@@ -9,5 +9,5 @@ Where to look first:
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
 * gradients of a list of parameters: `tensor_lists`;
 * several ranks: `process_group`;
-* skipped steps: counted in `step_counts`, warned of in `skip_report`.
+* skipped steps: counted in `step_counts`, said in `skip_report`.
 """

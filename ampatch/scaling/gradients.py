@@ -65,7 +65,7 @@ class Gradients:
         self.left_scaled = False  # a block for others has added scaled ones
         self.step_group = zero.group_of(optimizer)
         self._process_group = process_group
-        self._blocks = 0  # that have begun
+        self.blocks = 0  # that have begun
 
     def parameters(self) -> Sequence[Tensor]:
         """The tensors the optimizer updates; of a single group its own list, for reading."""
@@ -73,6 +73,11 @@ class Gradients:
         if len(groups) == 1:
             return groups[0]["params"]
         return [param for group in groups for param in group["params"]]
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """The scaler of the last look for overflow."""
+        return None if self.check is None else self.check.scaler
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on."""
@@ -111,7 +116,7 @@ class Gradients:
         self._owners = owners
         with _entering:
             self.aside = aside  # from here on there is something to put back
-            self._blocks += 1
+            self.blocks += 1
         if stays and self.scaled is None:
             block.scale_up(list(map(_grad_of, held)))
             block.join(self)
@@ -201,6 +206,7 @@ class Gradients:
         """Remember an overflow flag until the step."""
         before = self.check
         if before is not None and before.found is not None:
+            scaler = before.scaler if before.found is True and before.scaler else scaler
             found = either(before.found, found)
             is_everyones = is_everyones and before.is_everyones
         self.check = Check(found, scaler, is_everyones)
@@ -306,7 +312,7 @@ class Gradients:
     def after_others(self, before: Seen | None) -> None:
         """That block has ended.  Changes by a block of this optimizer's own do not count."""
         with _entering:
-            if before is None or self.aside is not None or self._blocks != before[0]:
+            if before is None or self.aside is not None or self.blocks != before[0]:
                 return
             _, grads, versions = self._seen()
             if versions != before[2] or not all(map(operator.is_, before[1], grads)):
@@ -315,7 +321,7 @@ class Gradients:
     def _seen(self) -> Seen:
         """Gradients as backward has left them, and versions, to tell later what it changed."""
         grads = list(map(_grad_of, self.parameters()))
-        return self._blocks, grads, [-1 if grad is None else grad._version for grad in grads]
+        return self.blocks, grads, [-1 if grad is None else grad._version for grad in grads]
 
     def report_left_scaled(self) -> None:
         """Log an error if such gradients are about to be used."""

@@ -204,8 +204,13 @@ class DynamicScaler:
 
     def history(self) -> list[float]:
         """The scales of the last blocks and the present one, each change once.  Waits."""
-        scales = [float(scale) for scale in [*self._recent, self._numbers.scale]]
+        scales = map(float, self.recent(_REMEMBERED))
         return [scale for scale, _ in itertools.groupby(scales)]
+
+    def recent(self, blocks: int) -> list[Any]:
+        """The scales of the last blocks and the present one, not waited for."""
+        last = itertools.islice(reversed(self._recent), blocks)
+        return [*reversed([*last]), self._numbers.scale]
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""

@@ -7,7 +7,7 @@ after the copy has arrived.
 
 from __future__ import annotations
 
-import collections
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,11 @@ from torch import Tensor
 
 from ..torch_private import foreach
 from ..torch_private.devices import LateCopy, is_captured
+from .gradients import Gradients
+from .loss_scaler import DynamicScaler, Scaler
+
+_stack = torch.ops.aten.stack.default
+"""Not the function that is patched: reports would count the call as the script's."""
 
 
 class StepCounts(NamedTuple):
@@ -26,16 +31,15 @@ class StepCounts(NamedTuple):
 
 
 class News(NamedTuple):
-    """Too many of the last steps were skipped; `in_a_row`: all of them, as many as the limit."""
+    """What is to be said of skipped steps."""
 
-    skipped: int
-    steps: int
-    in_a_row: bool
-
-
-WINDOW = 200  # steps that are looked back on
-_MANY = WINDOW // 20  # skipped steps among them that are still no news
-_SEARCH = 16  # skipped steps in front of the first taken one: a scale of 2**16 comes down to 1
+    counts: StepCounts
+    steps: int  # since it was said last
+    skipped: int  # of these
+    is_due: bool  # it is to be said now
+    is_long_row: bool  # as many in a row as the limit
+    scaler: Scaler | None  # that saw the overflow
+    scales: list[float]  # of its last blocks, and the present one
 
 
 class StepCounter:
@@ -43,13 +47,16 @@ class StepCounter:
 
     def __init__(self) -> None:
         self._taken = self._skipped = self._row = 0  # while the host knows
-        self._searched = 0  # of the skipped, those in front of the first that was taken
         self._on_device: Tensor | None = None  # all steps, the skipped, those in a row
         self._places: list[Tensor] = []  # the same, one by one
         self._copy: LateCopy | None = None
+        self._beside: tuple[list[float], Scaler | None] = ([], None)  # what the copy is of
         self._unseen = 0  # steps since the last look
-        self._looks: collections.deque[tuple[int, int]] = collections.deque()  # steps and skipped
-        self._said_row = self._said_rate = False
+        self._blocks = 0  # that had begun then
+        self._said = StepCounts(0, 0, 0)  # when it was said last
+        self._due = 1  # so many skipped steps are said next
+        self._said_scale = 0.0
+        self._said_row = False
 
     def note(self, skipped: bool | Tensor) -> None:
         """Count a step.  A tensor, 0-dim and not 0 for a skipped step, is not waited for."""
@@ -60,7 +67,6 @@ class StepCounter:
         elif skipped:
             self._skipped += 1
             self._row += 1
-            self._searched += not self._taken
         else:
             self._taken += 1
             self._row = 0
@@ -84,74 +90,67 @@ class StepCounter:
         steps, left_out, row = map(int, self._on_device.tolist())
         return StepCounts(steps - left_out, left_out, row)
 
-    def skipped_in_training(self) -> int:
-        """The skipped steps without those that found the first loss scale: at most 16, before the
-        first taken step.  Waits for the device if it has the counts.
-        """
-        counts = self.read()
-        if not counts.taken:
-            return counts.skipped if counts.skipped > _SEARCH else 0
-        if self._on_device is not None and not self._looks:  # too few for a look
-            return max(0, counts.skipped - _SEARCH)
-        return counts.skipped - self._search()
-
-    def _search(self) -> int:
-        return self._searched if self._searched <= _SEARCH else 0
-
-    def news(self, limit: int) -> News | None:
+    def news(self, limit: int, gradients: Gradients) -> News | None:
         """What is to be said after a step; never waits.
 
-        `limit` skipped steps in a row are said once for each such row; more than a twentieth
-        of the last 200 once for each such spell, those in front of the first taken step only
-        if they are more than 16.  On an accelerator that decides by itself it is known some
-        steps late, at most about a quarter of `limit`.
+        The first ten skipped steps and then each doubling of their number; and `limit` of them in
+        a row, once for each such row.  What an accelerator counts or scales by itself is known
+        some steps late, counts at most about a quarter of `limit`.
         """
+        if self._on_device is not None:
+            self._unseen += 1
+            if is_captured(self._on_device):
+                return None
+        if self._copy is None:
+            if not self._is_to_look(limit):
+                if self._on_device is None:
+                    self._blocks = gradients.blocks
+                return None
+            self._look(gradients)
+        found, scaler = self._beside
+        if self._copy is not None:
+            late = self._copy.value()
+            if late is None:
+                return None
+            self._copy, found = None, [*found, *late]
+        return self._told(limit, found, scaler)
+
+    def _is_to_look(self, limit: int) -> bool:
+        if self._on_device is not None:
+            return self._unseen >= max(1, limit // 4)
+        self._said_row &= self._row > 0
+        is_new_row = self._row >= limit and not self._said_row
+        return self._row > 0 and (self._skipped >= self._due or is_new_row)
+
+    def _look(self, gradients: Gradients) -> None:
+        """Note the counts and scales that the host knows, and have a copy made of the others."""
+        scaler, scales = gradients.scaler, []
+        if isinstance(scaler, DynamicScaler):
+            scales = scaler.recent(gradients.blocks - self._blocks)
+        self._unseen, self._blocks = 0, gradients.blocks
+        known: list[float] = []
         if self._on_device is None:
-            if not self._row:
-                self._said_row = False
-                return None
-            steps, skipped, row = self._taken + self._skipped, self._skipped, self._row
-        else:
-            numbers = self._numbers_on_device(self._on_device, max(1, limit // 4))
-            if numbers is None:
-                return None
-            steps, skipped, row = map(int, numbers)
-            if not self._looks:  # how many were in front is not counted there
-                self._searched = skipped if skipped == steps else min(skipped, _SEARCH)
-        news = None
-        if skipped < steps or skipped > _SEARCH:
-            news = self._spell(steps, skipped)
-        said, self._said_row = self._said_row, row >= limit
-        if self._said_row:
-            return None if said else News(row, row, True)
-        return news
+            known = [self._taken + self._skipped, self._skipped, self._row]
+            known += [scale for scale in scales if not isinstance(scale, Tensor)]
+        late = [*self._places, *(scale for scale in scales if isinstance(scale, Tensor))]
+        self._beside = known, scaler
+        if late:
+            place = late[0].device
+            self._copy = LateCopy(_stack([number.to(place) for number in late]))
 
-    def _numbers_on_device(self, numbers: Tensor, every: int) -> list[float] | None:
-        """All steps, the skipped and those in a row, or None if that is not known now."""
-        if numbers.is_cpu:
-            return numbers.tolist()  # memory of the host: nothing to wait for
-        self._unseen += 1
-        if is_captured(numbers):
+    def _told(self, limit: int, numbers: list[float], scaler: Scaler | None) -> News | None:
+        steps, skipped, row = map(int, numbers[:3])
+        was_said, self._said_row = self._said_row, row >= limit
+        is_due, is_long_row = skipped >= self._due, self._said_row and not was_said
+        if not (is_due or is_long_row):
             return None
-        if self._copy is None and self._unseen >= every:
-            self._copy, self._unseen = LateCopy(numbers), 0
-        value = None if self._copy is None else self._copy.value()
-        if value is not None:
-            self._copy = None
-        return value
-
-    def _spell(self, steps: int, skipped: int) -> News | None:
-        """How many of the last steps were skipped, once they are too many; counts come in now and
-        then.
-        """
-        looks = self._looks
-        if not looks:
-            looks.append((self._search(), self._search()))
-        looks.append((steps, skipped))
-        while len(looks) > 1 and looks[1][0] <= steps - WINDOW:
-            looks.popleft()
-        inside = skipped - looks[0][1]
-        said, self._said_rate = self._said_rate, inside > _MANY // (2 if self._said_rate else 1)
-        if said or not self._said_rate:
-            return None
-        return News(inside, min(steps - looks[0][0], WINDOW), False)
+        counts, before = StepCounts(steps - skipped, skipped, row), self._said
+        if is_due:
+            self._said = counts
+            self._due = skipped + 1 if skipped < 10 else 10 << (skipped // 10).bit_length()
+        since = steps - before.taken - before.skipped, skipped - before.skipped
+        scales = [scale for scale, _ in itertools.groupby(numbers[3:])]
+        if self._said_scale in scales:  # with several losses there are earlier ones before it
+            scales = scales[scales.index(self._said_scale) :]
+        self._said_scale = scales[-1] if scales else 0.0
+        return News(counts, *since, is_due, is_long_row, scaler, scales)

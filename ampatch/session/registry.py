@@ -35,7 +35,6 @@ from .torch_tools import TorchTools, needs_of, tools, watches
 if TYPE_CHECKING:
     from ..models.managed_model import ManagedModel
     from ..scaling.optimizer import ManagedOptimizer
-    from ..scaling.skip_report import SkipReports
     from .session import Session
 
 
@@ -63,14 +62,14 @@ class Registry:
         self._closing_all = False
         self._is_changing = False  # torch's functions are being replaced, or given back
         self._have_ended = False  # sessions, while that went on
-        self._untold: list[SkipReports] = []  # of sessions that have ended
 
     # Sessions
 
     def add(self, session: Session) -> None:
         """A session opens."""
         self._drop_ended()
-        self._tell_of_ended()
+        for earlier in self.sessions:
+            earlier.has_trained = False
         self.sessions = [*self.sessions, session]
         self.refresh()
 
@@ -92,7 +91,7 @@ class Registry:
             self.refresh()
 
     def _drop_ended(self, at_any_moment: bool = False) -> bool:
-        """Whether sessions have left the list.  What they skipped is still to be told.
+        """Whether sessions have left the list.
 
         One that casts every call of the process has been asked for more than its models: that must
         not end at a moment that the collector chooses.
@@ -106,13 +105,7 @@ class Registry:
         self.sessions = [session for session in self.sessions if session not in ended]
         for session in ended:
             session.is_open = False
-            self._untold.append(session.skips)
         return bool(ended)
-
-    def _tell_of_ended(self) -> None:
-        """Log what sessions that have ended skipped.  Waits for the device."""
-        while self._untold:
-            self._untold.pop(0).close()
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -126,7 +119,6 @@ class Registry:
         Raises what was raised, when torch, and all that could be, is as it was.
         """
         undo = UndoAll("ampatch.deactivate()")
-        undo.do(self._tell_of_ended)
         self._closing_all = True
         for session in list(reversed(self.sessions)):
             undo.do(session.close)
@@ -135,12 +127,9 @@ class Registry:
         undo.do(self.schedulers.release)
         undo.end()
 
-    def report_closing(self) -> None:
-        """The process ends: say of each session what was skipped, unless that was said."""
-        self._is_changing = True  # for good: an interpreter that ends collects everything
-        self._tell_of_ended()
-        for session in self.sessions:
-            session.skips.close()
+    def process_ends(self) -> None:
+        """Sessions stay as they are from now on: an interpreter that ends collects everything."""
+        self._is_changing = True
 
     def latest(self, what: str) -> Session:
         """The session opened last.  Raises `AmpatchError` when none is open."""
@@ -307,4 +296,4 @@ def cast_state() -> CastState:
 
 
 registry = Registry(cast_state)
-atexit.register(registry.report_closing)
+atexit.register(registry.process_ends)

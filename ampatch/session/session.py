@@ -19,12 +19,12 @@ from ..errors import UndoAll
 from ..interop import dynamo_skip, rank_agreement, torchscript
 from ..models import module_overrides
 from ..models.managed_model import ManagedModel
+from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
-from ..scaling.skip_report import SkipReports
 from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
@@ -57,8 +57,8 @@ class Session:
         self.policies = Policies(properties, self.rules.functions, has_apex_tables)
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
-        self.skips = SkipReports(properties.growth_interval)
         self.is_open = False
+        self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
@@ -153,7 +153,6 @@ class Session:
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
         undo.do(registry.state.drop_interrupted)
-        undo.do(self.skips.close)
         changed: set[int] = set()
         for managed in self.models:
             changed |= managed.converted()
@@ -260,7 +259,6 @@ class Session:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
         self._join(self.optimizer_rows, optimizer, managed)
-        self.skips.follow(managed)
         managed.install()
         return managed
 
@@ -282,6 +280,7 @@ class Session:
         """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
         registry.state.drop_interrupted()
         self.policies.cache.close()
+        self.has_trained = True
         scaler, observers = self.scalers[loss_id], registry.observers
         if observers.are_there:
             observers.notify("on_loss", loss, loss_id)
@@ -333,9 +332,11 @@ class Session:
         """It has ended."""
         self.policies.cache.close()
         registry.state.drop_interrupted()
-        news = managed.counter.news(self.properties.max_consecutive_skips)
+        self.has_trained = True
+        limit = self.properties.max_consecutive_skips
+        news = managed.counter.news(limit, managed.gradients)
         if news is not None:
-            self.skips.report(managed, news, self.names(), self.scalers)
+            skip_report.say(managed, news, self.scalers, self.names)
         without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()

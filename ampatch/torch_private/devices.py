@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import platform
 import random
 import sys
 import time
@@ -48,6 +49,12 @@ VISIBLE = {
 TOOLKITS = ("cuda", "hip", "xpu")
 """What torch may have been built for, by its own names in `torch.version`."""
 
+
+_BFLOAT16 = {
+    False: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    True: ("_is_mkldnn_bf16_supported",),
+}
+"""By whether the CPU is an ARM: what torch has of the questions about bfloat16."""
 
 _NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
 """What torch raises where a type of devices cannot do what is asked."""
@@ -99,6 +106,16 @@ def autocast_keys() -> dict[str, str]:
 def is_owned_by_host(device: torch.device) -> bool:
     """Whether the host reads this device's memory without a wait."""
     return device.type == "cpu"
+
+
+def host_computes_in_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 by instructions of its own.
+
+    Without them torch takes many times as long as in FP32.  What this torch cannot tell is False.
+    """
+    on_arm = platform.machine().lower() in ("aarch64", "arm64")
+    known = torch.ops.mkldnn if on_arm else torch.cpu
+    return any(getattr(known, name, bool)() for name in _BFLOAT16[on_arm])
 
 
 def has_values(device: torch.device) -> bool:

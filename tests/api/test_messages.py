@@ -90,6 +90,12 @@ BAD_INITIALIZE = [
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
     ({"overrides": {3: "float"}}, TypeError, "a module path (globs allowed)"),
     ({"overrides": {training: "float"}}, ValueError, "register_float_function"),
+    (
+        {"process_group": "gloo"},
+        TypeError,
+        "ampatch.initialize(process_group='gloo'): expected a group of ranks, such as "
+        "torch.distributed.group.WORLD or mesh.get_group(), got str.",
+    ),
 ]
 
 
@@ -120,6 +126,9 @@ def test_models_and_optimizers_of_the_wrong_type():
         ampatch.initialize(model, [optimizer, "adam"])
     with pytest.raises(ValueError, match="the same object is listed twice"):
         ampatch.initialize([model, model], optimizer)
+    with pytest.raises(ValueError, match=r"initialize\(optimizers=.*same object is listed twice"):
+        ampatch.initialize(model, [optimizer, optimizer])
+    assert "step" not in vars(optimizer)
 
 
 def test_an_optimizer_of_another_model():
@@ -175,16 +184,31 @@ def test_a_stranger_is_told_which_optimizers_are_managed():
             call()
 
 
-def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
+@pytest.mark.parametrize(
+    "is_there, advice",
+    [
+        (
+            True,
+            "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_DTYPE",
+        ),
+        (False, 'so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'),
+    ],
+)
+def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, advice, tmp_path):
+    """With the advice that helps here: few CPUs have instructions for bfloat16."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch, ampatch\n"
+        "import platform, torch, ampatch\n"
+        "platform.machine = lambda: 'x86_64'\n"
+        f"torch.cpu._is_amx_tile_supported = lambda: {is_there}\n"
+        "torch.cpu._is_avx512_bf16_supported = lambda: False\n"
         "for level in ('O1', 'O2', 'O3'):\n"
         "    ampatch.initialize(torch.nn.Linear(2, 2), opt_level=level)\n"
         "    ampatch.deactivate()\n"
     )
     done = python(script)
     assert done.returncode == 0 and done.stderr.count("many times slower") == 1, done.stderr
+    assert advice in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -221,6 +245,24 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(tmp_path):
             "nothing was registered",
         ),
         (lambda o: ampatch.register_half_function("nodots"), ValueError, "one dotted string"),
+        (
+            lambda o: ampatch.register_half_function(None, "conv"),
+            TypeError,
+            "ampatch.register_half_function(module=None, name='conv'): expected a module or class",
+        ),
+        (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
+        (
+            lambda o: ampatch.master_params(None),
+            TypeError,
+            "ampatch.master_params(optimizer=...): expected an object with param_groups and step, "
+            "got NoneType.",
+        ),
+        (
+            lambda o: ampatch.add_optimizers(None),
+            TypeError,
+            "ampatch.add_optimizers(optimizers=...): expected a torch.optim.Optimizer",
+        ),
+        (lambda o: ampatch.add_optimizers([o, o]), ValueError, "the same object is listed twice"),
     ],
 )
 def test_the_other_calls(call, kind, message):

@@ -87,8 +87,8 @@ def run(*arguments, cwd):
 
 
 def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
-    done = run("gradients", "train.py", "--steps", 3, "--json", "--plot", "g.png",
-               "--opt-level", "O2", "--", 10, cwd=tmp_path)  # fmt: skip
+    done = run("gradients", "--steps", 3, "--json", "--plot", "g.png", "--opt-level", "O2",
+               "train.py", 10, cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # nothing of the script's own output
     assert found["steps"] == 3
@@ -102,7 +102,7 @@ def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
 
 def test_explain_in_a_terminal(script, tmp_path):
     """Both streams on a pseudo-terminal; the script runs to its end."""
-    command = ("-m", "ampatch", "explain", "train.py", "--", "2")
+    command = ("-m", "ampatch", "explain", "train.py", "2")
     shown, status = on_a_terminal(*command, cwd=tmp_path, env=environment(COLUMNS="120"))
     assert status == 0
     lines = shown.replace("\r\n", "\n").splitlines()
@@ -122,7 +122,7 @@ def test_a_module_as_by_python_m(command, tmp_path):
         f"from . import steps_of\n{textwrap.dedent(TRAINING)}assert __package__ == 'package'\n"
     )
     (tmp_path / "package" / "__init__.py").write_text("steps_of = int\n")
-    done = run(command, "--json", "-m", "package.train", "--", 4, cwd=tmp_path)
+    done = run(command, "--json", "-m", "package.train", 4, "--steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) and "step 3" in done.stderr
 
@@ -155,7 +155,7 @@ def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_proces
 @pytest.mark.parametrize("text, points", ((OVERFLOWING, True), (TRAINING, False)))
 def test_explain_points_to_tune_where_most_steps_overflow(tmp_path, text, points):
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
-    arguments = ["--", "--x", "1 2"] if points else []
+    arguments = ["--x", "1 2"] if points else []
     done = python("-m", "ampatch", "explain", "train.py", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ("ampatch tune train.py --opt-level LEVEL -- --x '1 2'\n" in done.stderr) == points
@@ -180,9 +180,9 @@ def test_a_script_without_ampatch(tmp_path, in_this_process, capsys):
             optimizer.zero_grad()
     """
     (tmp_path / "plain.py").write_text(textwrap.dedent(plain))
-    assert main.main(["gradients", str(tmp_path / "plain.py"), "--json"]) == 0
+    assert main.main(["gradients", "--json", str(tmp_path / "plain.py")]) == 0
     assert json.loads(capsys.readouterr().out)["bins"] == {"0": 18}
-    assert main.main(["explain", str(tmp_path / "plain.py"), "--json"]) == 0
+    assert main.main(["explain", "--json", str(tmp_path / "plain.py")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
 
@@ -225,14 +225,13 @@ def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
         (("gradients", "missing.py"), "there is no such script"),
         (("explain", "."), "not a file"),
         (("gradients",), "the following arguments are required: SCRIPT"),
-        (("gradients", "train.py", "5"), "ampatch gradients train.py -- 5"),
-        (("explain", "train.py", "--lr", "5"), "ampatch explain train.py -- --lr 5"),
-        (("gradients", "train.py", "--steps", "0"), "0 is not above 0"),
-        (("gradients", "train.py", "--lost", "100"), "100 is not at least 0 and below 100"),
-        (("explain", "train.py", "--opt-level", "O7"), "--opt-level=O7: not understood"),
-        (("explain", "train.py", "--dtype", "float8"), "--dtype=float8: not understood"),
-        (("gradients", "train.py", "--plot", "no/such/g.png"), "no directory"),
-        (("gradients", "train.py", "--plot", "g.xyz"), "unknown kind of picture"),
+        (("explain", "--lr", "train.py"), "unrecognized arguments: --lr"),
+        (("gradients", "--steps", "0", "train.py"), "0 is not above 0"),
+        (("gradients", "--lost", "100", "train.py"), "100 is not at least 0 and below 100"),
+        (("explain", "--opt-level", "O7", "train.py"), "--opt-level=O7: not understood"),
+        (("explain", "--dtype", "float8", "train.py"), "--dtype=float8: not understood"),
+        (("gradients", "--plot", "no/such/g.png", "train.py"), "no directory"),
+        (("gradients", "--plot", "g.xyz", "train.py"), "unknown kind of picture"),
     ],
 )
 def test_wrong_command_lines(arguments, message, script, tmp_path, monkeypatch, capsys):
@@ -249,7 +248,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(script, tmp_path, m
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
-        main.main(["gradients", "train.py", "--plot", "g.png"])
+        main.main(["gradients", "--plot", "g.png", "train.py"])
     assert "pip install matplotlib" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from quick_speed import measure_quickly
-from warm_python import on_a_terminal, python
+from warm_python import environment, on_a_terminal, python
 
 from ampatch._version import __version__
 from ampatch.casting import tables
@@ -161,15 +161,12 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
         ),
         (("explain", "-m", "gone"), "-m gone: there is no such module"),
         (("sweep", "train.py", "-m", "train"), "SCRIPT (train.py) and -m train: expected one"),
-        (
-            ("explain", "-m", "train", "--lr", "1"),
-            "behind --: ampatch explain -m train -- --lr 1",
-        ),
+        (("sweep", "-m", "train", "--lr", "1"), "behind --: ampatch sweep -m train -- --lr 1"),
         *(
-            (("explain", "-m", "train", *words.split()), f"explain -m train -- {words}")
+            (("sweep", "-m", "train", *words.split()), f"sweep -m train -- {words}")
             for words in ("x y", "--lr 1 x", "x --lr 1")
         ),
-        (("explain", "--steps", "2", "train.py", "--tag", "a b"), "train.py -- --tag 'a b'"),
+        (("sweep", "--seeds", "2", "train.py", "--tag", "a b"), "train.py -- --tag 'a b'"),
         (("sweep", "train.py", "--levels", "O0,O5x"), "unknown level 'O5x'"),
         (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
         (("sweep", "train.py", "--timeout", "-1"), "--timeout -1.0: must be above 0"),
@@ -290,6 +287,27 @@ def test_tables_of_one_rule(capsys):
     out = capsys.readouterr().out
     assert "binary_cross_entropy" in out
     assert "half: " not in out and "WHITELIST" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        ("-m ampatch --version", 0, ["ampatch 0."]),
+        ("-m ampatch doctor", 1, [" cannot be imported: no GPU", "To install it: pip install"]),
+        ("-m ampatch doctor --json", 1, ['"torch_error": "no GPU"']),
+        ("uses.py", 1, ["ampatch.initialize needs torch, which cannot be imported: no GPU. "]),
+    ],
+)
+def test_what_is_said_where_torch_cannot_be_imported(arguments, code, said, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no GPU')")
+    (tmp_path / "uses.py").write_text("from ampatch import initialize")
+    done = subprocess.run(
+        [sys.executable, *arguments.split()],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert all(words in done.stdout + done.stderr for words in said)
+    assert ("Traceback" in done.stderr) == (arguments == "uses.py")
 
 
 def test_doctor_measures_and_reports(monkeypatch, capsys):

@@ -212,6 +212,35 @@ def float_grad(module, x, weight):
     return copy.weight.grad
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_every_skipped_step_is_said_with_its_scaler(order, caplog):
+    """Six of fourteen, by loss 1: which scaler, from which scale to which."""
+    from apex import amp
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", num_losses=2, loss_scale="dynamic")
+    caplog.set_level("INFO", "ampatch")
+    caplog.clear()
+    overflowing = (0, 1, 5, 6, 9, 13)
+    for step in range(14):
+        for number in order:
+            loss = model(X[None]).float().sum() * 1e-3
+            factor = float("inf") if number == 1 and step in overflowing else 1.0
+            with amp.scale_loss(loss * factor, optimizer, loss_id=number) as scaled:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "INFO",
+            f"Gradient overflow: a step was skipped (SGD; {count} of {step + 1} since initialize). "
+            f"Loss scaler 1 went {2.0 ** (17 - count):g} -> {2.0 ** (16 - count):g}.",
+        )
+        for count, step in enumerate(overflowing, 1)
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", [White, Black, Promoted])
 def test_train_eval_train_at_o1(kind, dtype):

@@ -59,7 +59,7 @@ def test_the_overflows_that_are_absorbed(tmp_path):
 
 def test_the_casts(tmp_path, monkeypatch, capsys):
     """ "attention.py", of which the command takes ten steps; it times products besides."""
-    command = "ampatch explain attention.py --steps 10"
+    command = "ampatch explain --steps 10 attention.py"
     measure_quickly(monkeypatch)
     monkeypatch.chdir(tmp_path)
     Path("attention.py").write_text(FILES["attention.py"])
@@ -69,7 +69,7 @@ def test_the_casts(tmp_path, monkeypatch, capsys):
 
 
 def test_the_tiny_gradients(tmp_path):
-    told, shown = answer("ampatch gradients small.py --opt-level O0 --steps 50", tmp_path)
+    told, shown = answer("ampatch gradients --opt-level O0 --steps 50 small.py", tmp_path)
     assert told.splitlines()[:2] == shown.splitlines()[:2]
     advice = "A static loss scale of 16384 keeps all but 0.0"
     assert advice in told and advice in shown

@@ -110,11 +110,11 @@ def test_other_commands_of_a_launchers_program_run(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     "typed, expected",
     [
-        ("explain torchrun -- --nproc-per-node 2 train.py", "ampatch explain train.py"),
-        ("gradients -m torch.distributed.run -- train.py", "ampatch gradients train.py"),
-        ("explain torchrun -- -m package.train --lr 1", "ampatch explain -m package.train"),
-        ("gradients accelerate-launch -- tool data.py", "ampatch gradients SCRIPT"),
-        ("explain accelerate -- launch --cpu train.py", "ampatch explain train.py"),
+        ("explain torchrun --nproc-per-node 2 train.py", "ampatch explain train.py"),
+        ("gradients -m torch.distributed.run train.py", "ampatch gradients train.py"),
+        ("explain torchrun -m package.train --lr 1", "ampatch explain -m package.train"),
+        ("gradients accelerate-launch tool data.py", "ampatch gradients SCRIPT"),
+        ("explain accelerate launch --cpu train.py", "ampatch explain train.py"),
         ("sweep torchrun -- train.py --lr 1", "ampatch sweep train.py --nproc-per-node N"),
     ],
 )
@@ -134,7 +134,7 @@ def test_commands_that_watch_one_process_want_the_script(typed, expected, capsys
         ("RANK run --auto train.py --lr 1", "run --auto train.py"),
         ("run RANK --auto train.py --lr 1", "run --auto train.py"),
         ("run --auto RANK -m train --lr 1", "run --auto -m train"),
-        ("RANK explain train.py -- --lr 1", "explain train.py"),
+        ("RANK explain train.py --lr 1", "explain train.py"),
     ],
 )
 def test_the_rank_that_a_launcher_hands_over_is_the_scripts(line, own, rank):

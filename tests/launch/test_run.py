@@ -1,19 +1,24 @@
 """`ampatch run`: scripts and modules started as Python would, options, exit codes, children."""
 
+import contextlib
+import io
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from run_command import ampatch_run, write
 from warm_python import environment
 
 import ampatch
-from ampatch.cli import main
-from ampatch.cli import run as command
+from ampatch.cli import main, script_options
+from ampatch.compat import apex as compat
 from ampatch.config import environment as variables
 
 LEGACY = """
@@ -366,7 +371,7 @@ def test_an_empty_variable_counts_as_not_set():
     ],
 )
 def test_where_the_scripts_arguments_begin(line, own, rest):
-    assert command.split(line.split()) == (own.split(), rest.split())
+    assert script_options.split(line.split()) == (own.split(), rest.split())
 
 
 # Processes
@@ -399,9 +404,21 @@ CHILDREN = """
 """
 
 
-def test_processes_of_the_script_find_apex_too(tmp_path):
+def with_apex_path(folder, *arguments, behind=()):
+    """`PYTHONPATH="$(ampatch apex-path)" python ARGUMENTS`; other folders follow in the path."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main.main(["apex-path"]) == 0
+    variables = environment()
+    path = [told.getvalue().strip(), *map(str, behind), variables["PYTHONPATH"]]
+    variables["PYTHONPATH"] = os.pathsep.join(path)
+    return warm_python.python(*arguments, cwd=folder, env=variables)
+
+
+@pytest.mark.parametrize("start", [ampatch_run, with_apex_path])
+def test_processes_of_the_script_find_apex_too(start, tmp_path):
     write(tmp_path / "train.py", CHILDREN)
-    done = ampatch_run(tmp_path, "train.py")
+    done = start(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
     batches = [(float(index), "apex.amp") for index in range(4)]
     assert done.stdout.splitlines() == [
@@ -422,6 +439,52 @@ def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(files, tmp
     done = ampatch_run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
     assert done.stderr.count("takes the place of") == 1
+
+
+@pytest.mark.parametrize(
+    "first, others, printed",
+    [
+        ("import apex.amp", {}, "ampatch 0.1+ampatch nothing True"),
+        ("from apex.optimizers import FusedAdam", {}, "ampatch 0.1+ampatch nothing True"),
+        ("", {"__init__": "", "contrib/kernels": "found = 'behind'\n"}, "behind True"),
+        ("", {"__init__": "", "amp": "initialize = None\n"}, "nothing False"),
+    ],
+    ids=["amp", "optimizers", "todays", "with amp"],
+)
+def test_the_folder_for_pythonpath_gives_what_run_gives(first, others, printed, tmp_path):
+    for name, text in others.items():
+        write(tmp_path / "installed" / "apex" / f"{name}.py", text)
+    write(
+        tmp_path / "train.py",
+        f"""
+        import importlib.metadata, importlib.util
+        version = importlib.metadata.version("apex")  # transformers asks for it, and
+        assert importlib.util.find_spec("apex")  # for this, before it imports apex
+        {first}
+        import apex
+        from apex import amp
+        from ampatch.compat.apex import amp as ours
+        if {first!r}:
+            print(apex.__spec__.origin, version, end=" ")
+        try:
+            from apex.contrib.kernels import found
+        except ImportError:
+            found = "nothing"
+        print(found, amp.initialize is ours.initialize)
+        """,
+    )
+    done = with_apex_path(tmp_path, "train.py", behind=[tmp_path / "installed"])
+    assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
+    assert done.stderr.count("takes the place of") == ("behind" in printed)
+
+
+def test_what_the_folder_for_pythonpath_has_is_no_other_apex(monkeypatch):
+    monkeypatch.syspath_prepend(Path(ampatch.__file__).parent / "compat" / "apex_path")
+    assert [name for _, name, _ in pkgutil.iter_modules(sys.path[:1])] == ["apex"]
+    compat.uninstall()
+    compat.install()  # raises where another one would be hidden
+    assert compat.is_installed() and compat.folders_behind() == []
+    compat.uninstall()
 
 
 def test_an_installed_apex_with_amp_is_what_the_script_gets(tmp_path):

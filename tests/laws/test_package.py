@@ -15,6 +15,7 @@ from warm_python import environment
 import ampatch
 from ampatch import types
 from ampatch.compat.apex import amp
+from ampatch.compat.apex.packages import VERSION
 from ampatch.config.scale_settings import ScaleSettings
 from ampatch.native import loading, toolchain
 
@@ -70,12 +71,23 @@ def test_the_templates_of_reports_are_installed(built):
     assert {path.name: path.read_bytes() for path in (built / folder).iterdir()} == sources
 
 
+def test_the_folder_that_apex_path_prints_is_installed(built):
+    folder = Path("compat", "apex_path")
+    files = {path.relative_to(built / folder) for path in built.joinpath(folder).rglob("*.*")}
+    metadata = Path("apex.dist-info", "METADATA")
+    assert files == {
+        *(Path("__init__.py"), Path("apex", "__init__.py"), metadata.parent),
+    }
+    assert f"\nVersion: {VERSION}\n" in (built / folder / metadata).read_text()
+
+
 def test_the_source_archive_has_the_native_part(tmp_path):
     pytest.importorskip("setuptools")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     listed = (tmp_path / "ampatch.egg-info" / "SOURCES.txt").read_text().splitlines()
     assert {f"ampatch/native/{name}" for name in (*toolchain.SOURCES, "in_child.py")} <= set(listed)
+    assert "ampatch/compat/apex_path/apex.dist-info/METADATA" in listed
 
 
 def test_every_module_is_installed(built):

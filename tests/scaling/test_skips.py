@@ -135,7 +135,7 @@ def test_a_long_history_is_shortened(caplog):
     (message,) = run(caplog, [math.inf] * 20, limit=20)
     assert "went 1024 -> 512 -> 256 -> 128 -> ... -> 0.0078125 -> 0.00390625 -> " in message
     (message,) = run(caplog, [math.inf] * 50, limit=50, num_losses=2)
-    assert "The loss scale of loss 1 went 1024." in message
+    assert "The loss scale of loss 1 is at 1024." in message
     assert "-> 5.96046e-08." in message and message.count("->") == 8  # the floor, once
 
 

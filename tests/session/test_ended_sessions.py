@@ -141,19 +141,6 @@ def test_a_collection_while_patches_change_counts_afterwards(monkeypatch):
     train(model, optimizer)
 
 
-def test_what_was_skipped_is_still_said(caplog):
-    """At the next `initialize`, or at the end: reading the count may wait for a device."""
-    model, optimizer = pair()
-    ampatch.initialize(model, optimizer, opt_level="O1", **{**SETTINGS, "verbosity": 1})
-    for factor in (1.0, torch.inf, 1.0):
-        train(model, optimizer, factor)
-    del model, optimizer
-    gc.collect()
-    assert registry.sessions == [] and "skipped" not in caplog.text
-    ampatch.initialize(*pair(), opt_level="O0", verbosity=1)
-    assert "1 of 3 steps of SGD were skipped" in caplog.text
-
-
 def test_a_process_that_ends_says_nothing():
     done = python("-W", "error", HELPERS / "ending_sessions.py")
     assert (done.returncode, done.stderr) == (0, "")

@@ -65,6 +65,8 @@ def test_one_session_is_apexs_format():
 
 def test_sessions_that_are_gone_do_not_count():
     pairs = three()
+    overflow(*pairs[0])
+    overflow(*pairs[1])
     del pairs[0]
     assert list(ampatch.state_dict()) == [
         "loss_scaler0",
@@ -82,32 +84,81 @@ def test_a_state_without_the_other_sessions_is_said(caplog, grad_scaler):
         state = {"scale": 64.0, "_growth_tracker": 3}
     ampatch.load_state_dict(state)
     assert ampatch.loss_scale() == 64.0
-    assert ampatch.state_dict()["session0.loss_scaler0"]["loss_scale"] == 2.0**10
     assert (
-        "their loss scales stay as they are: session0.loss_scaler0 at 1024, session1.loss_scaler0 "
-        "at 4096, session1.loss_scaler1 at 4096." in caplog.text
+        "loss scalers, which stay as they are: session0.loss_scaler0 at 1024, "
+        "session1.loss_scaler0 at 4096, session1.loss_scaler1 at 4096." in caplog.text
     )
     del pairs
 
 
-def test_mismatches_are_refused_by_name_and_change_nothing():
+def test_what_an_old_cell_of_a_notebook_has_left_does_not_count():
+    """Its output keeps model and optimizer; a state of the new ones loads where there is no old."""
+    old = three()
+    for pair in old:
+        overflow(*pair)
+    new = three()
+    assert list(ampatch.state_dict()) == ["loss_scaler0"]
+    for times, pair in enumerate(new, 1):
+        overflow(*pair, times)
+    state = copy.deepcopy(ampatch.state_dict())
+    assert {name: entry["loss_scale"] for name, entry in state.items()} == {
+        "loss_scaler0": 2.0**11,
+        "session0.loss_scaler0": 2.0**9,
+        "session1.loss_scaler0": 2.0**10,
+        "session1.loss_scaler1": 2.0**12,
+    }
+    for keeps_old in (True, False):
+        if not keeps_old:
+            ampatch.deactivate()
+        again = three()
+        ampatch.load_state_dict(state)
+        assert ampatch.state_dict() == state
+        del again
+    del old
+
+
+@pytest.mark.parametrize(
+    "edit, expected, said",
+    [
+        (lambda state: state.pop("loss_scaler1"), [2.0, 64.0], "as they are: loss_scaler1 at 64."),
+        (
+            lambda state: state.update(loss_scaler2=state["loss_scaler0"]),
+            [2.0, 2.0],
+            "loss_scaler2",
+        ),
+        (lambda state: state.update(epoch=3), [2.0, 2.0], "left out: epoch."),
+        (
+            lambda state: state.update({"session0.loss_scaler0": state["loss_scaler0"]}),
+            [2.0, 2.0],
+            "left out: session0.loss_scaler0.",
+        ),
+    ],
+    ids=["fewer", "more", "others", "other sessions"],
+)
+def test_more_or_fewer_scalers_load_what_is_known_and_say_the_rest(edit, expected, said, caplog):
+    kept = begin(num_losses=2, init_scale=64.0, verbosity=1)
+    state = {f"loss_scaler{n}": {"loss_scale": 2.0, "unskipped": 0} for n in range(2)}
+    edit(state)
+    caplog.clear()
+    ampatch.load_state_dict(state)
+    assert [ampatch.loss_scale(n) for n in range(2)] == expected
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    del kept
+
+
+def test_a_wrong_entry_and_a_state_of_something_else_change_nothing():
     pairs = three()
+    for pair in pairs:
+        overflow(*pair)
     state = ampatch.state_dict()
     before = copy.deepcopy(state)
     for name in state:
         state[name] = {**state[name], "loss_scale": 2.0}
-    missing = {name: entry for name, entry in state.items() if name != "session1.loss_scaler1"}
-    with pytest.raises(ValueError, match=r"missing: session1\.loss_scaler1\. Call initialize as"):
-        ampatch.load_state_dict(missing)
-    with pytest.raises(ValueError, match=r"unknown: session2\.loss_scaler0"):
-        ampatch.load_state_dict({**state, "session2.loss_scaler0": state["loss_scaler0"]})
     for value in (-1.0, 0.0, float("nan")):
         wrong = {**state, "session0.loss_scaler0": {"loss_scale": value, "unskipped": 0}}
         with pytest.raises(ValueError, match=r"state\['session0.loss_scaler0'\]"):
             ampatch.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"\['amp', 'model'\], expected .*'session0.loss_s"):
+        ampatch.load_state_dict({"model": {}, "amp": state})
     assert ampatch.state_dict() == before
-    ampatch.deactivate()
-    kept = begin()
-    with pytest.raises(ValueError, match=r"unknown: session0\.loss_scaler0, session1\."):
-        ampatch.load_state_dict(state)
-    del kept, pairs
+    del pairs

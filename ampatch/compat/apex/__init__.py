@@ -7,6 +7,7 @@ apex is in here.  `import ampatch` does not register the package.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -104,6 +105,15 @@ def install_unless_real() -> None:
     found = behind.find()
     if found is None or not found.stays:
         install()
+
+
+def import_instead() -> None:
+    """Called by the package that `ampatch apex-path` puts in front: import ours, or the one that
+    stays, in its place.
+    """
+    install_unless_real()
+    with behind.without_folder():
+        importlib.import_module("apex")
 
 
 def folders_behind() -> list[str] | None:

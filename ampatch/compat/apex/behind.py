@@ -9,10 +9,11 @@ happens to be called apex stays.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import product
@@ -59,10 +60,25 @@ class Found:
         )
 
 
+_FOLDER = Path(__file__).resolve().parents[1] / "apex_path"
+
+
+@contextlib.contextmanager
+def without_folder() -> Iterator[None]:
+    """Context manager: the folder of `ampatch apex-path` is not searched."""
+    searched = sys.path[:]
+    sys.path[:] = [place for place in searched if Path(place).resolve() != _FOLDER]
+    try:
+        yield
+    finally:
+        sys.path[:] = searched
+
+
 def find() -> Found | None:
     """The apex that is imported, or would be, while ours is not installed."""
     loaded = sys.modules.get("apex")
-    spec = importlib.util.find_spec("apex") if loaded is None else loaded.__spec__
+    with without_folder():
+        spec = importlib.util.find_spec("apex") if loaded is None else loaded.__spec__
     if spec is None:
         return None
     folders = tuple(spec.submodule_search_locations or ())
