@@ -173,6 +173,61 @@ def test_a_frozen_base_in_half_is_no_reason_for_a_warning(half, caplog):
     assert "given in half" not in caplog.text and model[0].weight.dtype is half
 
 
+class CastsItsOwn(nn.Module):
+    """A loss with a weight, which it casts to the dtype of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, outputs):
+        self.w.data = self.w.data.to(outputs.dtype)
+        return (outputs * self.w).square().mean()
+
+
+def with_own_weight(level, half, **settings):
+    model, loss = seeded(), CastsItsOwn()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.01)
+    if level is not None:
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=half, **settings)
+    return model, loss, optimizer
+
+
+def train_own(model, loss, optimizer, dtype, steps=8):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(loss(model(data()[0]).to(dtype)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_trained_weight_that_is_made_half_is_named_once(level, after, half, caplog):
+    """torch.amp.GradScaler refuses its gradient."""
+    model, loss, optimizer = with_own_weight(None, half)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model(data()[0]).half())).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)
+    model, loss, optimizer = with_own_weight(level, half)
+    train_own(model, loss, optimizer, torch.float32, after)
+    assert "FP32" not in caplog.text
+    train_own(model, loss, optimizer, half)
+    (said,) = [line for line in caplog.messages if "FP32" in line]
+    expected = f"SGD: param_groups[0]['params'][4], of shape (2,), was FP32 and is {half} now"
+    assert said.startswith(expected) and "weight.to(x.dtype)" in said
+
+
+def test_a_models_own_weight_that_is_made_half_is_named_by_its_path(half, caplog):
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
+    model[2].weight.data = model[2].weight.data.to(half)
+    step(model, optimizer, data())
+    assert "SGD: 2.weight, of shape (2, 8), was FP32" in caplog.text
+
+
 # On several devices
 
 
