@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config.opt_levels import HALF_TYPES
+from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
@@ -80,6 +81,9 @@ class ManagedOptimizer:
         """Replace the optimizer's methods, for the first time."""
         self.found_states = Snapshot(states_of(self.optimizer), values=False)
         self._made_half()
+        lost = lost_eps(self.optimizer)
+        if lost is not None:
+            logger.warning(lost)
         self.reinstall()
 
     def reinstall(self) -> None:

@@ -12,7 +12,6 @@ from warm_python import python
 
 import ampatch
 
-
 MISSING_WITH = (
     r"Write 'with ampatch.scale_loss\(loss, optimizer\) as scaled_loss: scaled_loss.backward\(\)'"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -171,6 +172,41 @@ def test_a_frozen_base_in_half_is_no_reason_for_a_warning(half, caplog):
     ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
     step(model, optimizer, data())
     assert "given in half" not in caplog.text and model[0].weight.dtype is half
+
+
+DIVIDE_BY_ZERO = {
+    "Adam": torch.optim.Adam,
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+}
+FINE = {
+    **{
+        f"{name}, eps": functools.partial(DIVIDE_BY_ZERO[name], eps=1e-3) for name in DIVIDE_BY_ZERO
+    },
+    "Adam, fused": functools.partial(torch.optim.Adam, fused=True),  # computes in FP32
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,  # its eps are two
+    "SGD": torch.optim.SGD,
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", [*DIVIDE_BY_ZERO, *FINE])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_an_eps_that_is_zero_in_half_weights_is_named(kind, level, is_added, half, caplog):
+    """Where a weight whose gradient is 0 becomes NaN, and there only."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = {**DIVIDE_BY_ZERO, **FINE}[kind](model.parameters(), lr=0.01)
+    ampatch.initialize(model, None if is_added else optimizer, opt_level=level, dtype=half)
+    ampatch.add_optimizers(optimizer)
+    with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    expected = kind in DIVIDE_BY_ZERO and (level, half) == ("O3", torch.float16)
+    assert bool(model.weight.isnan().any()) is expected
+    said = [line for line in caplog.messages if "is 0 in torch.float16" in line]
+    assert len(said) == expected and all("with eps=0.001, or" in line for line in said)
 
 
 class CastsItsOwn(nn.Module):
