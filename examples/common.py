@@ -8,6 +8,11 @@ from torch.utils.data import DataLoader, TensorDataset
 CUDA = torch.cuda.is_available()
 
 
+# At every level alike, so that levels can be compared.  In FP32 weights the default of 1e-8 is as
+# well; in half ones 1e-3 is better (docs/accuracy.md).
+ADAM_EPS = 1e-4
+
+
 def options(description, **defaults):
     """The options of every example; `defaults` are those of one, such as `epochs=4`."""
     parser = argparse.ArgumentParser(description=description)

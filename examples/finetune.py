@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from common import accuracy, digits, options, settings
+from common import ADAM_EPS, accuracy, digits, options, settings
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
@@ -60,7 +60,7 @@ def main():
         features[index] = Adapted(features[index], rank=8)
     model = nn.Sequential(features, head).to(args.device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-4)
+    optimizer = torch.optim.AdamW(trained, args.lr, eps=ADAM_EPS)
     model, optimizer = amp.initialize(model, optimizer, **settings(args))
     for epoch in range(1, args.epochs + 1):
         for images, labels in loader:

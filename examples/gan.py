@@ -7,7 +7,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from common import digits, options, settings
+from common import ADAM_EPS, digits, options, settings
 from torch import nn
 
 import ampatch as amp
@@ -34,8 +34,8 @@ def main():
     loader, _ = digits(args)
     generator = network(NOISE, 128, 256, 64).to(args.device)
     discriminator = network(64, 256, 128, 1).to(args.device)
-    for_g = torch.optim.Adam(generator.parameters(), args.lr, betas=(0.5, 0.99), eps=1e-4)
-    for_d = torch.optim.Adam(discriminator.parameters(), args.lr, betas=(0.5, 0.99), eps=1e-4)
+    for_g = torch.optim.Adam(generator.parameters(), args.lr, betas=(0.5, 0.99), eps=ADAM_EPS)
+    for_d = torch.optim.Adam(discriminator.parameters(), args.lr, betas=(0.5, 0.99), eps=ADAM_EPS)
     [generator, discriminator], [for_g, for_d] = amp.initialize(
         [generator, discriminator], [for_g, for_d], num_losses=3, **settings(args)
     )

@@ -10,7 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from common import options, settings
+from common import ADAM_EPS, options, settings
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
@@ -80,7 +80,7 @@ def accuracy(model, held_out):
 def main():
     args = options("Convolutions and an LSTM with mixed precision", epochs=8, lr=5e-3)
     model = Recogniser().to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), args.lr, eps=1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), args.lr, eps=ADAM_EPS)
     model, optimizer = amp.initialize(model, optimizer, **settings(args))
     for epoch in range(1, args.epochs + 1):
         for samples, lengths, labels in batches(16, args, seed=epoch):

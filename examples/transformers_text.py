@@ -11,7 +11,7 @@ import statistics
 import tempfile
 
 import torch
-from common import options, settings
+from common import ADAM_EPS, options, settings
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ampatch as amp
@@ -44,7 +44,7 @@ def main():
             num_train_epochs=args.epochs,
             per_device_train_batch_size=args.batch_size,
             learning_rate=args.lr,
-            adam_epsilon=1e-4,
+            adam_epsilon=ADAM_EPS,
             max_grad_norm=1.0,
             use_cpu=args.device == "cpu",
             report_to=[],

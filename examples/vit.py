@@ -5,7 +5,7 @@ python examples/vit.py --opt-level O2 --dtype bfloat16
 
 import torch
 import torch.nn.functional as F
-from common import accuracy, digits, options, settings
+from common import ADAM_EPS, accuracy, digits, options, settings
 from torch import nn
 
 import ampatch as amp
@@ -42,7 +42,7 @@ def main():
     args = options("A vision transformer with mixed precision", epochs=8, lr=1e-3)
     loader, test_loader = digits(args)
     model = ViT().to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=ADAM_EPS)
     model, optimizer = amp.initialize(model, optimizer, **settings(args))
     for epoch in range(1, args.epochs + 1):
         for images, labels in loader:

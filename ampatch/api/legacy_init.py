@@ -13,7 +13,6 @@ copies of weights for the length of a forward, and name parameters in messages.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +24,7 @@ from ..config.opt_levels import properties_for
 from ..config.validation import whole_number
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
+from ..scaling.scaled_backward import PlainBackward
 from ..session.registry import registry
 from ..session.session import Session
 from ..types import Optimizer
@@ -141,7 +141,7 @@ class Handle:
         if isinstance(optimizer, WrappedOptimizer):
             return optimizer.scale_loss(loss)
         if not self.is_active():
-            return contextlib.nullcontext(loss)
+            return PlainBackward(loss)
         return self._scaled(loss, optimizer, loss_id=0)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
@@ -194,7 +194,7 @@ class WrappedOptimizer:
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """Context manager: yields the scaled loss; after it gradients are unscaled."""
         if not self._handle.is_active():
-            return contextlib.nullcontext(loss)
+            return PlainBackward(loss)
         loss_id = self._loss_ids[self._turn % len(self._loss_ids)]
         self._turn += 1
         return self._handle._scaled(loss, self._optimizer, loss_id)

@@ -34,6 +34,12 @@ _KINDS = {
     **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
 }
 """What torch's messages call dtypes, in small letters: `c10::Half`, `torch.HalfTensor`, `Half`."""
+_CONSTANT = "Half without overflow"
+"""In torch's message about a constant that float16 cannot hold, as of `masked_fill(mask, -1e9)`."""
+_LARGEST = (
+    "float16 holds numbers up to 65504. Where a mask is meant, write torch.finfo(x.dtype).min for "
+    "the constant, or -torch.inf where no row is masked as a whole; else compute with x.float()."
+)
 _OURS = __name__.partition(".")[0]
 _FAR = 64
 """How many steps back in a graph to look for the call that made a tensor half."""
@@ -65,9 +71,12 @@ def note(error: BaseException | None, cause: str) -> None:
 
     `cause` says why anything is half here.
     """
-    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _NOTED):
         return
-    if hasattr(error, _NOTED) or not _is_due_to_half(error):
+    if _CONSTANT in str(error):
+        _add(error, f"ampatch: {cause}, and {_LARGEST}")
+        return
+    if not _is_due_to_half(error):
         return
     text = _describe(error, cause)
     if text is not None:

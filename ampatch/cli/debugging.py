@@ -19,10 +19,10 @@ def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
     `execute` runs the script and returns its exit code.  A finding ends the script; the
     exit code is then 1.
     """
-    from ampatch.diagnose.nonfinite import debug
+    from ampatch.diagnose.nonfinite import Debugger
     from ampatch.diagnose.running import EndAtFinding
 
-    with debug(stop_at=stop_at) as debugger:
+    with Debugger(None, stop_at, is_logged=False) as debugger:
         end = EndAtFinding(debugger)
         code = execute()
         end.remove()
@@ -49,5 +49,12 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             f"ampatch: skipped {steps} because of an inf or NaN that no backward pass made: look "
             "at what the script writes to .grad."
         )
+    if debugger.report is not None:
+        yield f"ampatch: {debugger.report}"
+        return
     other = "no other" if passed or debugger.unseen_skips else "no"
-    yield f"ampatch: {debugger.report or f'{other} inf or NaN in {debugger.step} optimizer steps.'}"
+    yield (
+        f"ampatch: {other} inf or NaN in {debugger.step} optimizer steps. Where training goes "
+        "wrong all the same, gradients may be too small for float16: ampatch gradients SCRIPT "
+        "shows what is lost of them."
+    )

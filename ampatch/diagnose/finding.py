@@ -36,6 +36,7 @@ class Report:
             inf if no scale makes it finite; None outside of backward and where it is unknown.
         parameters: names of the parameters with non-finite gradients (weights, if a step made
             the value) in the same step; more may come until the step ends.
+        advice: what is known to make such values there; "" if nothing is.
     """
 
     module: str | None
@@ -53,6 +54,7 @@ class Report:
     loss_scale: float | None = None
     at_scale_1: float | None = None
     parameters: list[str] = dataclasses.field(default_factory=list)
+    advice: str = ""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", on rank {self.rank}"
@@ -71,6 +73,8 @@ class Report:
             more = f" and {left} more" if left > 0 else ""
             what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
             lines.append(f"{what}: {', '.join(self.parameters[:SHOWN])}{more}.")
+        if self.advice:
+            lines.append(self.advice)
         return " ".join(lines)
 
     def in_short(self) -> str:

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 import ampatch
 
+from ..config.optimizer_eps import lost_eps
 from ..types import StopAt
 from .absorbing import LossScale
 from .finding import Report, location
@@ -68,14 +69,17 @@ class Debugger:
 
     `passed_over` holds the first overflow of each step that the loss scale absorbed;
     `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, as when
-    the script writes to `.grad`.
+    the script writes to `.grad`.  `is_logged`: the report is an error on the logger "ampatch".
     """
 
-    def __init__(self, model: nn.Module | None, stop_at: str = "unabsorbed") -> None:
+    def __init__(
+        self, model: nn.Module | None, stop_at: str = "unabsorbed", is_logged: bool = True
+    ) -> None:
         self.report: Report | None = None
         self.passed_over: list[Report] = []
         self.unseen_skips = 0
         self.is_active = True
+        self._is_logged = is_logged
         self._passes_over = stop_at == "unabsorbed"
         self._loss_scale = LossScale()
         self._is_stepping = False
@@ -165,8 +169,10 @@ class Debugger:
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
         if self.report is None:
+            advice = lost_eps(optimizer) or ""
             for name, weight in self._weights_of(optimizer):
-                if self._check(f"weight {name}", [weight], Place(None, None, 0), [], "step"):
+                place = Place(None, None, 0)
+                if self._check(f"weight {name}", [weight], place, [], "step", advice):
                     if self.report is not None:  # the check has just made it
                         self.report.parameters.append(name)
                     break
@@ -216,8 +222,12 @@ class Debugger:
         place: Place,
         inputs: list[Tensor],
         phase: str = "forward",
+        advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `place` and `phase` count if its maker is unknown."""
+        """Report the first non-finite tensor; `place` and `phase` count if its maker is unknown.
+
+        `advice` is for what the optimizer's step has made.
+        """
         if self.report is not None or not self.is_active:
             return False
         for tensor in tensors:
@@ -233,7 +243,9 @@ class Debugger:
             if phase == "backward" and self._pass_over(origin, where):
                 continue
             self.report = self._made_report(origin, where)
-            logger.error("%s", self.report)
+            self.report.advice = advice if origin.phase == "step" else ""
+            if self._is_logged:
+                logger.error("%s", self.report)
             return True
         return False
 

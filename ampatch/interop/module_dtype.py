@@ -1,6 +1,7 @@
 """`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
-Calls that change no dtype (`.to(device)`, `.cuda()`, a memory format) work.  The parameters stay
+So is `.float()` at O2: its weights are FP32, and forwards compute with half copies of them.  Calls
+that change no dtype (`.to(device)`, `.cuda()`, a memory format) work.  The parameters stay
 the same objects on every kind of device, so the optimizer has them still.
 """
 
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
+from ..models.lent_weights import lent_as
 from ..torch_private.modules import APPLY
 from ..torch_private.tensors import can_take_data
 
@@ -86,16 +88,24 @@ def _takes_in_place(fn: Apply, parameter: Tensor) -> bool:
 
 
 def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
+    """Raise `AmpatchError` where `fn` changes a dtype, or that of the half copies of a weight."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or not tensor.is_floating_point():
             continue
-        with torch.no_grad():
-            wanted = fn(tensor.data.new_empty(0)).dtype
-        if wanted is not tensor.dtype:
-            raise AmpatchError(
-                f"{type(module).__name__} is to be converted to {wanted}, and its {name} in "
-                f"{tensor.dtype} is managed by ampatch, in {type(model).__name__}: "
-                "the optimizer would not follow. Nothing was changed. Choose dtypes by "
-                "ampatch.initialize(model, optimizer, opt_level=..., dtype=...), or call "
-                "ampatch.deactivate() before the conversion; copy.deepcopy(model) is a plain model."
-            )
+        for dtype in dict.fromkeys((tensor.dtype, lent_as(tensor) or tensor.dtype)):
+            with torch.no_grad():
+                wanted = fn(tensor.data.new_empty(0, dtype=dtype)).dtype
+            if wanted is not dtype:
+                why = (
+                    f"it is {dtype} and the optimizer would not follow"
+                    if dtype is tensor.dtype
+                    else f"forwards would go on computing with its copy in {dtype}"
+                )
+                raise AmpatchError(
+                    f"{type(module).__name__} is to be converted to {wanted}, and its {name} is "
+                    f"managed by ampatch, in {type(model).__name__}: {why}. Nothing was changed. "
+                    "For a model to export or evaluate in another dtype take a plain copy, such "
+                    "as ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To "
+                    "train in other dtypes choose them by ampatch.initialize(model, optimizer, "
+                    'opt_level=..., dtype=..., overrides={"path.*": "float"}).'
+                )

@@ -93,7 +93,9 @@ class ModelInputs:
             return
         casts, containers = self._open.given.pop()
         for own, cast in casts:
-            if not cast.is_inference() and cast._version:
+            # An inference tensor cannot be written outside of that mode, and its cast begins with
+            # a version of 1.  In that mode casts have no version.
+            if not (own.is_inference() or cast.is_inference()) and cast._version:
                 with torch.no_grad():
                     own.copy_(torch.where(own.to(cast.dtype) == cast, own, cast.to(own.dtype)))
         if containers:

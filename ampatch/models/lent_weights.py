@@ -51,6 +51,11 @@ lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictio
 _registration_hooks: list[Any] = []  # of torch's, while there are lenders
 
 
+def lent_as(weight: Any) -> torch.dtype | None:
+    """The type of the copies of a weight that some model lends; None of anything else."""
+    return next((one.dtype for one in list(lenders.values()) if one.lends(weight)), None)
+
+
 def lent_in(model: nn.Module) -> set[int]:
     """Ids of the parameters of a model that other models lend."""
     own, found = set(map(id, model.parameters())), set()

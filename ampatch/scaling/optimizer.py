@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..config.opt_levels import HALF_TYPES
+from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
@@ -68,6 +70,8 @@ class ManagedOptimizer:
         self.evaluations: Evaluations | None = None  # of the `step(closure)` that is running
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self._has_warned = False
+        self._steps = 0
+        self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
         self._methods = Methods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
@@ -76,6 +80,10 @@ class ManagedOptimizer:
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
         self.found_states = Snapshot(states_of(self.optimizer), values=False)
+        self._made_half()
+        lost = lost_eps(self.optimizer)
+        if lost is not None:
+            logger.warning(lost)
         self.reinstall()
 
     def reinstall(self) -> None:
@@ -212,6 +220,41 @@ class ManagedOptimizer:
             "before each step.",
             type(self.optimizer).__name__,
         )
+
+    def warn_of_new_half(
+        self, names: Callable[[], dict[int, str]], but: Callable[[], set[int]]
+    ) -> None:
+        """Name parameters that have become half since `initialize`; after steps 1, 2, 4, 8, ...
+
+        `names()` gives names by the ids of parameters, `but()` ids of those that a level has made
+        half.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1) or not (found := self._made_half()):
+            return
+        known, left_out = names(), but()
+        for place, param in found:
+            if id(param) not in left_out:
+                logger.warning(
+                    "%s: %s, of shape %s, was FP32 and is %s now: the script has written its "
+                    ".data, as a loss does that casts its own weight to its inputs' dtype. It is "
+                    "trained in half, without an FP32 master weight, and updates that are small "
+                    "beside it are lost. Give that code FP32 inputs (embeddings.float()), or have "
+                    "it compute with weight.to(x.dtype) and leave .data alone.",
+                    *(type(self.optimizer).__name__, known.get(id(param), place)),
+                    *(tuple(param.shape), param.dtype),
+                )
+
+    def _made_half(self) -> list[tuple[str, Tensor]]:
+        """Parameters that were FP32 at the first look and are half, with places; each once."""
+        found = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                first = self._first_dtypes.setdefault(id(param), param.dtype)
+                if first is torch.float32 and param.dtype in HALF_TYPES and param.requires_grad:
+                    self._first_dtypes[id(param)] = param.dtype
+                    found.append((f"param_groups[{number}]['params'][{index}]", param))
+        return found
 
     # The other methods of the optimizer
 

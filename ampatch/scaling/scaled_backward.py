@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -11,6 +11,15 @@ from ..errors import AmpatchError
 from .gradients import Gradients, Scaled, owners_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+
+
+def refuse_attribute(block: object, name: str) -> NoReturn:
+    """`__getattr__` of a block, which a script has taken for the scaled loss."""
+    raise AttributeError(
+        f"ampatch.scale_loss(...).{name}: scale_loss returns a context manager, which has no "
+        f"{name!r}; the scaled loss is what it yields. Write 'with ampatch.scale_loss(loss, "
+        "optimizer) as scaled_loss: scaled_loss.backward()'."
+    )
 
 
 class PlainBackward:
@@ -27,6 +36,8 @@ class PlainBackward:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+    __getattr__ = refuse_attribute
 
 
 class ScaledBackward:
@@ -105,6 +116,8 @@ class ScaledBackward:
             for one in self._several:
                 one.drop()
             raise
+
+    __getattr__ = refuse_attribute
 
     def _abandon(self) -> None:
         for one in self._several:

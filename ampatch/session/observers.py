@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+
+from ..scaling.scaled_backward import refuse_attribute
 
 
 class Observers:
@@ -41,10 +43,31 @@ class Observers:
             if method is not None:
                 method(*values)
 
-    @contextlib.contextmanager
-    def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> Iterator[Tensor]:
+    def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> ObservedBlock:
         """A `scale_loss` block; tells when its backward pass and when it has ended."""
-        with block as loss:
-            yield loss
-            self.notify("on_backward", loss_id)
-        self.notify("on_unscaled", loss_id)
+        return ObservedBlock(block, self, loss_id)
+
+
+class ObservedBlock:
+    """Context manager: a `scale_loss` block that notifies observers."""
+
+    def __init__(
+        self, block: AbstractContextManager[Tensor], observers: Observers, loss_id: int
+    ) -> None:
+        self._block = block
+        self._observers = observers
+        self._loss_id = loss_id
+
+    def __enter__(self) -> Tensor:
+        return self._block.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self._block.__exit__(kind, *rest)
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(self._block)  # an observer that raises ends the block as the script would
+            self._observers.notify("on_backward", self._loss_id)
+        self._observers.notify("on_unscaled", self._loss_id)
+
+    __getattr__ = refuse_attribute

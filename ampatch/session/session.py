@@ -194,13 +194,17 @@ class Session:
     def _settle(self) -> None:
         """The states of optimizers fit; from here on nothing goes back to what it was before."""
         models, optimizers = self.models, self.optimizers
-        converted = {key for managed in models for key in managed.converted()}
+        converted = self._converted()
         for optimizer in optimizers:
             _fit(optimizer, converted)
         for model in models:
             model.forget_originals()
         for optimizer in optimizers:
             optimizer.found_states.forget()
+
+    def _converted(self) -> set[int]:
+        """Ids of the tensors whose dtype a level has changed."""
+        return {key for managed in self.models for key in managed.converted()}
 
     # Models
 
@@ -340,6 +344,7 @@ class Session:
         without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
+        managed.warn_of_new_half(self.names, self._converted)
         if registry.observers.are_there:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from ampatch.config.optimizer_eps import HALF_EPS
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.globs import shortest
 from ampatch.tune.sensitivity import Findings, ranked
 
-EPS = 1e-4  # the power of ten that is next above float16's smallest normal number, 6.1e-5
 SETTINGS = {
     "loss_scale": "dynamic",
-    "eps": EPS,
+    "eps": HALF_EPS,
     "master_weights": True,
 }
 """By the names of `initialize`, but for the optimizers' own eps."""
@@ -96,5 +96,5 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
         written.append(f"overrides={json.dumps(modules)}")
     call = kind.line(written)
     if "eps" in settings(chosen):
-        call += f"\nand eps={EPS:g} where the optimizer is made"
+        call += f"\nand eps={HALF_EPS:g} where the optimizer is made"
     return call

@@ -12,6 +12,10 @@ from warm_python import python
 
 import ampatch
 
+MISSING_WITH = (
+    r"Write 'with ampatch.scale_loss\(loss, optimizer\) as scaled_loss: scaled_loss.backward\(\)'"
+)
+
 
 def training(**kwargs):
     """A small model and optimizer, not initialized."""
@@ -169,6 +173,38 @@ def test_scale_loss_before_initialize_and_with_strangers():
         ampatch.scale_loss(loss, foreign)
     with pytest.raises(ampatch.AmpatchError, match=r"optimizers\[1\]=<SGD>"):
         ampatch.scale_loss(loss, [optimizer, foreign])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"loss_scale": 8.0}, {"dtype": torch.bfloat16}, {"opt_level": "O0"}, {"enabled": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_observed", (False, True))
+def test_scale_loss_without_with(settings, is_observed):
+    """Of every kind of block, and training goes on as if it had not been written."""
+    model, optimizer = ampatch.initialize(*training(), **settings)
+    loss = model(torch.randn(4, 4)).float().square().sum()
+    stop = ampatch.observe(object()) if is_observed else lambda: None
+    for slip in (lambda block: block.backward(), lambda block: block.item()):
+        with pytest.raises(AttributeError, match=MISSING_WITH):
+            slip(ampatch.scale_loss(loss, optimizer))
+    with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    stop()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_scale_loss_of_a_handle_without_with(enabled):
+    handle, (model, optimizer) = ampatch.init(enabled=enabled), training()
+    loss = model(torch.randn(4, 4)).sum()
+    for block in (
+        handle.scale_loss(loss, optimizer),
+        handle.wrap_optimizer(optimizer).scale_loss(loss),
+    ):
+        with pytest.raises(AttributeError, match=MISSING_WITH):
+            block.backward()
 
 
 def test_a_stranger_is_told_which_optimizers_are_managed():

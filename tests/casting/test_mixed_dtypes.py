@@ -207,6 +207,37 @@ def test_an_error_that_half_has_caused_has_a_note(call):
     assert "Calling is at O2" in said(caught.value)
 
 
+CONSTANTS = {
+    "masked_fill": lambda x, value: x.masked_fill(x > 0, value),
+    "masked_fill_": lambda x, value: x.clone().masked_fill_(x > 0, value),
+    "fill_": lambda x, value: x.clone().fill_(value),
+    "full_like": torch.full_like,
+    "new_full": lambda x, value: x.new_full((2,), value),
+    "pad": lambda x, value: F.pad(x, (1, 1), value=value),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_that_float16_cannot_hold_is_explained(name, level):
+    """bfloat16 holds it; what the note says to write does in both."""
+
+    class Fills(nn.Linear):
+        def forward(self, x, constant=None):
+            x = super().forward(x)
+            return CONSTANTS[name](x, constant or torch.finfo(x.dtype).min)
+
+    x = torch.ones(2, 3)
+    model = ampatch.initialize(Fills(3, 3), opt_level=level, dtype="bfloat16", verbosity=0)
+    assert model(x).isfinite().all() and model(x, constant=-1e9).isfinite().all()
+    ampatch.initialize(model, opt_level=level, dtype="float16", verbosity=0)
+    assert model(x).isfinite().all()
+    with pytest.raises(RuntimeError, match="without overflow") as error:
+        model(x, constant=-1e9)
+    note = said(error.value)
+    assert f"Fills is at {level}" in note and "write torch.finfo(x.dtype).min" in note
+
+
 def test_other_errors_are_left_as_they_are(half, o1):
     with pytest.raises(RuntimeError) as caught:
         torch.mm(torch.randn(2, 2), torch.randn(3, 2))

@@ -169,6 +169,8 @@ def test_an_optimizer_that_writes_nan_into_half_weights():
     assert (report.phase, report.module) == ("step", None)
     assert report.parameters == ["0.weight"] and report.where == "weight 0.weight"
     assert report.operator == "aten.addcdiv_" and "in the optimizer's step" in str(report)
+    assert "Adam: eps=1e-08 is 0 in torch.float16" in report.advice
+    assert str(report).endswith(report.advice) and "eps=0.001" in report.advice
 
 
 def test_foreach_operators():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import gc
 import types
@@ -276,6 +277,37 @@ def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
     x = torch.tensor([1 / 3, 1 / 7])
     model({"x": x})
     assert torch.equal(x, torch.tensor([7.0, 1 / 7]))
+
+
+class AddsNested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x, rest):
+        return self.first(x) + self.first(rest["more"][0])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_inference_tensors_are_inputs(level, grad, half):
+    """Features that were cached under `torch.inference_mode`; a training forward takes them too."""
+    model = AddsNested()
+    by_hand = copy.deepcopy(model).to(half)
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    with torch.inference_mode():
+        x, more = torch.randn(3, 4), torch.randn(3, 4)
+
+    def run(model, dtype):
+        with torch.set_grad_enabled(grad):
+            return model(x.to(dtype), {"more": [more.to(dtype)]}), model.first(x.to(dtype))
+
+    found, expected = run(model, torch.float32), run(by_hand, half)
+    assert all(one.eq(other).all() for one, other in zip(found, expected, strict=True))
+    if grad:
+        found[0].sum().backward()
+        expected[0].sum().backward()
+        assert torch.equal(model.first.bias.grad.to(half), by_hand.first.bias.grad)
 
 
 def test_a_forward_that_raises_leaves_nothing_behind():

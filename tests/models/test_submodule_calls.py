@@ -184,7 +184,7 @@ CHANGES = {
 def test_another_dtype_is_refused_and_nothing_changed(opt_level, name):
     model, optimizer = start(opt_level, torch.float16 if name == "bfloat16" else torch.bfloat16)
     before = {n: (t, t.dtype, t.clone()) for n, t in model.named_parameters()}
-    with pytest.raises(ampatch.errors.AmpatchError, match=r"(?s)Net.*initialize.*deactivate"):
+    with pytest.raises(ampatch.errors.AmpatchError, match=r"Net.*unwrap.*deactivate.*initialize"):
         CHANGES[name](model)
     for parameter_name, parameter in model.named_parameters():
         known, dtype, value = before[parameter_name]
@@ -192,15 +192,39 @@ def test_another_dtype_is_refused_and_nothing_changed(opt_level, name):
     step(model(X).float().sum(), optimizer)
 
 
-def test_float_changes_nothing_but_at_o3(opt_level):
-    model, _ = start(opt_level)
-    if opt_level == "O3":
-        with pytest.raises(ampatch.errors.AmpatchError, match="Net"):
-            model.float()
+FLOATS = {
+    "float": lambda model: model.float(),
+    "to": lambda model: model.to(torch.float32),
+    "to device and dtype": lambda model: model.to("cpu", torch.float32),
+    "a part": lambda model: model.encoder.float(),
+    "a wrapper": lambda model: nn.Sequential(model).float(),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_model_is_made_fp32_or_the_error_says_how(opt_level, name, half):
+    """`model.float()` before an export; at O2, whose weights are FP32, forwards stay in half."""
+    model, optimizer = start(opt_level, half)
+    if opt_level in ("O2", "O3"):
+        expected = r"ampatch.unwrap\(model\).float\(\), or call ampatch.deactivate\(\)"
+        with pytest.raises(ampatch.AmpatchError, match=expected):
+            FLOATS[name](model)
     else:
-        assert model.float() is model and model.to(torch.float32) is model
-    kind = torch.bfloat16 if opt_level == "O3" else torch.float32
+        assert FLOATS[name](model) is not None
+    kind = half if opt_level == "O3" else torch.float32
     assert {p.dtype for p in model.parameters()} == {kind}
+    step(model(X).float().sum(), optimizer)
+    plain, true = ampatch.unwrap(model).float(), Net()
+    true.load_state_dict(model.state_dict())
+    assert torch.equal(plain(X), true(X))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_parts_that_run_in_fp32_may_be_made_fp32(level):
+    """As scripts do with the norms of half models."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    ampatch.initialize(model, opt_level=level, overrides={"2": "float"}, verbosity=0)
+    assert model[1].float() is model[1] and model[2].float() is model[2]
 
 
 def test_what_changes_no_dtype_works(opt_level):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -171,6 +172,96 @@ def test_a_frozen_base_in_half_is_no_reason_for_a_warning(half, caplog):
     ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
     step(model, optimizer, data())
     assert "given in half" not in caplog.text and model[0].weight.dtype is half
+
+
+DIVIDE_BY_ZERO = {
+    "Adam": torch.optim.Adam,
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+}
+FINE = {
+    **{
+        f"{name}, eps": functools.partial(DIVIDE_BY_ZERO[name], eps=1e-3) for name in DIVIDE_BY_ZERO
+    },
+    "Adam, fused": functools.partial(torch.optim.Adam, fused=True),  # computes in FP32
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,  # its eps are two
+    "SGD": torch.optim.SGD,
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", [*DIVIDE_BY_ZERO, *FINE])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_an_eps_that_is_zero_in_half_weights_is_named(kind, level, is_added, half, caplog):
+    """Where a weight whose gradient is 0 becomes NaN, and there only."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = {**DIVIDE_BY_ZERO, **FINE}[kind](model.parameters(), lr=0.01)
+    ampatch.initialize(model, None if is_added else optimizer, opt_level=level, dtype=half)
+    ampatch.add_optimizers(optimizer)
+    with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    expected = kind in DIVIDE_BY_ZERO and (level, half) == ("O3", torch.float16)
+    assert bool(model.weight.isnan().any()) is expected
+    said = [line for line in caplog.messages if "is 0 in torch.float16" in line]
+    assert len(said) == expected and all("with eps=0.001, or" in line for line in said)
+
+
+class CastsItsOwn(nn.Module):
+    """A loss with a weight, which it casts to the dtype of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, outputs):
+        self.w.data = self.w.data.to(outputs.dtype)
+        return (outputs * self.w).square().mean()
+
+
+def with_own_weight(level, half, **settings):
+    model, loss = seeded(), CastsItsOwn()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.01)
+    if level is not None:
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=half, **settings)
+    return model, loss, optimizer
+
+
+def train_own(model, loss, optimizer, dtype, steps=8):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(loss(model(data()[0]).to(dtype)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_trained_weight_that_is_made_half_is_named_once(level, after, half, caplog):
+    """torch.amp.GradScaler refuses its gradient."""
+    model, loss, optimizer = with_own_weight(None, half)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model(data()[0]).half())).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)
+    model, loss, optimizer = with_own_weight(level, half)
+    train_own(model, loss, optimizer, torch.float32, after)
+    assert "FP32" not in caplog.text
+    train_own(model, loss, optimizer, half)
+    (said,) = [line for line in caplog.messages if "FP32" in line]
+    expected = f"SGD: param_groups[0]['params'][4], of shape (2,), was FP32 and is {half} now"
+    assert said.startswith(expected) and "weight.to(x.dtype)" in said
+
+
+def test_a_models_own_weight_that_is_made_half_is_named_by_its_path(half, caplog):
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
+    model[2].weight.data = model[2].weight.data.to(half)
+    step(model, optimizer, data())
+    assert "SGD: 2.weight, of shape (2, 8), was FP32" in caplog.text
 
 
 # On several devices

@@ -37,8 +37,8 @@ def names(level, half, eps=(1e-8,), **settings):
 @pytest.mark.parametrize(
     "level, half, settings, expected",
     (
-        ("O3", "float16", {}, ["loss_scale='dynamic'", "eps=0.0001", "master_weights=True"]),
-        ("O3", "float16", {"loss_scale": "dynamic"}, ["eps=0.0001", "master_weights=True"]),
+        ("O3", "float16", {}, ["loss_scale='dynamic'", "eps=0.001", "master_weights=True"]),
+        ("O3", "float16", {"loss_scale": "dynamic"}, ["eps=0.001", "master_weights=True"]),
         ("O3", "float16", {"eps": (1e-3,)}, ["loss_scale='dynamic'", "master_weights=True"]),
         ("O3", "bfloat16", {}, ["master_weights=True"]),  # it has FP32's range
         ("O2", "float16", {}, []),
@@ -60,8 +60,8 @@ def test_a_candidate_is_a_row_with_its_settings_and_globs():
 
 def test_eps_is_none_of_initializes_settings():
     row = case(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
-    assert "eps=0.0001" in row.label and "AMPATCH_SETTINGS" not in row.environment
-    assert "eps=0.0001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+    assert "eps=0.001" in row.label and "AMPATCH_SETTINGS" not in row.environment
+    assert "eps=0.001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
 
 
 @pytest.mark.parametrize("name", ("ampatch", "framework"))  # there already, or by the sweep alone

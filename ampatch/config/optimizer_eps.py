@@ -1,0 +1,40 @@
+"""The eps of Adam and its kin beside half weights, in which torch's default is 0.
+
+They divide by sqrt(v) + eps in the dtype of the weights.  float16's smallest number is 2^-24, so
+1e-8 is 0 there, and so is the v of a first step, 0.001 g^2, for |g| below sqrt(2^-25 / 0.001) =
+5.5e-3: g is divided by 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .opt_levels import HALF_TYPES
+
+HALF_EPS = 1e-3
+"""What to take in half: the largest gradient whose v is lost then moves its weight by 5.5 times the
+learning rate.  With 1e-4 that is 55 times (docs/accuracy.md has a training where it shows).
+"""
+
+
+def lost_eps(optimizer: Any) -> str | None:
+    """A sentence about an eps that is 0 in the dtype of its weights; None: there is none.
+
+    The fused kernels of Adam compute in FP32.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        is_fused = group.get("fused") and isinstance(optimizer, torch.optim.Adam)
+        if not isinstance(eps, float) or eps <= 0 or is_fused:
+            continue
+        for dtype in {one.dtype for one in group["params"] if one.requires_grad}:
+            if dtype in HALF_TYPES and not torch.tensor(eps, dtype=dtype):
+                return (
+                    f"{type(optimizer).__name__}: eps={eps:g} is 0 in {dtype}, the dtype of its "
+                    "weights: a small gradient is divided by 0, and the weights become NaN. Make "
+                    f'the optimizer with eps={HALF_EPS:g}, or take opt_level="O2", whose weights '
+                    "are FP32."
+                )
+    return None
