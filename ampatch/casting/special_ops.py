@@ -21,11 +21,13 @@ from .cast_state import CastState
 from .handlers import overridable, unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import cast, castable, never
+from .rules import Choose, cast, cast_call, castable, never, widest
 from .stack import FOLLOW
 from .wrapper import replacement
 
 Make = Callable[[Callable], Callable]
+
+_EVERYWHERE = Policy(half_to=torch.float32)
 
 
 def matrix_power(original: Callable, state: CastState) -> Callable:
@@ -54,6 +56,26 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
         if n < 0:
             A, n = torch.linalg.inv(A.float()), -n
         return A if n == 1 else call(cast(A, policy.half_to, policy), n)
+
+    return overridable(patched, original, state)
+
+
+def float_inside(original: Callable, choose: Choose, state: CastState) -> Callable:
+    """FP32 inside at every level, for what PyTorch computes wrongly in half.
+
+    Where rows cast the call, they do; elsewhere (O2, O3) the result has the dtype as without us.
+    """
+    by_rows = replacement(original, choose, state)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        policy = state.table_policy()
+        if policy is None or (policy.gate is not None and not policy.gate(args, kwargs)):
+            wide = widest(args, kwargs, _EVERYWHERE)
+            to = choose(args, kwargs, _EVERYWHERE)
+            if wide not in (None, to) and kwargs.get("out") is None:
+                args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
+                return cast(by_rows(*args, **kwargs), wide, _EVERYWHERE)
+        return by_rows(*args, **kwargs)
 
     return overridable(patched, original, state)
 
