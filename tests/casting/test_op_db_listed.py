@@ -121,7 +121,7 @@ def asks_the_driver(theirs: list | Raised) -> bool:
 
 def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
     """The dtype that the rule of a call asks for."""
-    if rules <= {Rule.HALF, Rule.HALF_IF_FIRST}:
+    if rules == {Rule.HALF}:
         return half
     if rules == {Rule.POWER}:
         return torch.float32 if sample.args[1] == -1 else half
