@@ -177,9 +177,11 @@ class Installation:
         make = _MORE_THAN_CASTS.get(row.rule)
         if make is not None:
             return lambda original: make(original, self._state)
-        choose = self._chooser(row, name)
-        if (row.where, name) in _AT_EVERY_LEVEL and row not in APEX:
-            return lambda original: special_ops.float_inside(original, choose, self._state)
+        choose, rule = self._chooser(row, name), _AT_EVERY_LEVEL.get((row.where, name))
+        if rule is not None and row not in APEX:
+            return lambda original: special_ops.float_inside(
+                original, CHOOSERS[rule], choose, self._state
+            )
         return self._maker(choose)
 
     def _chooser(self, row: Row, name: str) -> Choose:
@@ -202,7 +204,7 @@ class Installation:
             )
 
 
-_AT_EVERY_LEVEL = {(row.where, name) for row in EVERY_LEVEL for name in row.names}
+_AT_EVERY_LEVEL = {(row.where, name): row.rule for row in EVERY_LEVEL for name in row.names}
 _MORE_THAN_CASTS: dict[Rule, Callable[[Callable, CastState], Callable]] = {
     Rule.POWER: special_ops.matrix_power,
     Rule.FUSED_ATTENTION: fused_attention.attention_kernel,

@@ -60,24 +60,30 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     return overridable(patched, original, state)
 
 
-def float_inside(original: Callable, choose: Choose, state: CastState) -> Callable:
-    """FP32 inside at every level, for what PyTorch computes wrongly in half.
+def float_inside(original: Callable, choose: Choose, row: Choose, state: CastState) -> Callable:
+    """FP32 inside at every level, where `choose` says so: PyTorch computes it wrongly in half.
 
-    Where rows cast the call, they do; elsewhere (O2, O3) the result has the dtype as without us.
+    Where the `row` of the tables casts the call, it does; elsewhere (O2, O3) the result has the
+    dtype as without us.
     """
-    by_rows = replacement(original, choose, state)
+    by_row = replacement(original, row, state)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
+        if not any(_is_half(value) for value in (*args, *kwargs.values())):
+            return by_row(*args, **kwargs)
         policy = state.table_policy()
         if policy is None or (policy.gate is not None and not policy.gate(args, kwargs)):
-            wide = widest(args, kwargs, _EVERYWHERE)
-            to = choose(args, kwargs, _EVERYWHERE)
-            if wide not in (None, to) and kwargs.get("out") is None:
+            wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
+            if wide is not to and kwargs.get("out") is None:
                 args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
-                return cast(by_rows(*args, **kwargs), wide, _EVERYWHERE)
-        return by_rows(*args, **kwargs)
+                return cast(by_row(*args, **kwargs), wide, _EVERYWHERE)
+        return by_row(*args, **kwargs)
 
     return overridable(patched, original, state)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:

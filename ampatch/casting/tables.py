@@ -294,7 +294,7 @@ BANNED: tuple[Row, ...] = (
 BEYOND: tuple[Row, ...] = (
     Row("torch", _WRITERS, Rule.PROMOTE, _WRITES),
     Row("torch", ("index_put_",), Rule.LIKE_FIRST, _INTO),
-    Row("torch", ("embedding_bag",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("embedding", "embedding_bag"), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch.Tensor", _WRITERS, Rule.PROMOTE, _WRITES),
     Row("torch.Tensor", _WRITERS_IN_PLACE, Rule.LIKE_FIRST, _INTO),
     Row("torch.linalg", ("cross",), Rule.PROMOTE, _ONE_DTYPE),
@@ -327,6 +327,10 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
         Rule.FLOAT, "Counts targets in the dtype of its input: from 65,505 on they are infinitely"
         " many in FP16, so that the mean and its gradient are 0."),
+    Row("torch", ("layer_norm",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the gradients of"
+        " half weights over all rows in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up"
+        " the gradients of a row in half: in bfloat16 the sum stops at 256 times an addend."),
 )
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.

@@ -61,6 +61,13 @@ CASES: dict[str, Callable] = {
         r(1, 3, 265, 265),
         ints(3, 1, 265, 265),
     ),
+    "layer_norm": lambda: (
+        lambda w, x: F.layer_norm(x, (8,), w, w),
+        r(8),
+        r(MANY, 8),
+    ),
+    "embedding": lambda: (lambda w, i: F.embedding(i, w), r(2, 3), ints(2, MANY)),
+    "embedding_bag": lambda: (lambda w, i: F.embedding_bag(i, w), r(2, 3), ints(2, 1, MANY)),
 }
 
 
@@ -68,13 +75,20 @@ def with_gradient(call: Callable, given: Tensor, *more: Tensor) -> list[Tensor]:
     """The result, and the gradient of what is given, where the result's is as large as a step's."""
     given = given.clone().requires_grad_()
     found = call(given, *more)
-    (found.float() * 1000).sum().backward()
+    found.float().mul(1000 / found.numel()).sum().backward()
     return [found.detach(), given.grad]
 
 
 @pytest.mark.filterwarnings("ignore:Default grid_sample")
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, opt_level",
+    [
+        (case, level)
+        for case in CASES
+        for level in ("O1", "O2", "O3")
+        if not (level == "O1" and "embedding" in case)  # whose table is FP32 there
+    ],
+)
 def test_values_and_gradients_are_those_of_fp32(case, opt_level, half):
     torch.manual_seed(0)
     call, *args = CASES[case]()
