@@ -177,12 +177,9 @@ class Installation:
         make = _MORE_THAN_CASTS.get(row.rule)
         if make is not None:
             return lambda original: make(original, self._state)
-        choose, rule = self._chooser(row, name), _AT_EVERY_LEVEL.get((row.where, name))
-        if rule is not None and row not in APEX:
-            return lambda original: special_ops.float_inside(
-                original, CHOOSERS[rule], choose, self._state
-            )
-        return self._maker(choose)
+        rule = None if row in APEX else _AT_EVERY_LEVEL.get((row.where, name))
+        uncast = None if rule is None else special_ops.float_inside(CHOOSERS[rule])
+        return self._maker(self._chooser(row, name), uncast=uncast)
 
     def _chooser(self, row: Row, name: str) -> Choose:
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
@@ -193,8 +190,10 @@ class Installation:
             return APEX_CHOOSERS[row.rule]
         return (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
 
-    def _maker(self, choose: Choose, is_whole: bool = False) -> Callable[[Any], Any]:
-        return lambda original: replacement(original, choose, self._state, is_whole)
+    def _maker(
+        self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None
+    ) -> Callable[[Any], Any]:
+        return lambda original: replacement(original, choose, self._state, is_whole, uncast)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

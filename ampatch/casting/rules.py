@@ -167,6 +167,12 @@ def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | No
     return widest(args, kwargs, policy)
 
 
+def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of `torch.embedding`, whose fifth argument says whether gradients are sparse."""
+    is_sparse = args[4] if len(args) > 4 else kwargs.get("sparse")
+    return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
+
+
 def _float_if_bfloat16(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     found = [dtype_of(value) for value in tensors_in((*args, *kwargs.values()))]
     return torch.float32 if torch.bfloat16 in found else widest(args, kwargs, policy)
@@ -250,6 +256,7 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.CONTRACTION: _contraction,
     Rule.FLOAT: choose_float,
     Rule.FLOAT_ON_CPU: _float_on_cpu,
+    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
     Rule.FLOAT_IF_BFLOAT16: _float_if_bfloat16,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import FLAT_WEIGHTS
 from . import fused_attention
 from .cast_observers import observed, observers
@@ -60,30 +61,25 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
     return overridable(patched, original, state)
 
 
-def float_inside(original: Callable, choose: Choose, row: Choose, state: CastState) -> Callable:
-    """FP32 inside at every level, where `choose` says so: PyTorch computes it wrongly in half.
+def float_inside(choose: Choose) -> Callable:
+    """What PyTorch computes wrongly in half, in FP32 where `choose` says so: for `replacement`.
 
-    Where the `row` of the tables casts the call, it does; elsewhere (O2, O3) the result has the
-    dtype as without us.
+    The result has the dtype as without us.
     """
-    by_row = replacement(original, row, state)
 
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if not any(_is_half(value) for value in (*args, *kwargs.values())):
-            return by_row(*args, **kwargs)
-        policy = state.table_policy()
-        if policy is None or (policy.gate is not None and not policy.gate(args, kwargs)):
-            wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
-            if wide is not to and kwargs.get("out") is None:
-                args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
-                return cast(by_row(*args, **kwargs), wide, _EVERYWHERE)
-        return by_row(*args, **kwargs)
+    def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
+                break
+        else:
+            return call(*args, **kwargs)
+        wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
+        if wide is to or kwargs.get("out") is not None:
+            return call(*args, **kwargs)
+        args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
+        return cast(call(*args, **kwargs), wide, _EVERYWHERE)
 
-    return overridable(patched, original, state)
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return uncast
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:

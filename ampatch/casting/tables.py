@@ -28,6 +28,7 @@ class Rule(Enum):
     CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
+    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of torch.embedding
     FLOAT_IF_BFLOAT16 = "float if bfloat16"  # FP32 where an input is bfloat16, else PROMOTE
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     FLOAT_UNLESS_SAME_SIZE = "float unless same size"  # as FLOAT, if there is anything to sum
@@ -329,8 +330,8 @@ EVERY_LEVEL: tuple[Row, ...] = (
         " many in FP16, so that the mean and its gradient are 0."),
     Row("torch", ("layer_norm",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the gradients of"
         " half weights over all rows in half: in bfloat16 the sum stops at 256 times an addend."),
-    Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up"
-        " the gradients of a row in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("embedding",), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, "On the CPU PyTorch adds up the"
+        " gradients of a row in half: in bfloat16 the sum stops at 256 times an addend."),
 )
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.

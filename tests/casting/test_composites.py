@@ -122,7 +122,15 @@ COMPOSITES = {  # name: function, arguments
 
 
 EQUATIONS = [
-    *("ij,jk", "ij,kj->ki", "bcij,bcjk->bik", "...ij,...jk", "...ij,...ij->...", "ij,ij->", "ii,i->"),
+    *(
+        "ij,jk",
+        "ij,kj->ki",
+        "bcij,bcjk->bik",
+        "...ij,...jk",
+        "...ij,...ij->...",
+        "ij,ij->",
+        "ii,i->",
+    ),
     *("i,ij,j->", "ij,jk,kl->il", "bi,bj,ij->b"),  # every operand is contracted
     *("i,j->ij", "i,j", "bi,j->bij", "... i , j -> ... i j", "bi,bi->bi", "ij,j->ij", "ii,i->i"),
     *("ii->i", "ij->ji", "...ij->...ji", "i,j,k->ijk", "ij,jk,k->ik"),
@@ -155,7 +163,9 @@ def test_einsum_computes_in_the_dtypes_of_its_products_and_sums(half):
         if dtype is torch.float32:
             assert torch.equal(wide, expected), equation
         found = torch.einsum(equation, [given[0].to(half), *given[1:]])
-        assert found.dtype is (torch.float32 if len(given) > 1 and dtype is not half else found.dtype)
+        assert found.dtype is (
+            torch.float32 if len(given) > 1 and dtype is not half else found.dtype
+        )
 
 
 def test_einsum_by_numbers_of_labels(half):

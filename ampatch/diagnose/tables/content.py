@@ -27,6 +27,7 @@ RULES = {
     "and another operand; else as float, if there is a sum at all; else as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
+    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
     Rule.FLOAT_IF_BFLOAT16: "As float, if an input is bfloat16; else as promote.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
     Rule.FLOAT_UNLESS_SAME_SIZE: "As float, unless the tensor already has the size asked for, "
