@@ -110,6 +110,7 @@ _FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and n
 _DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
 _NO_HALF = "PyTorch has no kernel for it in half."
 _NO_HALF_ON_CPU = "PyTorch has no kernel for it in half on the CPU, and has one on GPUs."
+_COUNTS = "Counts in the dtype of its input, FP16 up to 2,048 and bfloat16 up to 256."
 _NO_COMPLEX = "PyTorch has no complex numbers with bfloat16 parts; the result is no view then."
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
 _FUSED = "One kernel in the place of many calls in evaluation, most of them products."
@@ -305,9 +306,11 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.linalg", _LINALG, Rule.FLOAT, _DECOMPOSITION),
     Row("torch", ("ctc_loss", "histogram", "histogramdd", "nanquantile", "polar", "quantile"),
         Rule.FLOAT, _NO_HALF),
+    Row("torch", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch", ("rrelu",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
     Row("torch", ("complex", "view_as_complex"), Rule.FLOAT_IF_BFLOAT16, _NO_COMPLEX),
     Row("torch.Tensor", ("histogram", "nanquantile", "quantile"), Rule.FLOAT, _NO_HALF),
+    Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
     Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT, _NO_HALF),
     Row("torch.special", _SPECIAL, Rule.FLOAT, _NO_HALF),

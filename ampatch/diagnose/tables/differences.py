@@ -10,8 +10,8 @@ from __future__ import annotations
 from ampatch.casting.tables import Row, Rule
 
 AUTOCAST = {
-    Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU it has the products and sums "
-    "inside, as ampatch.",
+    Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU it casts the products and "
+    "sums inside, as ampatch.",
     Rule.PROMOTE: "raises RuntimeError for an input of the half type that is not the active one; "
     "ampatch promotes it like any other.",
     Rule.PROMOTE_UNLESS_SCALAR: "raises RuntimeError for an input of the half type that is not the "
@@ -25,9 +25,10 @@ AUTOCAST_OF_ROWS = {
     "torch.Tensor.corrcoef": "runs the product inside in half.",
     "torch.grid_sampler": "promotes on CUDA, where it raises RuntimeError for an input of the half "
     "type that is not the active one; runs it in FP32 on the CPU.",
-    "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of the "
-    "region mixes FP32: RuntimeError.",
-    "torch.nn.functional.interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
+    "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of "
+    "the region mixes FP32: RuntimeError.",
+    "torch.nn.functional.interpolate": "runs it in FP32 too, but for mode="
+    '"area", which stays half.',
 }
 """Rows that autocast treats differently, by their first function."""
 AT_EVERY_LEVEL = "has FP32 within its regions alone."
