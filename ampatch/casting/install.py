@@ -31,7 +31,17 @@ from .rules import (
     never,
     refused,
 )
-from .tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Row, Rule
+from .tables import (
+    APEX,
+    BANNED,
+    BEYOND,
+    BLACKLIST,
+    EVERY_LEVEL,
+    PROMOTE,
+    WHITELIST,
+    Row,
+    Rule,
+)
 from .wrapper import replacement
 
 
@@ -40,7 +50,9 @@ class Installation:
 
     def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
         self.missing: list[str] = []
+        self.has_rows = False  # those of EVERY_LEVEL at least
         self.has_tables = False
+        self.has_more = False  # for overrides
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
@@ -51,22 +63,18 @@ class Installation:
         self._has_apex_rows = False
         self._warned: set[str] = set()
 
-    def install(self) -> None:
-        """Patch everything the tables list.  Takes out what it put in if it fails halfway."""
-        self.has_tables = True
+    def install(self, is_whole: bool) -> None:
+        """Patch everything the tables list, or, if not `is_whole`, what holds at every level.
+
+        Takes out what it put in if it fails halfway.
+        """
+        self.has_rows, self.has_tables = True, is_whole
         try:
             self._dynamo.keep()
-            for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND):
-                if not row.native:
-                    self._put_row(row)
-            for where, name, make in (
-                *special_ops.module_parts(self._state),
-                *self.autocast.places(),
-            ):
-                self._put_if_there(where, name, make)
-            self._library_ops.install()
-            fresh_tables(self._patches)
-            self._patches.on_undo(self._state.tables.give_back)
+            if is_whole:
+                self._put_tables()
+            else:
+                self._put_rows(EVERY_LEVEL)
             self.replacements.rebind()
         except BaseException:
             self.undo()
@@ -78,6 +86,17 @@ class Installation:
                 ", ".join(self.missing),
             )
 
+    def _put_tables(self) -> None:
+        self._put_rows((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
+        for where, name, make in (
+            *special_ops.module_parts(self._state),
+            *self.autocast.places(),
+        ):
+            self._put_if_there(where, name, make)
+        self._library_ops.install()
+        fresh_tables(self._patches)
+        self._patches.on_undo(self._state.tables.give_back)
+
     def install_apex_rows(self, edits: Iterable[tuple[str, str, Rule | None]] = ()) -> None:
         """Add the rows that only apex's tables have; they act only under policies with these.
 
@@ -86,8 +105,7 @@ class Installation:
         if self._has_apex_rows:
             return
         self._has_apex_rows = True
-        for row in APEX:
-            self._put_row(row)
+        self._put_rows(APEX)
         for where, name, rule in edits:
             choose = never if rule is None else CHOOSERS[rule]
             self.put_torch_function(resolve(where), name, choose)
@@ -100,15 +118,12 @@ class Installation:
         self.replacements.give_back()
         self.missing.clear()
         self._warned.clear()
-        self.has_tables = self._has_apex_rows = False
-
-    def has_patches(self) -> bool:
-        """Whether anything is patched now, be it by the tables or for an override."""
-        return self.has_tables or len(self._patches) > 0
+        self.has_rows = self.has_tables = self.has_more = self._has_apex_rows = False
 
     def ensure(self, function: Callable) -> None:
         """Patch `function` where torch keeps it, so that overrides for it can act."""
         if self.replacements.of(function) is None:
+            self.has_more = True
             self._dynamo.keep()
             for owner, name in places_of(function):
                 self.replacements.put(owner, name, self._maker(never), shared=True)
@@ -142,10 +157,11 @@ class Installation:
         self.replacements.put(owner, name, self._maker(choose, is_whole=True))
         self.replacements.rebind(found)
 
-    def _put_row(self, row: Row) -> None:
-        for name in row.names:
-            make = self._make_for(row, name)
-            self._put_if_there(row.where, name, make, shared=row not in APEX)
+    def _put_rows(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            for name in () if row.native else row.names:
+                make = self._make_for(row, name)
+                self._put_if_there(row.where, name, make, shared=row not in APEX)
 
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
@@ -159,7 +175,9 @@ class Installation:
         make = _MORE_THAN_CASTS.get(row.rule)
         if make is not None:
             return lambda original: make(original, self._state)
-        return self._maker(self._chooser(row, name))
+        rule = None if row in APEX else _AT_EVERY_LEVEL.get((row.where, name))
+        uncast = None if rule is None else special_ops.float_inside(CHOOSERS[rule])
+        return self._maker(self._chooser(row, name), uncast=uncast)
 
     def _chooser(self, row: Row, name: str) -> Choose:
         if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
@@ -170,8 +188,10 @@ class Installation:
             return APEX_CHOOSERS[row.rule]
         return (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
 
-    def _maker(self, choose: Choose, is_whole: bool = False) -> Callable[[Any], Any]:
-        return lambda original: replacement(original, choose, self._state, is_whole)
+    def _maker(
+        self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None
+    ) -> Callable[[Any], Any]:
+        return lambda original: replacement(original, choose, self._state, is_whole, uncast)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -181,6 +201,7 @@ class Installation:
             )
 
 
+_AT_EVERY_LEVEL = {(row.where, name): row.rule for row in EVERY_LEVEL for name in row.names}
 _MORE_THAN_CASTS: dict[Rule, Callable[[Callable, CastState], Callable]] = {
     Rule.POWER: special_ops.matrix_power,
 }

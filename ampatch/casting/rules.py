@@ -7,6 +7,7 @@ are left as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,14 @@ def dtype_of(value: Tensor) -> torch.dtype:
     return value.dtype
 
 
+def device_of(value: Tensor) -> str:
+    """The type of a tensor's device, for which no handler is asked."""
+    if type(value) not in TENSORS and wants_to_see(value):
+        with unhandled():
+            return value.device.type
+    return value.device.type
+
+
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The dtype PROMOTE casts to: the widest castable one, FP32 for two different half types."""
     dtypes = {
@@ -125,14 +134,44 @@ def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
     return policy.half_to
 
 
-def _half_if_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    first = args[0] if args else kwargs.get("input")
-    is_other = isinstance(first, Tensor) and not castable(first, policy)
-    return None if is_other else policy.half_to
+def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of `torch._VF.einsum(equation, operands)`: what the sums and products inside are cast to."""
+    equation = args[0] if args else kwargs["equation"]
+    choose = _chooser_of.__wrapped__ if is_dynamo_compiling() else _chooser_of
+    return choose(equation)(args, kwargs, policy)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chooser_of(equation: str) -> Choose:
+    inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    operands = [set(labels) for labels in inputs.split(",")]
+    kept = set(output) if arrow else {"."} | {one for one in inputs if inputs.count(one) == 1}
+    shared = [one for one in set(inputs) - kept if sum(one in labels for labels in operands) > 1]
+    if all(labels.intersection(shared) for labels in operands):
+        return choose_half
+    return choose_float if any(labels - kept for labels in operands) else widest
 
 
 def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
+
+
+def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """FP32 as `_single` on the CPU; elsewhere the widest."""
+    if any(device_of(value) == "cpu" for value in tensors_in((*args, *kwargs.values()))):
+        return torch.float32
+    return widest(args, kwargs, policy)
+
+
+def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of `torch.embedding`, whose fifth argument says whether gradients are sparse."""
+    is_sparse = args[4] if len(args) > 4 else kwargs.get("sparse")
+    return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
+
+
+def _float_if_bfloat16(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    found = [dtype_of(value) for value in tensors_in((*args, *kwargs.values()))]
+    return torch.float32 if torch.bfloat16 in found else widest(args, kwargs, policy)
 
 
 def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -210,8 +249,11 @@ def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
 
 CHOOSERS: dict[Rule, Choose] = {
     Rule.HALF: choose_half,
-    Rule.HALF_IF_FIRST: _half_if_first,
+    Rule.CONTRACTION: _contraction,
     Rule.FLOAT: choose_float,
+    Rule.FLOAT_ON_CPU: _float_on_cpu,
+    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
+    Rule.FLOAT_IF_BFLOAT16: _float_if_bfloat16,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_observers import observed, observers
@@ -22,11 +23,13 @@ from .cast_state import CastState
 from .handlers import overridable, unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import cast, castable, never
+from .rules import Choose, cast, cast_call, castable, never, widest
 from .stack import FOLLOW
 from .wrapper import replacement
 
 Make = Callable[[Callable], Callable]
+
+_EVERYWHERE = Policy(half_to=torch.float32)
 
 
 def matrix_power(original: Callable, state: CastState) -> Callable:
@@ -57,6 +60,27 @@ def matrix_power(original: Callable, state: CastState) -> Callable:
         return A if n == 1 else call(cast(A, policy.half_to, policy), n)
 
     return overridable(patched, original, state)
+
+
+def float_inside(choose: Choose) -> Callable:
+    """What PyTorch computes wrongly in half, in FP32 where `choose` says so: for `replacement`.
+
+    The result has the dtype as without us.
+    """
+
+    def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
+                break
+        else:
+            return call(*args, **kwargs)
+        wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
+        if wide is to or kwargs.get("out") is not None:
+            return call(*args, **kwargs)
+        args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
+        return cast(call(*args, **kwargs), wide, _EVERYWHERE)
+
+    return uncast
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:

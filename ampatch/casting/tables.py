@@ -25,8 +25,11 @@ class Rule(Enum):
     """The dtype that the floating inputs of a call get."""
 
     HALF = "half"  # the half type
-    HALF_IF_FIRST = "half if first"  # as HALF, if the first input is one to cast
+    CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
     FLOAT = "float"  # half inputs up to FP32
+    FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
+    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of torch.embedding
+    FLOAT_IF_BFLOAT16 = "float if bfloat16"  # FP32 where an input is bfloat16, else PROMOTE
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     FLOAT_UNLESS_SAME_SIZE = "float unless same size"  # as FLOAT, if there is anything to sum
     PROMOTE = "promote"  # the widest floating dtype among the inputs
@@ -62,8 +65,11 @@ _CONVOLUTION = "Convolutions run as matrix products on tensor cores, many times 
 _RECURRENT = "Recurrent layers are chains of matrix products, which tensor cores run in half."
 _ATTENTION = "The flash kernels of GPUs take nothing but half, and their softmax is in FP32 inside."
 _INSIDE = "Its products happen inside PyTorch's C++, so the inputs have to be in half before."
+_CONTRACTION = (
+    "A matrix product where every operand has a label that is summed over it and another; else sums"
+    " run in FP32, and products of elements (rotary positions, say) in the widest dtype."
+)
 _PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."
-_COVARIANCE = "One matrix product inside; autocast for CUDA runs it in half, and ampatch follows."
 _POWER = (
     "Powers are repeated matrix products and run in half; exponents 0 and 1 multiply nothing,"
     " and an inverse needs FP32."
@@ -80,6 +86,7 @@ _EIGEN = "Needs eigenvalues, which PyTorch computes in no half type."
 _SINGULAR = "Needs singular values, which PyTorch computes in no half type."
 _NORMALIZE = "Divides by the root of a mean of squares, which overflow FP16 from 256 on."
 _SOFTMAX = "Adds up exponentials; FP16 loses the small ones, and the loss then sees zeros."
+_COVARIANCE = "Takes differences from means and adds up their products, which half rounds away."
 _TOTAL = "Totals of many values leave the range of FP16, or need more digits than it has."
 _LOSS = "The gradients of the whole network start here, and its FP32 costs next to nothing."
 _LOG_LOSS = "Takes exponentials or logarithms of probabilities, of which FP16 loses the small ones."
@@ -88,6 +95,10 @@ _RESIZE = "Its backward pass adds many output gradients into one input pixel, a 
 _ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dimension (scalars)."
 _ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
 _SCALED = "PyTorch refuses inputs of two dtypes here, except a scalar, by which it only multiplies."
+_OUT_OF_BOUNDS = (
+    "On the CPU PyTorch's half kernel counts pixels in 16 bits, and reads and writes outside of an"
+    " image of over 32,767; elsewhere it refuses inputs of two dtypes, so the widest one decides."
+)
 _WRITES = "Writes one tensor into another, which PyTorch refuses for two dtypes; the widest wins."
 _INTO = (
     "Writes into its first input, whose dtype stays; PyTorch refuses values of another dtype, and"
@@ -95,6 +106,10 @@ _INTO = (
 )
 _FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and never on the CPU."
 _DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
+_NO_HALF = "PyTorch has no kernel for it in half."
+_NO_HALF_ON_CPU = "PyTorch has no kernel for it in half on the CPU, and has one on GPUs."
+_COUNTS = "Counts in the dtype of its input, FP16 up to 2,048 and bfloat16 up to 256."
+_NO_COMPLEX = "PyTorch has no complex numbers with bfloat16 parts; the result is no view then."
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
@@ -133,6 +148,16 @@ _LINALG = (
     "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "qr", "slogdet",
     "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
 )
+_SPECIAL = (
+    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "chebyshev_polynomial_t",
+    "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w", "erfcx",
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+    "legendre_polynomial_p", "log_ndtr", "modified_bessel_i0", "modified_bessel_i1",
+    "modified_bessel_k0", "modified_bessel_k1", "ndtri", "scaled_modified_bessel_k0",
+    "scaled_modified_bessel_k1", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w", "spherical_bessel_j0", "zeta",
+)
 _NATIVES = (
     "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
     "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
@@ -150,19 +175,18 @@ WHITELIST: tuple[Row, ...] = (
     Row("torch", _RECURRENTS, Rule.HALF, _RECURRENT),
     Row("torch", ("_scaled_dot_product_flash_attention",), Rule.HALF, _ATTENTION),
     Row("torch", ("prelu",), Rule.HALF, _PRELU),
-    Row("torch", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
     Row("torch", ("matrix_power",), Rule.POWER, _POWER),
     Row("torch.Tensor", ("__matmul__", "addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"),
         Rule.HALF, _MATRIX),
     Row("torch.Tensor", ("addmv", "addr", "mv"), Rule.HALF, _VECTOR),
     Row("torch.Tensor", ("prelu",), Rule.HALF, _PRELU),
-    Row("torch.Tensor", ("corrcoef", "cov"), Rule.HALF_IF_FIRST, _COVARIANCE),
     Row("torch.Tensor", ("matrix_power",), Rule.POWER, _POWER),
     Row("torch.nn.functional", ("linear",), Rule.HALF, _MATRIX),
     Row("torch.nn.functional", _CONVOLUTIONS, Rule.HALF, _CONVOLUTION),
     Row("torch.nn.functional", ("scaled_dot_product_attention",), Rule.HALF, _ATTENTION),
     Row("torch.nn.functional", ("prelu",), Rule.HALF, _PRELU),
-    Row("torch._VF", ("chain_matmul", "einsum"), Rule.HALF, _INSIDE),
+    Row("torch._VF", ("chain_matmul",), Rule.HALF, _INSIDE),
+    Row("torch._VF", ("einsum",), Rule.CONTRACTION, _CONTRACTION),
     Row("torch._VF", _RECURRENTS, Rule.HALF, _RECURRENT),
     Row("torch.linalg", ("matmul",), Rule.HALF, _MATRIX),
     Row("torch.linalg", ("multi_dot", "vecdot"), Rule.HALF, _INSIDE),
@@ -185,6 +209,7 @@ BLACKLIST: tuple[Row, ...] = (
         Rule.FLOAT, _NORMALIZE),
     Row("torch", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
     Row("torch", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
+    Row("torch", ("corrcoef", "cov"), Rule.FLOAT, _COVARIANCE),
     Row("torch", ("cumulative_trapezoid", "trapezoid", "trapz"), Rule.FLOAT, _TOTAL),
     Row("torch", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
     Row("torch", ("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss",
@@ -200,6 +225,7 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch.Tensor", ("dist", "renorm"), Rule.FLOAT, _NORM),
     Row("torch.Tensor", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
     Row("torch.Tensor", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
+    Row("torch.Tensor", ("corrcoef", "cov"), Rule.FLOAT, _COVARIANCE),
     Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT_UNLESS_SAME_SIZE, _TOTAL),
     Row("torch.Tensor", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
     Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
@@ -229,7 +255,8 @@ BLACKLIST: tuple[Row, ...] = (
 
 PROMOTE: tuple[Row, ...] = (
     Row("torch", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
-    Row("torch", ("bilinear", "cross", "dot", "grid_sampler", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("bilinear", "cross", "dot", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("grid_sampler",), Rule.FLOAT_ON_CPU, _OUT_OF_BOUNDS),
     Row("torch", ("inner",), Rule.PROMOTE_UNLESS_SCALAR, _SCALED),
     Row("torch", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.Tensor", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
@@ -266,7 +293,7 @@ BANNED: tuple[Row, ...] = (
 BEYOND: tuple[Row, ...] = (
     Row("torch", _WRITERS, Rule.PROMOTE, _WRITES),
     Row("torch", ("index_put_",), Rule.LIKE_FIRST, _INTO),
-    Row("torch", ("embedding_bag",), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("embedding", "embedding_bag"), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch.Tensor", _WRITERS, Rule.PROMOTE, _WRITES),
     Row("torch.Tensor", _WRITERS_IN_PLACE, Rule.LIKE_FIRST, _INTO),
     Row("torch.linalg", ("cross",), Rule.PROMOTE, _ONE_DTYPE),
@@ -274,12 +301,35 @@ BEYOND: tuple[Row, ...] = (
     Row("torch", (*_DECOMPOSITIONS, "_lu_with_info"), Rule.FLOAT, _DECOMPOSITION),
     Row("torch.Tensor", _DECOMPOSITIONS, Rule.FLOAT, _DECOMPOSITION),
     Row("torch.linalg", _LINALG, Rule.FLOAT, _DECOMPOSITION),
+    Row("torch", ("ctc_loss", "histogram", "histogramdd", "nanquantile", "polar", "quantile"),
+        Rule.FLOAT, _NO_HALF),
+    Row("torch", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
+    Row("torch", ("rrelu",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
+    Row("torch", ("complex", "view_as_complex"), Rule.FLOAT_IF_BFLOAT16, _NO_COMPLEX),
+    Row("torch.Tensor", ("histogram", "nanquantile", "quantile"), Rule.FLOAT, _NO_HALF),
+    Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
+    Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
+    Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT, _NO_HALF),
+    Row("torch.special", _SPECIAL, Rule.FLOAT, _NO_HALF),
     Row("torch", ("matrix_exp",), Rule.FLOAT, _SERIES),
     Row("torch.Tensor", ("matrix_exp",), Rule.FLOAT, _SERIES),
     Row("torch.linalg", ("matrix_exp", "vander"), Rule.FLOAT, _SERIES),
     Row("torch.fft", _TRANSFORMS, Rule.FLOAT, _FOURIER),
     Row("torch", ("istft",), Rule.FLOAT, _FOURIER),
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
+)
+
+# At every level: what PyTorch computes wrongly in half.  These functions have a row above too.
+
+EVERY_LEVEL: tuple[Row, ...] = (
+    Row("torch", ("grid_sampler",), Rule.FLOAT_ON_CPU, _OUT_OF_BOUNDS),
+    Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
+        Rule.FLOAT, "Counts targets in the dtype of its input: from 65,505 on they are infinitely"
+        " many in FP16, so that the mean and its gradient are 0."),
+    Row("torch", ("layer_norm",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the gradients of"
+        " half weights over all rows in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("embedding",), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, "On the CPU PyTorch adds up the"
+        " gradients of a row in half: in bfloat16 the sum stops at 256 times an addend."),
 )
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.
@@ -301,8 +351,6 @@ APEX: tuple[Row, ...] = (
         "Its tanh form cubes the input, which overflows FP16 from 41 on."),
     Row("torch", ("grid_sampler",), Rule.FLOAT,
         "Half coordinates have eleven bits, too few to point between the pixels of a large image."),
-    Row("torch", ("ctc_loss",), Rule.FLOAT,
-        "Adds up probabilities of whole sequences, and PyTorch has no half kernel for it."),
     Row("torch.nn.functional", ("interpolate",), Rule.FLOAT, _RESIZE),
     Row("torch", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "exp_", "expm1_", "log_",
                   "log10_", "log2_", "reciprocal_", "rsqrt_", "sinh_", "tan_"),

@@ -11,6 +11,7 @@ Calls with `out=` are never cast.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +47,16 @@ else:
 
 
 def replacement(
-    original: Callable, choose: Choose, state: CastState, is_whole: bool = False
+    original: Callable,
+    choose: Choose,
+    state: CastState,
+    is_whole: bool = False,
+    uncast: Callable | None = None,
 ) -> Callable:
     """A plain function that stands in for `original` and casts to what `choose` says.
 
     `is_whole`: what the function calls itself is not cast, as of a function with an override.
+    `uncast(call, *args, **kwargs)` makes calls that are not cast here, if it is given.
     """
     is_half, is_float = choose is choose_half, choose is choose_float
     as_object = opaque_call(original)
@@ -74,6 +80,8 @@ def replacement(
         ):
             to = None
         elif policy.special or is_whole:
+            if uncast is not None:
+                call = functools.partial(uncast, call)
             return overridden(
                 call, original, choose, is_whole, patched, args, kwargs, policy, state
             )
@@ -88,7 +96,7 @@ def replacement(
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-            return call(*args, **kwargs)
+            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):

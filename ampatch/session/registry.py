@@ -195,8 +195,9 @@ class Registry:
         outside = self._outside(by_tables or casting)
         needs = needs_of(self, tables=bool(by_tables), casts=outside is not None)
         installed = self.installation
-        tables_change = needs.tables != installed.has_tables
-        tables_change |= not casting and installed.has_patches()
+        has_rows = needs.tables or needs.half_models
+        tables_change = (has_rows, needs.tables) != (installed.has_rows, installed.has_tables)
+        tables_change |= not casting and installed.has_more
         is_new = needs.tables and not installed.has_tables
         self.state.process = None
         with one_search():
@@ -205,8 +206,9 @@ class Registry:
                 self._tools.take_out_over_tables()
                 installed.undo()
         with one_search():
+            if tables_change and has_rows:
+                installed.install(is_whole=needs.tables)
             if is_new:
-                installed.install()
                 self.user_functions.put_all()
             for session, policy in casting:
                 self._apply_special(session, policy)

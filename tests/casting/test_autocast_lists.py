@@ -230,7 +230,7 @@ def test_cases_of_the_cpu_lists_follow_the_policy_for_cuda(given, half):
     chosen = [
         Entry(list_name, function, to(dtype, args), kwargs, None, None)
         for list_name, function, args, kwargs in cpu_cases()
-        if (function, given) != ("avg_pool3d", "half")  # no row, and no such kernel on CPU
+        if (function, given) != ("avg_pool3d", "half")  # FP32 on the CPU, which lacks the kernel
     ]
     expected = [
         {

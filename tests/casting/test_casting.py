@@ -95,7 +95,8 @@ def complaint_about_dtypes(
             found = dtypes(call(where, name, *on_fake_cuda((args, kwargs))))
     else:
         found = dtypes(call(where, name, args, kwargs))
-    word = half if rule in (Rule.HALF, Rule.HALF_IF_FIRST) else given
+    float_too = (Rule.FLOAT, Rule.FLOAT_ON_CPU)
+    word = half if rule is Rule.HALF else torch.float32 if rule in float_too else given
     return None if found == (autocasts or [word] * len(found)) else found
 
 

@@ -5,6 +5,9 @@ Dtypes against autocast for CUDA, values and gradients against plain FP32.
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,14 +23,6 @@ def square(*batch: int) -> torch.Tensor:
 
 IMAGE, PICTURES = (1, 2, 6, 6), (2, 3, 4, 5)
 COMPOSITES = {  # name: function, arguments
-    "einsum": (lambda a, b: torch.einsum("ij,jk", a, b), square(), square()),
-    "einsum batch": (lambda a, b: torch.einsum("bcij,bcjk->bik", a, b), square(2, 3), square(2, 3)),
-    "einsum dots": (lambda a, b: torch.einsum("...ij,...jk", a, b), square(2), square(2)),
-    "einsum three": (lambda a, b, c: torch.einsum("i,ij,j->", a, b, c), r(4), square(), r(4)),
-    "einsum list": (lambda pair: torch.einsum("ij,kj", pair), [square(), square()]),
-    "einsum numbers": (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [2, 0]), square(), square()),
-    "einsum diagonal": (lambda a: torch.einsum("ii->i", a), square()),
-    "einsum outer": (lambda a, b: torch.einsum("i,j->ij", a, b), r(4), r(3)),
     "tensordot": (lambda a, b: torch.tensordot(a, b, dims=2), r(3, 4, 4), r(4, 4, 2)),
     "tensordot dims": (lambda a, b: torch.tensordot(a, b, dims=([1], [0])), square(), square()),
     "inner": (lambda a, b: torch.inner(a, b), square(), square()),
@@ -124,6 +119,91 @@ COMPOSITES = {  # name: function, arguments
     "sum over": (lambda a: a.sum((0, 1), keepdim=True), square()),
     "log_softmax": (lambda a: F.log_softmax(a, dim=-1), square()),
 }
+
+
+EQUATIONS = [
+    *(
+        "ij,jk",
+        "ij,kj->ki",
+        "bcij,bcjk->bik",
+        "...ij,...jk",
+        "...ij,...ij->...",
+        "ij,ij->",
+        "ii,i->",
+    ),
+    *("i,ij,j->", "ij,jk,kl->il", "bi,bj,ij->b"),  # every operand is contracted
+    *("i,j->ij", "i,j", "bi,j->bij", "... i , j -> ... i j", "bi,bi->bi", "ij,j->ij", "ii,i->i"),
+    *("ii->i", "ij->ji", "...ij->...ji", "i,j,k->ijk", "ij,jk,k->ik"),
+    *("bi->b", "ii", "...i->...", "ij,k->k", "ij,kl->ik"),  # sums
+]
+
+
+def operands(equation: str) -> list[torch.Tensor]:
+    sizes = {"...": (2, 3), **{label: (2 + number,) for number, label in enumerate("ijklbc")}}
+    parts = equation.replace(" ", "").partition("->")[0].split(",")
+    labels = [re.findall(r"\.\.\.|\w", part) for part in parts]
+    return [r(*itertools.chain(*[sizes[label] for label in part])) for part in labels]
+
+
+def test_einsum_computes_in_the_dtypes_of_its_products_and_sums(half):
+    """Autocast for the CPU takes an equation apart; the one for CUDA has no FP32 in any."""
+    cases = [(equation, operands(equation)) for equation in EQUATIONS]
+    with torch.autocast("cpu", half):
+        theirs = [torch.einsum(equation, *given).dtype for equation, given in cases]
+    plain = [torch.einsum(equation, *given) for equation, given in cases]
+    assert {half, torch.float32} == set(theirs)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
+    for (equation, given), dtype, expected in zip(cases, theirs, plain, strict=True):
+        numbers = [given, [x.to(half) for x in given]]
+        for args in numbers:
+            found = torch.einsum(equation, *args)
+            torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
+        wide = torch.einsum(equation, *given)
+        assert wide.dtype is dtype, equation
+        if dtype is torch.float32:
+            assert torch.equal(wide, expected), equation
+        found = torch.einsum(equation, [given[0].to(half), *given[1:]])
+        assert found.dtype is (
+            torch.float32 if len(given) > 1 and dtype is not half else found.dtype
+        )
+
+
+def test_einsum_by_numbers_of_labels(half):
+    x, y = square(), square()
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
+    assert torch.einsum(x, [0, 1], y, [1, 2], [2, 0]).dtype is half
+    assert torch.einsum(x, [..., 0], y, [..., 0], [..., 0]).dtype is torch.float32
+    assert torch.einsum(x, [0, 0]).dtype is torch.float32
+
+
+class Rotary(torch.nn.Module):
+    """Positions times frequencies by einsum, as rotary embeddings have them."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0.0, 32, 2) / 32))
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        angles = torch.einsum(self.equation, t, self.inv_freq)
+        return torch.cat((angles, angles), dim=-1).cos() * self.scale
+
+
+@pytest.mark.parametrize("equation", ["i , j -> i j", "b i , j -> b i j"])
+def test_rotary_embeddings_keep_their_positions(equation, half):
+    t = torch.arange(1000.0, 1016.0)
+    t = t if equation.startswith("i") else t[None]
+    plain = Rotary(equation)(t)
+    model = ampatch.initialize(Rotary(equation), opt_level="O1", dtype=half, verbosity=0)
+    assert torch.equal(model(t), plain)
+
+
+@pytest.mark.parametrize("given", ["float32", "half"])
+def test_a_sum_by_einsum_does_not_overflow(given, half):
+    threes = torch.full((2, 100_000), 3.0, dtype=torch.float32 if given == "float32" else half)
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
+    assert torch.einsum("bn->b", threes).tolist() == [300_000.0] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated", "ignore:.*chain_matmul")

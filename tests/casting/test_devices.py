@@ -36,6 +36,30 @@ def test_a_model_that_moves_takes_the_rules_along(accelerator):
     assert model(torch.ones(2, 4)).dtype is torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_only_the_cpu_computes_wrongly_stays_half_elsewhere(level, accelerator, half):
+    def call(device: str) -> list[torch.dtype]:
+        picture, volume = (torch.ones(1, 1, *[4] * n, device=device, dtype=half) for n in (2, 3))
+        grid = torch.zeros(1, 2, 2, 2, device=device, dtype=half)
+        weight = torch.ones(4, device=device, dtype=half)
+        calls = [F.grid_sample(picture, grid), F.embedding(grid.long(), picture[0, 0])]
+        calls += (
+            [F.avg_pool3d(volume, 2)] if level == "O1" else [F.layer_norm(weight, (4,), weight)]
+        )
+        return [found.dtype for found in calls]
+
+    ampatch.initialize(
+        [nn.Linear(4, 4), nn.Linear(4, 4, device="meta")],
+        opt_level=level,
+        dtype=half,
+        patch_scope="process",
+        verbosity=0,
+    )
+    assert call("meta") == [half] * 3
+    assert call("cpu") == ([torch.float32, half, torch.float32] if level == "O1" else [half] * 3)
+
+
 def test_without_an_accelerator_nothing_is_asked():
     model = nn.Linear(4, 4)
     ampatch.initialize(model, verbosity=0)

@@ -30,6 +30,7 @@ from op_composites import COMPOSITES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import ampatch
+from ampatch.casting.tables import BEYOND as BEYOND_TABLE
 from ampatch.casting.tables import Rule
 
 LISTED = [name for name in OPS if any(call.rules for call in CALLS[name])]
@@ -121,7 +122,7 @@ def asks_the_driver(theirs: list | Raised) -> bool:
 
 def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
     """The dtype that the rule of a call asks for."""
-    if rules <= {Rule.HALF, Rule.HALF_IF_FIRST}:
+    if rules == {Rule.HALF}:
         return half
     if rules == {Rule.POWER}:
         return torch.float32 if sample.args[1] == -1 else half
@@ -297,5 +298,53 @@ def test_whatever_autocast_casts_is_listed(names, limit, half):
     assert missing == set()
 
 
+TO_FP32 = EXACT | {Rule.FLOAT_ON_CPU, Rule.FLOAT_IF_BFLOAT16, Rule.POWER}
+NEEDLESS = {
+    ("complex", torch.float16): "it is for bfloat16",
+    ("view_as_complex", torch.float16): "it is for bfloat16",
+    ("nn.functional.rrelu", torch.bfloat16): "it is for float16",
+}
+"""Rows that say there is no half kernel, whose operators PyTorch's first samples run in half."""
+
+
+def lacks_half(name: str, limit: int | None, half: torch.dtype) -> bool:
+    """Whether PyTorch refuses in half, on the CPU, what it takes in FP32."""
+    call = CALLS[name][0]
+    return any(
+        not isinstance(outcome(call, sample.fresh()), Raised)
+        and isinstance(outcome(call, sample.in_dtype(half)), Raised)
+        for sample in samples(OPS[name], torch.float32, limit)
+    )
+
+
+@few_and_all
+@pytest.mark.parametrize("names", groups(OPS, 100))
+def test_what_has_no_half_kernel_goes_to_fp32_and_nothing_else_says_so(names, limit, half):
+    """Where CUDA has a kernel in half, FP32 is for the CPU alone."""
+    missing, needless, everywhere = set(), set(), set()
+    for name in names:
+        call, op = CALLS[name][0], OPS[name]
+        if lacks_half(name, limit, half) and name not in BELOW:
+            if not call.rules & TO_FP32:
+                missing.add(name)
+            elif says_so(call) and half in op.dtypesIfCUDA and Rule.FLOAT in call.rules:
+                everywhere.add(name)
+        elif says_so(call):
+            needless.add((name, half))
+    assert missing == everywhere == set()
+    assert limit is not None or needless - NEEDLESS.keys() == set()
+
+
+def says_so(call: Call) -> bool:
+    """Whether all rows of a call give the lack of a half kernel as their reason."""
+    return bool(call.rows) and SAY_SO.issuperset(call.rows)
+
+
+SAY_SO = {
+    f"{row.where}.{name}"
+    for row in BEYOND_TABLE
+    for name in row.names
+    if row.rule in TO_FP32 and row.why.startswith("PyTorch has")
+}
 BELOW = {"_upsample_bilinear2d_aa"}
 """Called as `torch.ops.aten`, below the functions that can be patched."""

@@ -19,7 +19,16 @@ import torch
 from repository import DATA
 
 from ampatch.casting import tables
-from ampatch.casting.tables import APEX, BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.casting.tables import (
+    APEX,
+    BANNED,
+    BEYOND,
+    BLACKLIST,
+    EVERY_LEVEL,
+    PROMOTE,
+    WHITELIST,
+    Rule,
+)
 
 TABLES = {"WHITELIST": WHITELIST, "BLACKLIST": BLACKLIST, "PROMOTE": PROMOTE, "BANNED": BANNED}
 ROWS = [row for table in TABLES.values() for row in table]
@@ -37,7 +46,7 @@ OWNERS = {
 RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
 TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
-TO_WIDEST = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
+TO_WIDEST = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR, Rule.FLOAT_ON_CPU}
 
 NEW_IN = {("torch.linalg", "matrix_sqrth"): (2, 15)}
 """Rows for functions that some torch from 2.4 on lacks, and the version that has them."""
@@ -57,7 +66,7 @@ def test_no_op_has_two_rules():
 
 
 def test_every_row_names_functions_and_says_why():
-    for row in (*ROWS, *BEYOND, *APEX):
+    for row in (*ROWS, *BEYOND, *EVERY_LEVEL, *APEX):
         assert row.where in OWNERS
         assert row.names and all(name.isidentifier() for name in row.names)
         assert row.why[0].isupper() and row.why.endswith(".") and ". " not in row.why, row
@@ -66,12 +75,17 @@ def test_every_row_names_functions_and_says_why():
 
 def test_each_table_holds_its_own_rules():
     expected = {
-        "WHITELIST": {Rule.HALF, Rule.HALF_IF_FIRST, Rule.POWER},
+        "WHITELIST": {Rule.HALF, Rule.CONTRACTION, Rule.POWER},
         "BLACKLIST": TO_FP32,
         "PROMOTE": TO_WIDEST,
         "BANNED": {Rule.BANNED},
     }
     assert {name: {row.rule for row in table} for name, table in TABLES.items()} == expected
+
+
+def test_what_holds_at_every_level_has_a_row_in_the_tables_too():
+    listed = {(row.where, name) for row in (*ROWS, *BEYOND) for name in row.names}
+    assert {(row.where, name) for row in EVERY_LEVEL for name in row.names} <= listed
 
 
 def test_only_promoters_are_native():
@@ -121,9 +135,9 @@ def autocast_test_lists():
 
 LISTED = sorted(set(autocast_test_lists()))
 LISTS = {  # list of PyTorch's tests -> where its functions may have their rows, and the rules
-    "torch_fp16": ({"torch", "torch._VF"}, {Rule.HALF}),
+    "torch_fp16": ({"torch", "torch._VF"}, {Rule.HALF, Rule.CONTRACTION}),
     "torch_fp32": ({"torch", "torch._VF"}, TO_FP32),
-    "torch_need_autocast_promote": ({"torch", "torch._VF"}, {Rule.PROMOTE}),
+    "torch_need_autocast_promote": ({"torch", "torch._VF"}, {Rule.PROMOTE, Rule.FLOAT_ON_CPU}),
     "nn_fp16": ({"torch._C._nn", "torch.nn.functional"}, {Rule.HALF}),
     "nn_fp32": ({"torch._C._nn", "torch.nn.functional"}, TO_FP32),
     "linalg_fp16": ({"torch.linalg"}, {Rule.HALF}),
@@ -287,7 +301,7 @@ def test_apex_tables_adds_what_apex_ran_in_fp32():
     assert {(row.where, name) for row in APEX if row.rule is Rule.FLOAT for name in row.names} == {
         *places(["std", "var"], "torch", "torch.Tensor"),
         *places(["__ipow__", "cpu"], "torch.Tensor"),
-        *places(["ctc_loss", "grid_sampler"], "torch"),
+        *places(["grid_sampler"], "torch"),
         *places(["gelu", "interpolate"], "torch.nn.functional"),
     }
 

@@ -87,6 +87,7 @@ CASES = {
     "baddbmm": (lambda: Calls(lambda x, w: torch.baddbmm(x @ w, x, w), 2, 4, 4), (2, 4, 4)),
     "Tensor.bmm": (lambda: Calls(lambda x, w: torch.Tensor.bmm(x, w), 2, 4, 5), (2, 3, 4)),
     "einsum": (lambda: Calls(lambda x, w: torch.einsum("ij,jk->ik", x, w), 4, 5), (3, 4)),
+    "einsum of elements": (lambda: Calls(lambda x, w: torch.einsum("i,j->ij", x, w), 5), (3,)),
     "exp": (lambda: Calls(lambda x, w: torch.exp(F.linear(x, w)), 5, 4), (3, 4)),
     "bilinear": (lambda: Calls(lambda x, w: torch.bilinear(x, x, w, None), 5, 4, 4), (3, 4)),
     "attention": (

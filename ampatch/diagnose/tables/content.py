@@ -18,13 +18,17 @@ TITLES = {
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
     "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes.",
+    "EVERY_LEVEL": "PyTorch computes it wrongly in half: FP32 inside, at O2 and O3 too.",
     "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
-    Rule.HALF_IF_FIRST: "As half, if the first input is a float16, bfloat16 or float32 tensor; "
-    "else nothing is cast.",
+    Rule.CONTRACTION: "Of an equation: half, if every operand has a label that is summed over it "
+    "and another operand; else as float, if there is a sum at all; else as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
+    Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
+    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
+    Rule.FLOAT_IF_BFLOAT16: "As float, if an input is bfloat16; else as promote.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
     Rule.FLOAT_UNLESS_SAME_SIZE: "As float, unless the tensor already has the size asked for, "
     "so that nothing is summed.",
@@ -87,7 +91,9 @@ def _entry(table: str, row: Row) -> Entry:
         why=row.why,
         native=row.native,
         missing=tuple(name for name in row.names if is_missing(row.where, name)),
-        autocast=differences.from_autocast(row, table in ("APEX", "BEYOND")),
+        autocast=differences.AT_EVERY_LEVEL
+        if table == "EVERY_LEVEL"
+        else differences.from_autocast(row, table in ("APEX", "BEYOND")),
         apex="" if is_of_apex else differences.from_apex(row),
     )
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from ampatch.casting.tables import Row, Rule
 
 AUTOCAST = {
+    Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU it casts the products and "
+    "sums inside, as ampatch.",
     Rule.PROMOTE: "raises RuntimeError for an input of the half type that is not the active one; "
     "ampatch promotes it like any other.",
     Rule.PROMOTE_UNLESS_SCALAR: "raises RuntimeError for an input of the half type that is not the "
@@ -18,14 +20,20 @@ AUTOCAST = {
 }
 """Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
 
-AUTOCAST_OF_EXTRA_ROWS = {
-    "grid_sampler": "promotes; half with half stays half.",
-    "addmm": "runs the addmm inside in half, with which a backward pass outside of the region mixes"
-    " FP32: RuntimeError.",
-    "interpolate": 'runs it in FP32 too, but for mode="area", which stays half.',
+AUTOCAST_OF_ROWS = {
+    "torch.corrcoef": "runs the product inside in half.",
+    "torch.Tensor.corrcoef": "runs the product inside in half.",
+    "torch.grid_sampler": "promotes on CUDA, where it raises RuntimeError for an input of the half "
+    "type that is not the active one; runs it in FP32 on the CPU.",
+    "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of "
+    "the region mixes FP32: RuntimeError.",
+    "torch.nn.functional.interpolate": "runs it in FP32 too, but for mode="
+    '"area", which stays half.',
 }
+"""Rows that autocast treats differently, by their first function."""
+AT_EVERY_LEVEL = "has FP32 within its regions alone."
 LEFT_ALONE = "leaves them as PyTorch has them."
-"""What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_EXTRA_ROWS` says it."""
+"""What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_ROWS` says it."""
 
 APEX = {
     Rule.HALF: (
@@ -62,9 +70,8 @@ _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()
 
 def from_autocast(row: Row, is_extra: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
-    if is_extra:
-        return AUTOCAST_OF_EXTRA_ROWS.get(row.names[0], LEFT_ALONE)
-    return "" if row.native else AUTOCAST.get(row.rule, "")
+    by_rule = LEFT_ALONE if is_extra else AUTOCAST.get(row.rule, "")
+    return "" if row.native else AUTOCAST_OF_ROWS.get(f"{row.where}.{row.names[0]}", by_rule)
 
 
 def from_apex(row: Row) -> str:

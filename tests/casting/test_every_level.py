@@ -1,0 +1,102 @@
+"""What PyTorch computes wrongly in half is FP32 inside at every level: values against FP32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autocast_oracle import to
+from op_samples import ints, r
+from torch import Tensor, nn
+
+import ampatch
+
+MANY = 70_000  # more than float16 can count
+CLASSES = r(3) + 0.5
+LARGE = (1, 1, 190, 190)  # more pixels than 16 bits can count
+
+
+class Calls(nn.Module):
+    """Calls a function in its forward."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+
+def grid() -> Tensor:
+    return r(1, 40, 40, 2) * 2 - 1
+
+
+CASES: dict[str, Callable] = {
+    "grid_sample": lambda: (F.grid_sample, r(*LARGE), grid()),
+    "grid_sample bicubic": lambda: (
+        functools.partial(F.grid_sample, mode="bicubic", align_corners=True),
+        r(*LARGE),
+        grid(),
+    ),
+    "cross_entropy": lambda: (F.cross_entropy, r(MANY, 3), ints(3, MANY)),
+    "cross_entropy of images": lambda: (F.cross_entropy, r(1, 3, 265, 265), ints(3, 1, 265, 265)),
+    "nll_loss": lambda: (F.nll_loss, r(MANY, 3), ints(3, MANY)),
+    "nll_loss of images": lambda: (F.nll_loss, r(1, 3, 265, 265), ints(3, 1, 265, 265)),
+    "nll_loss, ignored": lambda: (
+        functools.partial(F.nll_loss, ignore_index=1),
+        r(2 * MANY, 3),
+        ints(3, 2 * MANY),
+    ),
+    "nll_loss, weighted": lambda: (
+        lambda x, t: F.nll_loss(x, t, CLASSES.to(x.dtype)),
+        r(MANY, 3),
+        ints(3, MANY),
+    ),
+    "nll_loss of images, weighted": lambda: (
+        lambda x, t: F.nll_loss(x, t, CLASSES.to(x.dtype)),
+        r(1, 3, 265, 265),
+        ints(3, 1, 265, 265),
+    ),
+    "layer_norm": lambda: (
+        lambda w, x: F.layer_norm(x, (8,), w, w),
+        r(8),
+        r(MANY, 8),
+    ),
+    "embedding": lambda: (lambda w, i: F.embedding(i, w), r(2, 3), ints(2, MANY)),
+}
+
+
+def with_gradient(call: Callable, given: Tensor, *more: Tensor) -> list[Tensor]:
+    """The result, and the gradient of what is given, where the result's is as large as a step's."""
+    given = given.clone().requires_grad_()
+    found = call(given, *more)
+    found.float().mul(1000 / found.numel()).sum().backward()
+    return [found.detach(), given.grad]
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize(
+    "case, opt_level",
+    [
+        (case, level)
+        for case in CASES
+        for level in ("O1", "O2", "O3")
+        if not (level == "O1" and case == "embedding")  # whose table is FP32 there
+    ],
+)
+def test_values_and_gradients_are_those_of_fp32(case, opt_level, half):
+    torch.manual_seed(0)
+    call, *args = CASES[case]()
+    args = to(half, args)
+    plain = with_gradient(call, *to(torch.float32, args))
+    model = Calls(call)
+    ampatch.initialize(model, opt_level=opt_level, dtype=half, verbosity=0)
+    inside, outside = with_gradient(model, *args), with_gradient(call, *args)
+    assert outside[0].dtype is (torch.float32 if opt_level == "O1" else half)
+    for new, old in zip((*inside, *outside), (*plain, *plain), strict=True):
+        room = 4 * torch.finfo(half).eps * old.abs().max().item()
+        torch.testing.assert_close(new.float(), old, rtol=0, atol=room)
