@@ -11,7 +11,8 @@ from typing import Any
 
 from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
 from ampatch.sweep.report.figures import brief
-from ampatch.sweep.report.judge import LOSS, difference_text
+from ampatch.sweep.report.judge import difference_text
+from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import (
     MISSING,
     decimals,
@@ -161,7 +162,7 @@ def speed_mark(row: Row) -> str:
 def quality_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's."""
     outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
-    return DIFFERS if outcome in ("worse", "better") else ""
+    return DIFFERS if outcome in ("worse", "small", "better") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
