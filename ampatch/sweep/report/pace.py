@@ -45,7 +45,7 @@ def pace_of(
     cpu_speeds: Spread | None = None,
     cpu_reach: float | None = None,
 ) -> tuple[str, bool]:
-    """The verdict on a row's `speeds`, where O0's own reach so far; and whether CPU time decided."""
+    """The verdict on a row's `speeds` where O0's has this `reach`, and whether CPU time decided."""
     pace = _told(speeds, reach)
     if speeds and reach and pace == UNKNOWN and max(reach, speeds.high / speeds.low) > 1 + NOISE:
         by_cpu = _told(cpu_speeds, cpu_reach)
@@ -86,10 +86,8 @@ def in_words(row: Row) -> str:
         return f"{_ratio(speeds, 'the speed of O0')}, with O0 measured once, which tells nothing"
     if row.pace == UNKNOWN:
         return f"speed not told apart from O0's on this machine: {_ratio(speeds)}"
-    said = _ratio(row.decisive, "the speed of O0")
-    return (
-        f"{said} by CPU time, as wall time is too noisy: {_ratio(speeds)}" if row.by_cpu else said
-    )
+    by_cpu = f" by CPU time, as wall time is too noisy: {_ratio(speeds)}" if row.by_cpu else ""
+    return f"{_ratio(row.decisive, 'the speed of O0')}{by_cpu}"
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
@@ -115,8 +113,8 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     if unknown:
         return (
             f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g}x as fast; not told "
-            f"apart from it on this machine, where O0 against O0 is {_ratio(base.speeds)}: "
-            f"{', '.join(unknown)}. {WHEN_IDLE}"
+            f"apart from it on this machine: {', '.join(unknown)}. O0 against O0 is "
+            f"{_ratio(base.speeds)}. {WHEN_IDLE}"
         )
     fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)
     return (

@@ -104,8 +104,8 @@ def _without_scatter(one: Comparison) -> str:
     if not is_shown(one):
         return (
             f"its {one.name} is {one.difference:+.2g} off with each of {one.n} seeds, and "
-            f"{one.matters:.2g} matters (--margin). --resume --seeds {max(MORE_SEEDS, one.n + 3)} says "
-            "more."
+            f"{one.matters:.2g} matters (--margin). "
+            f"--resume --seeds {max(MORE_SEEDS, one.n + 3)} says more."
         )
     if one.n < LEAST_SEEDS:
         return f"the same {one.name} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
