@@ -303,6 +303,7 @@ FORWARD = (4.0, "forward", 8.0, "loss", 16.0, "backward", 1.0, "unscaled")
         ((4.0, "forward", 1.0, "forward", 7.0, "loss", *FORWARD[4:], 0.0, 1), (4, 8, 16, 1)),
         ((12.0, "loss", *FORWARD[4:], 2.0, "step_begins", 3.0, 1), (0, 0, 16, 6, 12)),  # no model
         ((4.0, "forward", 24.0, "step_begins", 3.0, 1), (4, 0, 0, 3, 24)),  # no scale_loss
+        ((4.0, "step_begins", 12.0, "loss", *FORWARD[4:], 2.0, 1), (4, 0, 16, 3, 12)),  # a closure
     ],
 )
 def test_the_parts_are_a_whole_step(hands, course, expected):
@@ -438,15 +439,16 @@ def test_a_watched_model_compiles_in_one_graph():
     assert told == []
 
 
-def test_a_missing_part_is_missing_in_the_table():
+def test_parts_are_shown_where_all_rows_are_split_alike():
     parts = {"backward": [None, *[0.002] * 39], "unsplit": [None, *[0.004] * 39]}
-    [row] = summarize([run_of(Trial(BASE), parts=parts)])
-    shown = {column.title: column.text(row) for column in part_columns([row])}
-    assert shown == {
-        "level": "O0", "dtype": "float32", "data": "-", "forward": "-", "backward": "2.00",
-        "optimizer": "-", "unsplit": "4.00",
-    }  # fmt: skip
-    assert part_columns(summarize([run_of(Trial(BASE))])) == []
+    base, other = run_of(Trial(BASE), parts=parts), run_of(Trial(ROWS[1]), parts=parts)
+    rows = summarize([base, other])
+    shown = {column.title: column.text(rows[0]) for column in part_columns(rows)}
+    assert shown == {"level": "O0", "dtype": "float32", "backward": "2.00", "unsplit": "4.00"}
+    without = run_of(Trial(ROWS[1]))
+    assert part_columns(summarize([base, without])) and not part_columns(summarize([without]))
+    apart = run_of(Trial(ROWS[1]), parts={**parts, "optimizer": parts["backward"]})
+    assert part_columns(summarize([base, apart])) == []
 
 
 # The machine

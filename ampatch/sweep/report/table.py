@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
+from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import difference_text
 from ampatch.sweep.report.margin import LOSS
@@ -40,7 +40,7 @@ CPU_NOTE = "CPU time is that of all threads, and other processes hardly change i
 PARTS_NOTE = (
     "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
     "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
-    "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
+    "and the step. What cannot be told apart in any row is unsplit."
 )
 SCATTER_NOTE = "± is the standard deviation over seeds."
 MEMORY_NOTES = {
@@ -120,16 +120,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def part_columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns of a table of the parts of a step; none where no part is known."""
-    known = [name for name in PARTS if any(name in row.parts for row in rows)]
-    if not known:
+    """The columns of a table of the parts of a step; none where rows are split in other ways."""
+    splits = {tuple(name for name in PARTS if row.parts.get(name)) for row in rows if row.parts}
+    if len(splits) != 1:
         return []
-    shown = [name for name in PARTS if name in known or name != UNSPLIT]
     return [
         *NAMES,
         *(
             Column(name, lambda row, name=name: number(row.parts.get(name), "{:.2f}"))
-            for name in shown
+            for name in splits.pop()
         ),
     ]
 
