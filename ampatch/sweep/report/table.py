@@ -74,9 +74,10 @@ class Table:
     lines: list[list[str]]
 
     @classmethod
-    def of(cls, columns: Sequence[Column], shown: Iterable[Any]) -> Table:
-        """The table of these columns, a line for each of `shown`."""
-        return cls(columns, [[column.text(one) for column in columns] for one in shown])
+    def of(cls, columns: Sequence[Column], shown: Sequence[Any]) -> Table:
+        """The table of these columns, a line for each of `shown`; of those that are not empty."""
+        told = not_empty(columns, shown)
+        return cls(told, [[column.text(one) for column in told] for one in shown])
 
     def __str__(self) -> str:
         """Aligned text, one line for each of the table's."""
@@ -88,6 +89,15 @@ class Table:
     def _padded(self, line: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
         for column, text, width in zip(self.columns, line, widths):
             yield text.rjust(width) if column.right else text.ljust(width)
+
+
+def not_empty(columns: Sequence[Column], shown: Sequence[Any]) -> list[Column]:
+    """The columns in which one of `shown` has something; all where there is nothing to show."""
+    return [
+        column
+        for column in columns
+        if not shown or any(column.text(one) != MISSING for one in shown)
+    ]
 
 
 NAMES = (
