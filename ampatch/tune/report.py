@@ -80,13 +80,9 @@ def _shown(answer: Answer) -> str:
 
 def _speeds(answer: Answer) -> str:
     """What the cure costs."""
-    said = []
-    for name, shown in (("O0", "O0"), ("level", answer.opt_level), ("cure", "with the cure")):
-        if name in answer.step_ms:
-            speed = answer.speeds.get(name)
-            times = "" if speed is None or name == "O0" else f" ({speed:.2f} times O0's speed)"
-            said.append(f"{shown} {answer.step_ms[name]:.3g} ms{times}")
-    return f"A step takes: {', '.join(said)}." if said else ""
+    shown = {"level": answer.opt_level, "cure": "with the cure"}
+    said = [f"{text}: {answer.paces[name]}" for name, text in shown.items() if name in answer.paces]
+    return f"Speed, {'; '.join(said)}." if said else ""
 
 
 def cells(answer: Answer) -> Iterator[tuple[str, ...]]:

@@ -20,8 +20,10 @@ from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.margin import Margin
+from ampatch.sweep.report.pace import in_words
 from ampatch.sweep.report.paired import available
-from ampatch.sweep.report.recommendation import Margin, not_shown
+from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import RUNS, Row
 from ampatch.sweep.report.summary import says_how_well, seeds_matter
 from ampatch.sweep.trial import BASE, Case
@@ -50,8 +52,8 @@ class Answer:
 
     `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
     (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
-    used up before one passed.  `speeds` are medians relative to O0,
-    and `step_ms` medians in milliseconds, by row.
+    used up before one passed.  `speeds` are medians relative to O0
+    and `step_ms` medians in milliseconds, by row; `paces` says what the machine tells of them.
     """
 
     script: str
@@ -74,6 +76,7 @@ class Answer:
     uncalled: list[str] = field(default_factory=list)  # modules that the probe did not see
     step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
+    paces: dict[str, str] = field(default_factory=dict)
 
 
 class Tuning:
@@ -156,7 +159,7 @@ class Tuning:
 
     def _tuned(self) -> Answer:
         row = self._row(self._level, self._level.label, confirms=True)
-        if passes(row, self._margin):
+        if passes(row):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings())
         self._confirms = self._level in self._with_all_seeds  # it passed with few
         self._say(f"{self._level.label} fails: {reason(row)}")
@@ -189,7 +192,7 @@ class Tuning:
         if not found.passes or self._confirms:
             return found
         row = self._row(self._case(found.needed), "The answer", confirms=True)
-        if passes(row, self._margin):
+        if passes(row):
             return found
         self._say(
             f"The answer fails: {reason(row)}. {self._few} seeds are too few here. The search is "
@@ -237,7 +240,7 @@ class Tuning:
     def _row(self, case: Case, label: str, confirms: bool) -> Row:
         """The row of a case beside O0; with `confirms` one that passes has all seeds."""
         row = self._run(case)
-        if not (confirms and passes(row, self._margin)):
+        if not (confirms and passes(row)):
             return row
         more = self._seeds - self._few
         self._say(f"{label} passes with {self._few} seeds; {more} more: started")
@@ -267,7 +270,7 @@ class Tuning:
                 "O0 is the same with each seed, so no difference can be tested. Have {seed} among "
                 "the script's arguments, or give --override-seeds."
             )
-        return row_of(case, self._runs, judge, better)
+        return row_of(case, self._runs, judge, better, self._margin)
 
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
         names = ", ".join(sorted(map(str, chosen))[:4]) + (", ..." if len(chosen) > 4 else "")
@@ -275,7 +278,7 @@ class Tuning:
         label = f"Candidate {self._tried}, {len(chosen)} in place ({names})"
         self._say(f"{label}: started")
         row = self._row(self._case(chosen), label, self._confirms)
-        fine = passes(row, self._margin)
+        fine = passes(row)
         self._say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
         return fine
 
@@ -397,7 +400,7 @@ class Tuning:
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
-            not_shown=_not_shown(row, self._margin) if outcome in (PASSES, CURED) else "",
+            not_shown=_not_shown(row) if outcome in (PASSES, CURED) else "",
             modules=ranked(findings.modules),
             paths=list(findings.paths),
             uncalled=list(findings.uncalled),
@@ -431,6 +434,7 @@ class Tuning:
                 answer.step_ms[names[row.label]] = row.step_ms
             if row.speed is not None:
                 answer.speeds[names[row.label]] = row.speed
+                answer.paces[names[row.label]] = in_words(row)
         self._write(answer)
         return answer
 
@@ -475,8 +479,8 @@ def departure(plain: Measured, probed: Measured) -> int | None:
     return min(steps, default=None)
 
 
-def _not_shown(row: Row, margin: Margin) -> str:
-    return silent(row) or not_shown(row, [row], margin)
+def _not_shown(row: Row) -> str:
+    return silent(row) or not_shown(row)
 
 
 def read_answer(directory: str | Path) -> Answer | None:

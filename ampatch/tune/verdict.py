@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.judge import LOSS, never_varies, quality_text
-from ampatch.sweep.report.recommendation import ONE_PERCENT, Margin
-from ampatch.sweep.report.results import Comparison, Row
+from ampatch.sweep.report.judge import never_varies, quality_text
+from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
+from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case
 
@@ -21,14 +21,20 @@ class TuneError(AmpatchError):
     """The question of `ampatch tune` cannot be answered; what was measured is kept."""
 
 
-def row_of(case: Case, runs: Sequence[Run], judged: str | None, better: Mapping[str, str]) -> Row:
+def row_of(
+    case: Case,
+    runs: Sequence[Run],
+    judged: str | None,
+    better: Mapping[str, str],
+    margin: Margin = ONE_PERCENT,
+) -> Row:
     """The row of a case beside O0 alone."""
-    rows = summarize([run for run in runs if run.case in (BASE, case)], judged, better)
+    rows = summarize([run for run in runs if run.case in (BASE, case)], judged, better, margin)
     return next(row for row in rows if row.label == case.label)
 
 
-def passes(row: Row, margin: Margin) -> bool:
-    """Whether no test shows a difference from O0 that matters.
+def passes(row: Row) -> bool:
+    """Whether no test shows that the row is worse than O0 by what matters.
 
     Raises `TuneError` where nothing can be tested.
     """
@@ -40,17 +46,23 @@ def passes(row: Row, margin: Margin) -> bool:
             "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
-    weighed = _weighed(row)
-    if not weighed:
+    if not weighed(row):
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
-    return all(_is_fine(one, margin if n == 0 else ONE_PERCENT) for n, one in enumerate(weighed))
+    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
+    if untested is not None:
+        raise TuneError(
+            f"{untested.name} cannot be tested: {untested.untested}. Expected at least --seeds 2, "
+            "whose runs differ (have {seed} among the script's arguments, or give "
+            "--override-seeds), and scipy."
+        )
+    return not worse(row)
 
 
 def reason(row: Row) -> str:
     """Why a row does not pass."""
     if row.outcome == "failed":
         return row.status
-    return "; ".join(quality_text(one, "O0") for one in _weighed(row) if one.outcome == "worse")
+    return "; ".join(quality_text(one, "O0") for one in worse(row))
 
 
 def silent(row: Row) -> str:
@@ -62,25 +74,3 @@ def silent(row: Row) -> str:
         f"{one.name} is {one.mean:.4g} in every run, at O0 too, so it shows no difference. "
         "--judge names another quantity."
     )
-
-
-def _weighed(row: Row) -> list[Comparison]:
-    """The judged quantity, and the last loss."""
-    return [one for n, one in enumerate(row.comparisons) if n == 0 or one.name == LOSS]
-
-
-def _is_fine(one: Comparison, margin: Margin) -> bool:
-    if one.outcome == "untested":
-        raise TuneError(
-            f"{one.name} cannot be tested: {one.untested}. Expected at least --seeds 2, whose runs "
-            "differ (have {seed} among the script's arguments, or give --override-seeds), and "
-            "scipy."
-        )
-    return one.outcome != "worse" or _is_small(one, margin.beside(one))
-
-
-def _is_small(one: Comparison, matters: float) -> bool:
-    """Whether the interval shows that the difference is smaller than what matters."""
-    if one.low is None or one.high is None:
-        return False
-    return one.high <= matters if one.better == "lower" else one.low >= -matters

@@ -143,16 +143,19 @@ def test_where_they_differ_a_says_which_way_is_better(tmp_path):
     ("pace", "noise", "said"),
     [
         (0.008, 0.0100, "1.25x the speed of A"),
-        (0.008, 0.0108, "not told apart"),  # O0 against O0 is off by 8 %
+        (0.008, 0.0108, "1.25x the speed of A"),  # O0 against O0 is off by 8 %: less than that
+        (0.008, 0.0130, "2.00x the speed of A by CPU time, as wall time is too noisy: 1.25x"),
         (0.010, 0.0100, "not told apart"),  # the quartiles overlap
         (0.008, None, "not told apart"),  # O0 ran once
     ],
 )
-def test_speeds_are_told_apart_on_quiet_machines(tmp_path, pace, noise, said):
+def test_speeds_are_told_apart_beyond_the_noise_of_o0(tmp_path, pace, noise, said):
     again = {"short": True, "again": True}
     for name, second, seconds in (("a", 0.010, 0.010), ("b", noise, pace)):
         runs = [made_run(CASES[0], seed) for seed in (0, 1)]
-        runs += [made_run(CASES[1], step_seconds=[None, *[seconds] * 119])]
+        cpu = {"a": 0.020, "b": 0.010 if noise == 0.013 else 0.020}[name]
+        times = {"step_seconds": [None, *[seconds] * 119], "cpu_seconds": [None, *[cpu] * 119]}
+        runs += [made_run(CASES[1], seed, **times) for seed in (0, 1)]
         if second is not None:
             times = [None, *[second] * 119]
             runs += [made_run(CASES[0], seed, kind=again, step_seconds=times) for seed in (0, 1)]

@@ -169,7 +169,7 @@ def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
     assert max(map(len, text.splitlines())) <= width
 
 
-@pytest.mark.parametrize(("width", "parts"), [(60, 2), (160, 1)])
+@pytest.mark.parametrize(("width", "parts"), [(40, 2), (160, 1)])
 def test_a_narrow_terminal_gets_the_table_in_parts(width, parts, monkeypatch):
     """Each part names its rows; a part that would say "ok" only is left out."""
     pytest.importorskip("rich")

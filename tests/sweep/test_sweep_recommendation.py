@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 
@@ -9,8 +10,9 @@ import pytest
 
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.paired import smallest_seen
-from ampatch.sweep.report.recommendation import Margin, recommendation
+from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial
 
@@ -37,15 +39,16 @@ def runs_of(level, accuracies, losses, ms=1.0, **trial):
 
 BASE = [0.970, 0.980, 0.975]
 LOSSES = [0.20, 0.22, 0.21]
+AGAIN = {"short": True, "again": True}
 
 
 def advice(*rows, margin=None, base=BASE, losses=LOSSES, kind=UNKNOWN):
     """What is said of O0 and of rows `(level, gains, losses, speed)`; O0 agrees with itself."""
-    runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, short=True, again=True)
+    runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, **AGAIN)
     for level, gains, its_losses, speed in rows:
         scores = [score + gain for score, gain in zip(base, gains, strict=True)]
         runs += runs_of(level, scores, its_losses, 1 / speed)
-    return recommendation(summarize(runs), Margin.of(margin), kind)
+    return recommendation(summarize(runs, margin=Margin.of(margin)), kind)
 
 
 NEAR = [0.0002, -0.0003, 0.0001]  # a difference of .001 would have been seen
@@ -61,17 +64,17 @@ def test_a_row_shown_to_be_as_accurate_and_faster_is_recommended():
 def test_the_example_of_the_readme_gets_no_recommendation():
     """O3: 4 points of accuracy could have gone unnoticed, and its loss is 45 % above O0's."""
     louder = [1.45 * loss for loss in LOSSES]
-    assert advice(("O3", COARSE, louder, 2.0)) == (
-        "Stay with O0: no row that went well is as accurate."
-    )
+    said = advice(("O3", COARSE, louder, 2.0))
+    assert said.startswith("Stay with O0: no row that may be faster is as accurate. O3 in bfloat16")
+    assert "worse than O0: last loss 0.3045 against 0.21" in said
     said = advice(("O3", COARSE, LOSSES, 2.0))
     assert said.startswith("none yet. O3 in bfloat16 has 2.00x the speed of O0")
-    scatter = statistics.stdev(COARSE)
-    seen = smallest_seen(scatter, 3)
-    assert f"a difference in accuracy of {seen:.2g} would have gone unseen" in said
-    assert f"{0.01 * statistics.mean(BASE):.2g} matters (1 % of O0's)" in said
-    seeds = next(n for n in range(4, 99) if smallest_seen(scatter, n) <= 0.00975)
-    assert said.endswith(f"With {seeds} seeds that would be seen: --resume --seeds {seeds}.")
+    mean, scatter = statistics.mean(COARSE), statistics.stdev(COARSE)
+    end = 4.3027 * scatter / math.sqrt(3) - mean  # of Student's t with two degrees of freedom
+    assert f"the 95 % interval of its accuracy ends {end:.2g} worse than O0's" in said
+    assert f"{0.01 * statistics.mean(BASE):.2g} matters (--margin)" in said
+    seeds = next(n for n in range(4, 99) if smallest_seen(scatter, n) <= 0.00975 + mean)
+    assert said.endswith(f"{seeds} seeds like these would end it before: --resume --seeds {seeds}.")
 
 
 def test_the_margin_says_what_matters():
@@ -91,6 +94,56 @@ def test_a_worse_loss_is_enough_against_a_row():
     assert advice(("O1", NEAR, worse, 2.0), ("O2", NEAR, LOSSES, 1.2)).startswith("O2 in bfloat16")
 
 
+@pytest.mark.parametrize("seeds", [3, 8, 20])
+def test_more_evidence_of_less_than_matters_changes_no_answer(seeds):
+    """Twice as fast and .0002 less accurate, where .0095 matters."""
+    base = [0.95 + 0.001 * (seed % 3) for seed in range(seeds)]
+    gains = [-0.0002 + 0.0001 * (seed % 3 - 1) for seed in range(seeds)]
+    losses = [0.2 + 0.01 * seed for seed in range(seeds)]
+    row = ("O1", gains, losses, 2.0)
+    said = advice(row, margin="0.0095", base=base, losses=losses)
+    assert said.startswith("O1 in bfloat16: 2.00x the speed of O0")
+    assert ("worse by less than matters (0.0095): accuracy" in said) == (seeds > 3)
+    assert "worse than O0: accuracy" in advice(row, margin="0.0001", base=base, losses=losses) or (
+        seeds == 3
+    )
+
+
+SLIGHTLY = [1.0003 * loss + noise for loss, noise in zip(LOSSES, (0, 1e-5, -1e-5))]  # p = .008
+LOUDER = [loss + shift for loss, shift in zip(LOSSES, (0.05, 0.05, 0.051))]  # by 24 %
+
+
+@pytest.mark.parametrize(
+    "losses, speed, margin, said",
+    [
+        (SLIGHTLY, 2.0, None, "O1 in bfloat16: 2.00x the speed of O0"),
+        (SLIGHTLY, 2.0, "0.2", "O1 in bfloat16: 2.00x the speed of O0"),
+        (SLIGHTLY, 2.0, "0.01%", "Stay with O0: no row that may be faster is as accurate"),
+        (SLIGHTLY, 0.12, "0.01%", "Stay with O0: no row is 1.05x as fast. The fastest, O1 bfloat1"),
+        (LOUDER, 2.0, "30%", "O1 in bfloat16: 2.00x the speed of O0"),
+        (LOUDER, 2.0, "0.2", "Stay with O0: no row that may be faster is as accurate"),
+        (LOUDER, 0.12, None, "Stay with O0: no row is 1.05x as fast. The fastest, O1 bfloat1"),
+    ],
+)
+def test_the_loss_counts_beyond_the_margin_and_the_reason_is_named(losses, speed, margin, said):
+    """A margin that is a number is in units of the accuracy: of the loss 1 % matters then."""
+    assert advice(("O1", NEAR, losses, speed), margin=margin).startswith(said)
+
+
+def test_a_slow_row_that_saves_memory_has_its_speed_beside_that():
+    runs = [
+        dataclasses.replace(run, measured=dataclasses.replace(run.measured, memory_bytes=size))
+        for level, ms, size, kinds in (("O0", 1, 400, ({}, AGAIN)), ("O2", 30, 200, ({},)))
+        for kind in kinds
+        for run in runs_of(level, BASE, LOSSES, ms, **kind)
+    ]
+    said = recommendation(summarize(runs))
+    assert said.endswith(
+        "O2 in bfloat16 takes 50 % less memory than O0: 0.033x the speed of O0 (0.033 to 0.033 in "
+        "3 rounds)."
+    )
+
+
 def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
     """Rounds of one speed are told apart by anything; where they overlap they are not."""
     rows = [(level, NEAR, LOSSES, 1.5) for level in ("O3", "O2", "O1")]
@@ -105,7 +158,7 @@ def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
                 level, [score + gain for score, gain in zip(BASE, NEAR)], LOSSES, 1 / speed
             )
             overlapping.append(runs[seed])
-    base = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, short=True, again=True)
+    base = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, **AGAIN)
     said = recommendation(summarize([*base, *overlapping]))
     assert (
         said.startswith("O1 in bfloat16: 1.60x") and "Not told apart from it in speed: O3" in said

@@ -131,6 +131,18 @@ def test_the_page_suits_a_phone_and_a_reader(page):
     assert len(page.all("h1")) == 1
 
 
+def test_no_table_has_an_empty_column(tmp_path):
+    made_sweep(tmp_path, [made_run(case, memory_bytes=None) for case in CASES[:2]])
+    write_report(tmp_path)
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for table in re.findall("<table>.*?</table>", source, re.DOTALL):
+        titles = re.findall("<th[^>]*>(.*?)</th>", table)
+        cells = re.findall("<td[^>]*>(?:<span>)?(.*?)(?:</span>)?</td>", table, re.DOTALL)
+        assert len(cells) % len(titles) == 0 and all(titles)
+        for number, title in enumerate(titles):
+            assert set(cells[number :: len(titles)]) != {"-"}, title
+
+
 def test_every_picture_says_what_it_shows(made, page):
     images = page.all("img")
     assert len(images) == len(NAMES)

@@ -28,7 +28,10 @@ pytestmark = [
 WIDTHS = {390: 5200, 1280: 3200}  # pixels: heights that hold the whole page
 # A window cannot be as narrow as a phone, a frame can.
 FRAME = """<!DOCTYPE html><title>-</title><iframe id="f" style="width: {width}px; height: 800px;
-border: 0" onload="document.title = 'wide ' + this.contentDocument.documentElement.scrollWidth"
+border: 0" onload="const page = this.contentDocument;
+for (const one of page.querySelectorAll('details')) one.open = true;
+const boxes = [page.documentElement, ...page.querySelectorAll('.scroll')];
+document.title = 'hidden ' + Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth))"
 srcdoc="{page}"></iframe>"""
 
 
@@ -71,10 +74,9 @@ def test_the_page_is_drawn(report, tmp_path, width, dark):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_itself_never_scrolls_sideways(report, tmp_path, width):
-    """Tables do, in their own boxes."""
+def test_nothing_of_the_page_or_its_tables_is_hidden_at_the_side(report, tmp_path, width):
     frame = tmp_path / "frame.html"
     page = html.escape(report.read_text(encoding="utf-8"))
     frame.write_text(FRAME.format(width=width, page=page), encoding="utf-8")
     dom = chromium(tmp_path, frame, "--dump-dom").stdout
-    assert f"<title>wide {width}</title>" in dom
+    assert "<title>hidden 0</title>" in dom

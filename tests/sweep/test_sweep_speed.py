@@ -45,13 +45,17 @@ def run_of(trial, ms=10.0, steps=40, **fields):
     return Run(trial, 0, 1.0, measured)
 
 
-def swept(o0, again, o1, seeds=1):
-    """The rows of a sweep in whose rounds O0, O0 again and O1 took so many milliseconds."""
+def swept(o0, again, o1, seeds=1, cpu=None):
+    """The rows of a sweep in whose rounds O0, O0 again and O1 took so many milliseconds.
+
+    `cpu` has the same of CPU time.
+    """
     rounds = sorted({trial.round for trial in trials(ROWS, seeds, rounds=len(o0))})
     runs = []
     for trial in trials(ROWS, seeds, rounds=len(o0)):
-        times = again if trial.again else o0 if trial.case == BASE else o1
-        runs.append(run_of(trial, times[rounds.index(trial.round)]))
+        which, number = 1 if trial.again else 2 * (trial.case != BASE), rounds.index(trial.round)
+        fields = {"cpu_seconds": [None, *[cpu[which][number] / 1000] * 39]} if cpu else {}
+        runs.append(run_of(trial, (o0, again, o1)[which][number], **fields))
     return summarize(runs)
 
 
@@ -112,7 +116,7 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
 @pytest.mark.parametrize(
     ("again", "o1", "said"),
     [
-        ([10, 12, 11], [3, 3, 3], "O0 against O0 is 0.91x (0.83 to 1.00 in 3 rounds), off by more"),
+        ([10, 12, 11], [8.5, 8.5, 8.5], "O0 against O0 is 0.91x (0.83 to 1.00 in 3 rounds). When"),
         ([7, 10, 10], [8, 5, 5], "not told apart from it on this machine: O1 bfloat16."),
         ([13, 10, 10], [8, 5, 5], "not told apart from it on this machine: O1 bfloat16."),
         ([10, 10, 10], [5, 8, 13], "not told apart from it on this machine: O1 bfloat16."),
@@ -130,6 +134,52 @@ def test_a_round_that_was_off_hides_no_row_that_is_further_away(again):
     rows = swept([10] * 3, again, [5, 5, 5])
     assert rows[1].pace == "faster" and "O1 in bfloat16 has 2.00x" in recommendation(rows)
     assert swept([10] * 3, again, [20, 20, 20])[1].pace == "slower"
+
+
+@pytest.mark.parametrize(
+    ("again", "o1", "pace"),
+    [
+        ([10, 14, 13], [300, 400, 350], "slower"),
+        ([10, 14, 13], [3, 3, 3], "faster"),
+        ([12, 12, 13, 12, 40], [4, 4, 4, 4, 4], "not told apart"),  # O0 was 0.25 of itself
+        ([12, 12, 13, 12, 40], [2, 2, 2, 2, 2], "faster"),
+    ],
+)
+def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(again, o1, pace):
+    rows = swept([10] * len(o1), again, o1)
+    assert rows[1].pace == pace
+    if pace == "slower":
+        assert recommendation(rows) == (
+            "Stay with O0: no row is 1.05x as fast. The fastest, O1 bfloat16, has 0.029x the "
+            "speed of O0 (0.025 to 0.033 in 3 rounds)."
+        )
+
+
+BUSY = [10, 14, 13], [9, 14, 8]
+QUIET = [10, 10, 10], [10, 10, 10.1]
+OF_CPU = [10, 10, 10], [10, 10.1, 9.9]
+
+
+@pytest.mark.parametrize(
+    ("wall", "cpu", "pace", "by_cpu"),
+    [
+        (BUSY, [20, 21, 20], "slower", True),
+        (BUSY, [5, 5, 5], "faster", True),
+        (BUSY, [9, 10, 11], "not told apart", False),
+        (BUSY, None, "not told apart", False),  # as on an accelerator
+        (QUIET, [5, 5, 5], "not told apart", False),  # wall time says that it is as fast
+        (([10, 14, 13], [3, 3, 3]), [20, 20, 20], "faster", False),  # and here that it is faster
+    ],
+)
+def test_where_wall_time_is_too_noisy_cpu_time_decides(wall, cpu, pace, by_cpu):
+    base, row = swept([10] * 3, *wall, cpu=cpu and (*OF_CPU, cpu))
+    assert (row.pace, row.by_cpu) == (pace, by_cpu)
+    noisy = "by CPU time, as wall time is too noisy: 1.11x (0.71 to 1.25 in 3 rounds)"
+    assert (noisy in row.verdict) == by_cpu
+    advice = recommendation([base, row])
+    if by_cpu:
+        assert ("has 2.00x the speed of O0" if pace == "faster" else "has 0.50x") in advice
+        assert noisy in advice
 
 
 def test_one_round_recommends_nothing():
@@ -253,6 +303,7 @@ FORWARD = (4.0, "forward", 8.0, "loss", 16.0, "backward", 1.0, "unscaled")
         ((4.0, "forward", 1.0, "forward", 7.0, "loss", *FORWARD[4:], 0.0, 1), (4, 8, 16, 1)),
         ((12.0, "loss", *FORWARD[4:], 2.0, "step_begins", 3.0, 1), (0, 0, 16, 6, 12)),  # no model
         ((4.0, "forward", 24.0, "step_begins", 3.0, 1), (4, 0, 0, 3, 24)),  # no scale_loss
+        ((4.0, "step_begins", 12.0, "loss", *FORWARD[4:], 2.0, 1), (4, 0, 16, 3, 12)),  # a closure
     ],
 )
 def test_the_parts_are_a_whole_step(hands, course, expected):
@@ -388,15 +439,16 @@ def test_a_watched_model_compiles_in_one_graph():
     assert told == []
 
 
-def test_a_missing_part_is_missing_in_the_table():
+def test_parts_are_shown_where_all_rows_are_split_alike():
     parts = {"backward": [None, *[0.002] * 39], "unsplit": [None, *[0.004] * 39]}
-    [row] = summarize([run_of(Trial(BASE), parts=parts)])
-    shown = {column.title: column.text(row) for column in part_columns([row])}
-    assert shown == {
-        "level": "O0", "dtype": "float32", "data": "-", "forward": "-", "backward": "2.00",
-        "optimizer": "-", "unsplit": "4.00",
-    }  # fmt: skip
-    assert part_columns(summarize([run_of(Trial(BASE))])) == []
+    base, other = run_of(Trial(BASE), parts=parts), run_of(Trial(ROWS[1]), parts=parts)
+    rows = summarize([base, other])
+    shown = {column.title: column.text(rows[0]) for column in part_columns(rows)}
+    assert shown == {"level": "O0", "dtype": "float32", "backward": "2.00", "unsplit": "4.00"}
+    without = run_of(Trial(ROWS[1]))
+    assert part_columns(summarize([base, without])) and not part_columns(summarize([without]))
+    apart = run_of(Trial(ROWS[1]), parts={**parts, "optimizer": parts["backward"]})
+    assert part_columns(summarize([base, apart])) == []
 
 
 # The machine

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case, Trial
 from ampatch.tune.verdict import TuneError, passes, reason, row_of, silent
@@ -30,16 +30,16 @@ def runs(case, losses, accuracies=None):
     return made
 
 
-def row(losses, accuracies=None, base=(0.5, 0.52, 0.48, 0.51), others=()):
+def row(losses, accuracies=None, base=(0.5, 0.52, 0.48, 0.51), others=(), margin="1%"):
     base_accuracies = None if accuracies is None else [0.9, 0.91, 0.89, 0.9]
     every = runs(BASE, base[: len(losses)], base_accuracies) + runs(LEVEL, losses, accuracies)
     for other in others:
         every += runs(other, near(0.0), accuracies)
-    return row_of(LEVEL, every, None, {})
+    return row_of(LEVEL, every, None, {}, Margin.of(margin))
 
 
-def verdict(losses, accuracies=None, margin="1%", **others):
-    return passes(row(losses, accuracies, **others), Margin.of(margin))
+def verdict(losses, accuracies=None, **others):
+    return passes(row(losses, accuracies, **others))
 
 
 def near(shift):
@@ -64,6 +64,9 @@ def test_a_difference_that_is_shown_to_be_smaller_than_the_margin_passes():
     worse = [loss + 0.02 + noise / 10 for loss, noise in zip((0.5, 0.52, 0.48, 0.51), NOISE)]
     assert not verdict(worse, margin="1%")
     assert verdict(worse, margin="10%")
+    as_accurate = [0.9, 0.91, 0.89, 0.9]
+    assert verdict(worse, accuracies=as_accurate, margin="10%")  # of the last loss too
+    assert not verdict(worse, accuracies=as_accurate, margin="0.1")  # of the accuracy alone
 
 
 def test_the_number_of_candidates_does_not_change_the_answer():
@@ -93,7 +96,7 @@ def test_a_failed_row_fails():
     broken = runs(LEVEL, near(0.0))
     broken[1] = dataclasses.replace(broken[1], exit_code=1)
     every = runs(BASE, (0.5, 0.52, 0.48, 0.51)) + broken
-    assert not passes(row_of(LEVEL, every, None, {}), Margin())
+    assert not passes(row_of(LEVEL, every, None, {}))
 
 
 @pytest.mark.parametrize("losses, said", (([0.5], "one seed"),))

@@ -15,7 +15,8 @@ from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.machine_state import machine_state
-from ampatch.sweep.report.recommendation import Margin, recommendation
+from ampatch.sweep.report.margin import Margin
+from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import write_files
@@ -60,7 +61,7 @@ class Outcome:
     def results(self) -> Results:
         """All results so far."""
         runs, options, plan = self.runs, self._options, self._plan
-        rows = summarize(runs, options.judge, options.better)
+        rows = summarize(runs, options.judge, options.better, self._margin)
         done = {run.trial for run in runs}
         trouble = notes.baseline_trouble(self._script, plan.kind)
         said = [
@@ -80,7 +81,7 @@ class Outcome:
             machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
             rows=rows,
             done=len(runs),
-            recommendation=trouble or recommendation(rows, self._margin, plan.kind),
+            recommendation=trouble or recommendation(rows, plan.kind),
             notes=[note for note in said if note],
             provenance={**self._provenance, **provenance.devices(runs)},
         )

@@ -28,7 +28,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due, short_steps
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import OK, status
-from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.trial import BASE, Case, Trial
 
 

@@ -24,7 +24,7 @@ from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import counts_its_steps
-from ampatch.sweep.report.recommendation import Margin
+from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import SUMMARY, Results, Row, read_results
 from ampatch.sweep.trial import Case, Trial
 

@@ -7,10 +7,10 @@ The parts meet at ampatch's notices, and together they are the step time:
     .. its backward pass has ended                backward
     .. the step ends                              optimizer: unscaling, clipping, the step
 
-With several losses or micro-batches in one step their parts are added.  What lies between a
-step and its loss without a forward that was noticed, as in a script without AMP code, is data
-and forward in one: it is kept as "unsplit", and so is all that a script does whose losses go
-through no `scale_loss`.
+With several losses or micro-batches in one step their parts are added.  What lies before a
+loss without a forward that was noticed, as in a script without AMP code, is data and forward in
+one: it is kept as "unsplit", also in a closure that a step calls, and so is all that a script
+does whose losses go through no `scale_loss`.
 
 On an accelerator the moments are events in the stream, because the host runs ahead of the device:
 the parts are the device's, and "data" contains the time it waits for the host.
@@ -152,6 +152,8 @@ class StepTimes:
             return "forward" if notice in (_FORWARD, _LOSS) else UNSPLIT
         if self._last == _LOSS:
             return "backward"
+        if notice == _LOSS:
+            return UNSPLIT
         if self._last == _END:
             is_data = notice == _FORWARD or (notice == _BEGIN and self._sees_forwards)
             return "data" if is_data else UNSPLIT

@@ -43,9 +43,9 @@ def step_times(measured: Measured | None, first: int | None = None) -> Spread | 
     return spread_of([value * 1000 for value in _timed(seconds)])
 
 
-def cpu_ms(measured: Measured | None) -> float | None:
+def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
     """The median CPU time of a step in milliseconds; None where the device is no CPU."""
-    return _median_ms([] if measured is None else measured.cpu_seconds)
+    return _median_ms([] if measured is None else measured.cpu_seconds[:first])
 
 
 def parts_ms(measured: Measured | None) -> dict[str, float]:
@@ -80,9 +80,9 @@ def _median_ms(seconds: Sequence[float | None]) -> float | None:
     return statistics.median(timed) * 1000 if timed else None
 
 
-def step_ms(measured: Measured | None) -> float | None:
-    """The median step time in milliseconds."""
-    times = step_times(measured)
+def step_ms(measured: Measured | None, first: int | None = None) -> float | None:
+    """The median step time in milliseconds, of all or the `first` steps."""
+    times = step_times(measured, first)
     return None if times is None else times.median
 
 

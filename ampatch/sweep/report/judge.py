@@ -15,11 +15,11 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweep.report import numbers, pace
+from ampatch.sweep.report import margin, numbers, pace
+from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
-LOSS = "last loss"
 FAR = 0.1  # of O0's score
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
@@ -34,7 +34,8 @@ def method(base: str) -> str:
         "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
         f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
         "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
-        'row by itself. "Within seed noise" means that the test found no difference. The '
+        'row by itself. "Within seed noise" means that the test found no difference; "worse '
+        'by less than matters", that it found one whose interval ends within the margin. The '
         "difference that would have been seen is the one that the test finds with probability "
         f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
         "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
@@ -48,17 +49,23 @@ def compare(
     judged: str | None,
     better: Mapping[str, str],
     seeds_matter: bool = True,
+    matters: Margin = ONE_PERCENT,
 ) -> list[Comparison]:
     """Comparisons of each quantity that both have with some seed, the judged one first.
 
-    They have no outcome until `corrected` has seen those of all rows.
+    `matters` is the smallest difference that does.  They have no outcome until `corrected` has
+    seen those of all rows.
     """
     names = [name for name in sample if sample[name].keys() & base.get(name, {}).keys()]
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
-    return [
+    compared = [
         _compared(name, sample[name], base[name], better.get(name) or direction(name), seeds_matter)
         for name in names
+    ]
+    return [
+        dataclasses.replace(one, matters=matters.beside(one.base_mean, is_judged=number == 0))
+        for number, one in enumerate(compared)
     ]
 
 
@@ -130,10 +137,8 @@ def _reason_against_a_test(values: Sequence[float], seeds: int, seeds_matter: bo
 
 def _judged(one: Comparison, p: float, rows: int) -> Comparison:
     """A comparison with its corrected p, what it would have seen, and its outcome."""
-    outcome = "within"
-    if p < LEVEL:
-        outcome = "better" if (one.difference > 0) == (one.better == "higher") else "worse"
     smallest = smallest_seen(one.scatter, one.n, rows) if one.scatter else None
+    outcome = margin.outcome(one, p)
     return dataclasses.replace(one, corrected_p=p, smallest=smallest, outcome=outcome)
 
 
@@ -161,9 +166,14 @@ def _quality(row: Row) -> str:
     loss = next((one for one in row.comparisons[1:] if one.name == LOSS), None)
     if loss is None or loss.p is None:
         return said
-    is_within = "within seed noise" if loss.outcome == "within" else loss.outcome
     p = "" if never_varies(loss) else f", p={loss.corrected_p:.2g}"
-    return f"{said}; {LOSS} {is_within}: difference {difference_text(loss)}{p}"
+    return f"{said}; {LOSS} {outcome_text(loss)}: difference {difference_text(loss)}{p}"
+
+
+def outcome_text(one: Comparison) -> str:
+    """How a quantity stands, for a table: `within seed noise`."""
+    texts = {"within": "within seed noise", "small": "worse by less than matters"}
+    return texts.get(one.outcome, one.outcome)
 
 
 def quality_text(one: Comparison, base: str) -> str:
@@ -176,6 +186,8 @@ def quality_text(one: Comparison, base: str) -> str:
         return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
     p = "" if never_varies(one) else f", p={one.corrected_p:.2g}"
     detail = f"{difference_text(one)}{p}, {one.n} seeds"
+    if one.outcome == "small":
+        return f"worse by less than matters ({one.matters:.2g}): {against}, difference {detail}"
     if one.outcome != "within":
         return f"{one.outcome} than {base}: {against}, difference {detail}"
     seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""

@@ -24,16 +24,21 @@ NOT_REACHED = (
 def constant_seeds(runs: Sequence[Run], arguments: Sequence[str]) -> list[SeedCall]:
     """The script's calls that set the same seed in each trial, as far as `runs` can tell.
 
-    `runs` are those of one row, in their order.
+    `runs` are those of one row, in their order.  A script that uses the trial's seed and makes a
+    generator with a fixed one means it so: a split of the data, most often.
     """
     by_seed = {run.trial.seed: run.measured for run in runs if run.measured is not None}
     if not by_seed:
         return []
     first, *others = by_seed.values()
-    if others:
-        return [call for call in first.seed_calls if all(call in one.seed_calls for one in others)]
-    passed_on = first.seed_read or any("{seed}" in argument for argument in arguments)
-    return [] if passed_on else first.seed_calls
+    is_used = first.seed_read or any("{seed}" in argument for argument in arguments)
+    if is_used and not others:
+        return []
+    return [
+        call
+        for call in first.seed_calls
+        if all(call in one.seed_calls for one in others) and not (is_used and call.is_generator)
+    ]
 
 
 def notice(script: str, constant: Sequence[SeedCall], overridden: bool) -> str:

@@ -2,19 +2,23 @@
 
 A row's speed is the median over the rounds of O0's step time over the row's, both of the same
 round.  O0's own is that of its second run in each round over its first: 1.00 on a machine
-without noise.
+without noise.  Its reach is the factor by which it departs from 1.00, either way: at its
+quartiles, or at its extremes where its median is off by more than `NOISE`.
 
-Nothing is told apart where O0 differs from itself by more than `NOISE` in the median.  Otherwise
-a row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, and
-beyond what O0's own quartiles reach, or their reciprocals.  One round tells nothing, nor do
-rounds in which O0 ran once.  Of three rounds the quartiles are the least and the greatest, so
-each of the three has to agree.
+A row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, beyond
+O0's reach.  So a ratio that O0 against O0 cannot explain is told on a busy machine too.  One
+round tells nothing, nor do rounds in which O0 ran once.  Of three rounds the quartiles are the
+least and the greatest, so each of the three has to agree.
+
+Where wall time does not tell, and O0 or the row itself varies by more than `NOISE`, CPU time is
+compared in the same way: other processes hardly change it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampatch.sweep.report.figures import spread_of
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Row, Spread
 
@@ -25,32 +29,48 @@ NO_NOISE = "noise not measured"
 WHEN_IDLE = "When it is idle, measure anew (--overwrite) or add rounds (--resume --rounds N)."
 
 
-def pace_of(speeds: Spread | None, noise: Spread | None) -> str:
-    """The verdict on a row's `speeds`, where `noise` is O0's own."""
+def reach_of(ratios: Sequence[float]) -> float | None:
+    """The factor by which O0's speed departs from 1.00, by its ratios over the rounds."""
+    spread = spread_of(ratios)
+    if spread is None:
+        return None
+    is_quiet = 1 / (1 + NOISE) <= spread.median <= 1 + NOISE
+    low, high = (spread.low, spread.high) if is_quiet else (min(ratios), max(ratios))
+    return max(high, 1 / low, 1.0)
+
+
+def pace_of(
+    speeds: Spread | None,
+    reach: float | None,
+    cpu_speeds: Spread | None = None,
+    cpu_reach: float | None = None,
+) -> tuple[str, bool]:
+    """The verdict on a row's `speeds` where O0's has this `reach`, and whether CPU time decided."""
+    pace = _told(speeds, reach)
+    if speeds and reach and pace == UNKNOWN and max(reach, speeds.high / speeds.low) > 1 + NOISE:
+        by_cpu = _told(cpu_speeds, cpu_reach)
+        if by_cpu in (FASTER, SLOWER):
+            return by_cpu, True
+    return pace, False
+
+
+def _told(speeds: Spread | None, reach: float | None) -> str:
     if speeds is None:
         return ""
     if speeds.n < 2:
         return ONE_ROUND
-    if noise is None:
+    if reach is None:
         return NO_NOISE
-    reach = _reach(noise)
-    if is_noisy(noise) or not (speeds.low > reach or speeds.high < 1 / reach):
-        return UNKNOWN
-    return FASTER if speeds.low > reach else SLOWER
+    return FASTER if speeds.low > reach else SLOWER if speeds.high < 1 / reach else UNKNOWN
 
 
-def told_apart(faster: Row, other: Row, base: Row) -> bool:
+def told_apart(faster: Row, other: Row) -> bool:
     """Whether one row is surely faster than another, as `pace_of` says it beside O0."""
-    return faster.speeds.low > other.speeds.high * _reach(base.speeds)
-
-
-def _reach(noise: Spread) -> float:
-    return max(noise.high, 1 / noise.low, 1.0)
-
-
-def is_noisy(noise: Spread) -> bool:
-    """Whether O0 differs from itself by more than `NOISE`."""
-    return not 1 / (1 + NOISE) <= noise.median <= 1 + NOISE
+    if faster.by_cpu or other.by_cpu:
+        one, two, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
+    else:
+        one, two, reach = faster.speeds, other.speeds, faster.reach
+    return None not in (one, two, reach) and one.low > two.high * reach
 
 
 def in_words(row: Row) -> str:
@@ -66,37 +86,41 @@ def in_words(row: Row) -> str:
         return f"{_ratio(speeds, 'the speed of O0')}, with O0 measured once, which tells nothing"
     if row.pace == UNKNOWN:
         return f"speed not told apart from O0's on this machine: {_ratio(speeds)}"
-    return _ratio(speeds, "the speed of O0")
+    by_cpu = f" by CPU time, as wall time is too noisy: {_ratio(speeds)}" if row.by_cpu else ""
+    return f"{_ratio(row.decisive, 'the speed of O0')}{by_cpu}"
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
     """Those rows that are faster, by enough to train with them."""
-    return [row for row in rows if row.pace == FASTER and row.speeds.median >= WORTHWHILE]
+    return [row for row in rows if row.pace == FASTER and row.decisive.median >= WORTHWHILE]
+
+
+def surely_not(row: Row) -> bool:
+    """Whether it is told that a row is not faster by enough."""
+    return row.pace == SLOWER or (row.pace == FASTER and not worthwhile([row]))
 
 
 def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed, as a sentence."""
-    if not rows:
-        return "Stay with O0: no row that went well is as accurate."
     if not any(row.pace for row in rows):
         return "Stay with O0: the speed of no row that is as accurate was measured."
-    if any(row.pace == ONE_ROUND for row in rows) or base.speeds is None:
+    if any(row.pace in (ONE_ROUND, NO_NOISE) for row in rows):
         return (
             "No speed is recommended: that takes two rounds or more, in which O0 is measured "
             "twice. Use --rounds 3."
-        )
-    if is_noisy(base.speeds):
-        return (
-            "No speed is recommended: not told apart on this machine, where O0 against O0 is "
-            f"{_ratio(base.speeds)}, off by more than {100 * NOISE:.0f} %. {WHEN_IDLE}"
         )
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
             f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g}x as fast; not told "
-            f"apart from it on this machine: {', '.join(unknown)}. {WHEN_IDLE}"
+            f"apart from it on this machine: {', '.join(unknown)}. O0 against O0 is "
+            f"{_ratio(base.speeds)}. {WHEN_IDLE}"
         )
-    return f"Stay with O0: no row with its accuracy is at least {WORTHWHILE:g}x as fast."
+    fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)
+    return (
+        f"Stay with O0: no row is {WORTHWHILE:g}x as fast. The fastest, {fastest.name}, has "
+        f"{in_words(fastest)}."
+    )
 
 
 def _ratio(speeds: Spread, of: str = "") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.figures import OK, status, step_ms
-from ampatch.sweep.report.judge import mean_and_sd, method, p_text
+from ampatch.sweep.report.judge import mean_and_sd, method, outcome_text, p_text
 from ampatch.sweep.report.numbers import MISSING, number, setting_text, split_interval
 from ampatch.sweep.report.plots import Gallery
 from ampatch.sweep.report.provenance import called, facts
@@ -70,7 +70,7 @@ _COMPARISON = [  # of a row and one of its comparisons
     Column("p", lambda pair: p_text(pair[1], pair[1].p)),
     Column("p, Holm", lambda pair: p_text(pair[1], pair[1].corrected_p)),
     Column("would be seen", lambda pair: number(pair[1].smallest, "{:.2g}")),
-    Column("", lambda pair: pair[1].outcome.replace("within", "within seed noise"), right=False),
+    Column("outcome", lambda pair: outcome_text(pair[1]), right=False),
 ]
 _RUN = [
     Column("run", lambda run: run.trial.label, right=False),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report import curves
 from ampatch.sweep.report.drawing import Bar, bars, bars_height, have_wide_axis, is_wide, saved
-from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import counted, ratio
 from ampatch.sweep.report.provenance import sentence, software
 from ampatch.sweep.report.results import Results, Row, Spread

@@ -3,10 +3,12 @@
 A row is recommended only if all of this was shown:
 
 * it starts as O0 does (`starts.py`);
-* neither the judged quantity nor the last loss is worse than O0's, by tests (`judge.py`);
-* a difference in the judged quantity that matters would have been seen: the smallest one that the
-  test finds is at most the margin, by default 1 % of O0's value;
+* neither the judged quantity nor the last loss is worse than O0's by what matters (`margin.py`);
+* the interval of the judged quantity shows it: its end is within the margin, by default 1 % of
+  O0's value;
 * it is faster than O0, by enough to matter, on a machine that tells it apart (`pace.py`).
+
+A row that is surely no faster is out whatever its accuracy, so where all are, speed is the reason.
 
 Of rows that are not told apart in speed the one with more FP32 is named.  `O1` and `autocast` keep
 the same in FP32: of these the one that the script has already.
@@ -14,14 +16,13 @@ the same in FP32: of these the one that the script has already.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.judge import LOSS
+from ampatch.sweep.report.judge import quality_text
+from ampatch.sweep.report.margin import at_worst, is_shown, weighed, worse
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
@@ -32,43 +33,7 @@ MOST_SEEDS = 50
 _HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
-@dataclass(frozen=True)
-class Margin:
-    """The smallest difference that matters: a number, or with `is_share` a part of O0's value."""
-
-    value: float = 0.01
-    is_share: bool = True
-
-    @classmethod
-    def of(cls, text: str | None) -> Margin:
-        """The margin that `"1%"` or `"0.005"` says; 1 % for None.  Raises `ValueError`."""
-        if text is None:
-            return cls()
-        number = str(text).strip()
-        is_share = number.endswith("%")
-        try:
-            value = float(number.removesuffix("%"))
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise ValueError(
-                f"--margin {text}: expected the smallest difference that matters, in units of what "
-                'is judged ("0.005") or as a part of O0\'s value ("1%"), above 0.'
-            )
-        return cls(value / 100 if is_share else value, is_share)
-
-    def beside(self, one: Comparison) -> float:
-        """The margin in units of the quantity."""
-        return self.value * abs(one.base_mean) if self.is_share else self.value
-
-    def __str__(self) -> str:
-        return f"{100 * self.value:g} % of O0's" if self.is_share else f"{self.value:g}"
-
-
-ONE_PERCENT = Margin()
-
-
-def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT, kind: Kind = UNKNOWN) -> str:
+def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
     """One line: what to train a script of this kind with, and why; or what is missing to say it."""
     apart = [row for row in rows if row.start]
     if apart:
@@ -80,17 +45,20 @@ def recommendation(rows: Sequence[Row], margin: Margin = ONE_PERCENT, kind: Kind
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
     base = next(row for row in rows if row.outcome == "baseline")
-    accurate = [row for row in rows if row is not base and not _is_worse(row)]
-    faster = pace.worthwhile(accurate)
+    well = [row for row in rows if row.outcome not in ("baseline", "failed")]
+    accurate = [row for row in well if not worse(row)]
+    left = [row for row in well if not pace.surely_not(row)]
+    fit = [row for row in left if row in accurate]
+    if left and not fit:
+        return _none_as_accurate(left)
+    faster = pace.worthwhile(fit)
     if not faster:
-        return pace.none_recommended(accurate, base) + _smaller(accurate, base)
-    shown = [row for row in faster if not not_shown(row, rows, margin)]
+        return pace.none_recommended(fit or well, base) + _smaller(accurate, base)
+    shown = [row for row in faster if not not_shown(row)]
     if not shown:
-        fastest = max(faster, key=lambda row: row.speeds.median)
-        return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but " + not_shown(
-            fastest, rows, margin
-        )
-    best, others = _with_most_fp32(shown, base, kind)
+        fastest = max(faster, key=lambda row: row.decisive.median)
+        return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but {not_shown(fastest)}"
+    best, others = _with_most_fp32(shown, kind)
     return f"{_name(best)}: {best.verdict}.{_not_told_apart(others)}{_memory(best, base)}"
 
 
@@ -100,52 +68,44 @@ def anything_compared(rows: Sequence[Row]) -> bool:
     return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
 
 
-def _is_worse(row: Row) -> bool:
-    """Whether the row has failed, or a test or a number that is none has shown it to be worse."""
-    return row.outcome == "failed" or any(one.outcome == "worse" for one in _weighed(row))
+def _none_as_accurate(rows: Sequence[Row]) -> str:
+    """That all rows that may be faster are worse, and what of the fastest is."""
+    row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
+    said = filter(None, (pace.in_words(row), *(quality_text(one, "O0") for one in worse(row))))
+    return (
+        f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {'; '.join(said)}."
+    )
 
 
-def _weighed(row: Row) -> list[Comparison]:
-    """What a recommendation weighs: the judged quantity, and the last loss."""
-    return [one for number, one in enumerate(row.comparisons) if not number or one.name == LOSS]
-
-
-def not_shown(row: Row, rows: Sequence[Row], margin: Margin) -> str:
+def not_shown(row: Row) -> str:
     """What was not shown of a row's accuracy, as the end of a sentence; "" if all was."""
     if not row.comparisons:
         return "no loss or metric was compared with O0's."
     judged = row.comparisons[0]
-    untested = next((one for one in _weighed(row) if one.outcome == "untested"), None)
+    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
         return f"its {untested.name} is not tested ({untested.untested}).{_cure(untested)}"
-    matters = margin.beside(judged)
-    if judged.outcome != "within":
-        return ""
-    if judged.smallest is None:
-        return _without_scatter(judged, matters, margin)
-    if judged.smallest <= matters:
+    if not judged.scatter:
+        return _without_scatter(judged)
+    if is_shown(judged):
         return ""
     said = (
-        f"with {judged.n} seeds a difference in {judged.name} of {judged.smallest:.2g} would have "
-        f"gone unseen, and {matters:.2g} matters ({margin})."
+        f"with {judged.n} seeds the 95 % interval of its {judged.name} ends {at_worst(judged):.2g} "
+        f"worse than O0's, and {judged.matters:.2g} matters (--margin)."
     )
-    tested = sum(
-        any(one.name == judged.name and one.p is not None for one in other.comparisons)
-        for other in rows
-    )
-    seeds = _seeds_for(judged, tested, matters)
+    seeds = _seeds_for(judged)
     if seeds is None:
-        return f"{said} Not even {MOST_SEEDS} seeds would show that; --margin says what matters."
-    return f"{said} With {seeds} seeds that would be seen: --resume --seeds {seeds}."
+        return f"{said} Not even {MOST_SEEDS} seeds like these would end it before that."
+    return f"{said} {seeds} seeds like these would end it before: --resume --seeds {seeds}."
 
 
-def _without_scatter(one: Comparison, matters: float, margin: Margin) -> str:
+def _without_scatter(one: Comparison) -> str:
     """What the same difference with each seed does not show: it has no scatter to test by."""
-    if abs(one.difference) > matters:
+    if not is_shown(one):
         return (
             f"its {one.name} is {one.difference:+.2g} off with each of {one.n} seeds, and "
-            f"{matters:.2g} matters ({margin}). --resume --seeds {max(MORE_SEEDS, one.n + 3)} says "
-            "more."
+            f"{one.matters:.2g} matters (--margin). "
+            f"--resume --seeds {max(MORE_SEEDS, one.n + 3)} says more."
         )
     if one.n < LEAST_SEEDS:
         return f"the same {one.name} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
@@ -160,21 +120,25 @@ def _cure(one: Comparison) -> str:
     return ""
 
 
-def _seeds_for(one: Comparison, rows: int, matters: float) -> int | None:
-    """With how many seeds such a difference would be seen, if they scatter as these do."""
+def _seeds_for(one: Comparison) -> int | None:
+    """With how many seeds the interval of such differences ends within the margin.
+
+    It does so as likely as a test finds a difference of what is left of the margin.
+    """
+    room = one.matters - (one.difference if one.better == "lower" else -one.difference)
     numbers = range(one.n + 1, MOST_SEEDS + 1)
-    return next((n for n in numbers if smallest_seen(one.scatter, n, rows) <= matters), None)
+    return next((n for n in numbers if smallest_seen(one.scatter, n) <= room), None)
 
 
-def _with_most_fp32(shown: Sequence[Row], base: Row, kind: Kind) -> tuple[Row, list[Row]]:
+def _with_most_fp32(shown: Sequence[Row], kind: Kind) -> tuple[Row, list[Row]]:
     """Of the rows that are not told apart from the fastest that with most FP32; and the faster."""
     has = "autocast" if kind.is_foreign else "O1"
-    fastest = max(shown, key=lambda row: row.speeds.median)
-    alike = [row for row in shown if not pace.told_apart(fastest, row, base)]
+    fastest = max(shown, key=lambda row: row.decisive.median)
+    alike = [row for row in shown if not pace.told_apart(fastest, row)]
     best = min(
-        alike, key=lambda row: (_HALVED[_level(row)], _level(row) != has, -row.speeds.median)
+        alike, key=lambda row: (_HALVED[_level(row)], _level(row) != has, -row.decisive.median)
     )
-    return best, [row for row in alike if row.speeds.median > best.speeds.median]
+    return best, [row for row in alike if row.decisive.median > best.decisive.median]
 
 
 def _level(row: Row) -> str:
@@ -209,7 +173,8 @@ def _smaller(fit: Sequence[Row], base: Row) -> str:
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
         return ""
-    return f" {_name(least)} takes {_less(least, base)} than O0."
+    at = pace.in_words(least) or "its speed was not measured"
+    return f" {_name(least)} takes {_less(least, base)} than O0: {at}."
 
 
 def _less(row: Row, base: Row) -> str:

@@ -60,8 +60,9 @@ class Comparison:
     standard deviation of these differences, `low` to `high` the 95 % confidence interval of
     `difference` (of this row by itself).  `p` is the two-sided probability by the paired t
     test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
-    test would have found with probability 80 %.  `outcome` is "within", "worse", "better" or
-    "untested"; `untested` says why.  See `paired.py`.
+    test would have found with probability 80 %, and `matters` the smallest one that does, by
+    `--margin`.  `outcome` is "within", "better", "worse", "small" (worse by less than matters) or
+    "untested"; `untested` says why.  See `paired.py` and `margin.py`.
     """
 
     name: str  # "last loss", or the metric's
@@ -72,6 +73,7 @@ class Comparison:
     base_mean: float
     base_sd: float | None
     difference: float
+    matters: float = 0.0
     scatter: float | None = None
     p: float | None = None
     corrected_p: float | None = None
@@ -107,7 +109,11 @@ class Row:
     parts: dict[str, float] = field(default_factory=dict)  # milliseconds of a step
     speed: float | None = None  # the median; relative to O0, above 1 is faster
     speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
+    cpu_speeds: Spread | None = None  # the same of CPU time
+    reach: float | None = None  # the factor by which O0's own speed departs from 1: see `pace.py`
+    cpu_reach: float | None = None
     pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
+    by_cpu: bool = False  # CPU time decided on the pace, not wall time
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"
@@ -122,7 +128,7 @@ class Row:
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
-    outcome: str = "untested"  # or baseline, within, worse, better, failed
+    outcome: str = "untested"  # or baseline, within, better, small, worse, failed
     start: str = ""  # how a first loss differs from O0's with the same seed; see `starts.py`
     verdict: str = ""
 
@@ -131,11 +137,18 @@ class Row:
         """Level and dtype: `O1 float16`."""
         return f"{self.opt_level} {self.dtype}"
 
+    @property
+    def decisive(self) -> Spread:
+        """The speeds that decided on the pace of a row that has one."""
+        found = self.cpu_speeds if self.by_cpu else self.speeds
+        assert found is not None
+        return found
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
         row = {name: _number(value) for name, value in data.items()}
-        for name in ("step_times", "speeds"):
-            if row[name] is not None:
+        for name in ("step_times", "speeds", "cpu_speeds"):
+            if row.get(name) is not None:
                 row[name] = Spread(**_numbers(row[name]))
         for name in ("metrics", "sds", "parts"):
             row[name] = _numbers(row.get(name, {}))

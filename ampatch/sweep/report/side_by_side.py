@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.figures import OK, cpu_ms, spread_of
 from ampatch.sweep.report.judge import compare, corrected, quality_text
 from ampatch.sweep.report.numbers import ratio
-from ampatch.sweep.report.pace import is_noisy
-from ampatch.sweep.report.results import Comparison, Row, Stored
-from ampatch.sweep.report.summary import samples_of, seeds_matter
-from ampatch.sweep.trial import BASE
+from ampatch.sweep.report.pace import FASTER, SLOWER, pace_of
+from ampatch.sweep.report.results import Comparison, Row, Spread, Stored
+from ampatch.sweep.report.summary import alone, samples_of, seeds_matter
 
 
 @dataclass(frozen=True)
@@ -26,22 +25,32 @@ class RowPair:
     first: Row
     second: Row
     comparisons: list[Comparison]
-    quiet: bool  # O0 against O0 was measured in both sweeps, and within the noise that is allowed
+    cpu: Spread | None  # how many times as fast B's steps are by CPU time
 
     @property
     def speed(self) -> float | None:
         """How many times as fast B's steps are as A's."""
-        times = self.first.step_ms, self.second.step_ms
-        return times[0] / times[1] if times[0] and times[1] else None
+        found = _over(self.first.step_times, self.second.step_times)
+        return found and found.median
 
     @property
     def pace(self) -> str:
         """Whether B is faster, in words; "" where a step time is missing."""
         if self.speed is None:
             return ""
-        times = self.first.step_times, self.second.step_times
-        apart = all(times) and (times[0].high < times[1].low or times[1].high < times[0].low)
-        if apart and self.quiet:
+        rows = self.first, self.second
+        reach, cpu_reach = (
+            None if None in both else max(both)
+            for both in ([row.reach for row in rows], [row.cpu_reach for row in rows])
+        )
+        wall = _over(self.first.step_times, self.second.step_times)
+        pace, by_cpu = pace_of(wall, reach, self.cpu, cpu_reach)
+        if by_cpu:
+            return (
+                f"{ratio(self.cpu.median)}x the speed of A by CPU time, as wall time is too noisy: "
+                f"{ratio(self.speed)}x"
+            )
+        if pace in (FASTER, SLOWER):
             return f"{ratio(self.speed)}x the speed of A"
         return f"speed not told apart from A's: {ratio(self.speed)}x"
 
@@ -93,19 +102,33 @@ def side_by_side(first: Stored, second: Stored, judged: str | None = None) -> Si
         ]
     )
     _check_judged(judged, compared)
-    quiet = _is_quiet(first) and _is_quiet(second)
     return SideBySide(
         first,
         second,
         _differences(first.facts, second.facts),
-        [RowPair(*pair, ones, quiet) for pair, ones in zip(rows, compared)],
+        [
+            RowPair(*pair, ones, _over(*(_cpu_times(*one) for one in zip((first, second), pair))))
+            for pair, ones in zip(rows, compared)
+        ],
         {"A": _alone(first, second), "B": _alone(second, first)},
     )
 
 
-def _is_quiet(sweep: Stored) -> bool:
-    noise = next((row.speeds for row in sweep.results.rows if row.label == BASE.label), None)
-    return noise is not None and not is_noisy(noise)
+def _cpu_times(sweep: Stored, row: Row) -> Spread | None:
+    times = [cpu_ms(run.measured) for run in alone(sweep.runs_of(row))]
+    return spread_of([ms for ms in times if ms])
+
+
+def _over(first: Spread | None, second: Spread | None) -> Spread | None:
+    """Times of A over those of B, as far as the quartiles of both let them be."""
+    if not (first and second and second.low):
+        return None
+    return Spread(
+        first.median / second.median,
+        first.low / second.high,
+        first.high / second.low,
+        min(first.n, second.n),
+    )
 
 
 def _check_judged(judged: str | None, compared: Sequence[Sequence[Comparison]]) -> None:

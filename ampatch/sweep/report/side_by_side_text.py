@@ -7,7 +7,6 @@ from typing import TextIO
 
 from ampatch.sweep.report.judge import difference_text, mean_and_sd, method, p_text
 from ampatch.sweep.report.numbers import MISSING, mebibytes, number, ratio, setting_text
-from ampatch.sweep.report.pace import NOISE
 from ampatch.sweep.report.results import Comparison
 from ampatch.sweep.report.side_by_side import RowPair, SideBySide
 from ampatch.sweep.report.table import Column
@@ -16,8 +15,8 @@ from ampatch.sweep.report.terminal import write_columns
 _SPEED = (
     "B speed: how many times as fast as A, from the median step times. The two sweeps ran at "
     "different times, so what else their machines did is in it. It is told apart where the "
-    "quartiles of the step times do not overlap and O0 against O0 was within "
-    f"{100 * NOISE:.0f} % in both sweeps."
+    "quartiles of the step times differ by more than O0 against O0 did in either sweep; where "
+    "that is too noisy, CPU time is compared so."
 )
 _LONGEST = 40  # characters of a setting; a hash needs no more to be seen as different
 _DIFFERING = [  # of a name and the two settings

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.measure.step_parts import PARTS
@@ -26,24 +26,31 @@ from ampatch.sweep.report.figures import (
     samples_per_second,
     spread_of,
     status,
+    step_ms,
     step_times,
 )
-from ampatch.sweep.report.judge import LOSS, Samples, compare, corrected, judged_row, outcome_of
+from ampatch.sweep.report.judge import Samples, compare, corrected, judged_row, outcome_of
+from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
-from ampatch.sweep.report.pace import pace_of
+from ampatch.sweep.report.pace import pace_of, reach_of
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.starts import other_starts
 from ampatch.sweep.trial import BASE, Case
 
+Milliseconds = Callable[[Measured | None, int | None], float | None]  # of the first N steps
+
 
 def summarize(
-    runs: Sequence[Run], judged: str | None = None, better: Mapping[str, str] | None = None
+    runs: Sequence[Run],
+    judged: str | None = None,
+    better: Mapping[str, str] | None = None,
+    margin: Margin = ONE_PERCENT,
 ) -> list[Row]:
     """A row per case, in the order in which they first ran.
 
     `judged` is the quantity that the verdict is about, by default the first metric, or
     the last loss.  `better` maps metrics to "higher" or "lower"; for other metrics their
-    name decides.
+    name decides.  `margin` is the smallest difference that matters.
     """
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
@@ -56,7 +63,12 @@ def summarize(
             []
             if case == BASE or case in starts
             else compare(
-                samples_of(of_case), samples_of(base), judged, better or {}, seeds_matter(base)
+                samples_of(of_case),
+                samples_of(base),
+                judged,
+                better or {},
+                seeds_matter(base),
+                margin,
             )
             for case, of_case in by_case.items()
         ]
@@ -112,8 +124,11 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
     trouble = [said for said in map(status, runs) if said != OK]
     runs_alone, base_alone = alone(runs), alone(base)
     timed = [run.measured for run in runs_alone]
-    times, speeds = _times(timed), _speeds(case, runs_alone, base_alone)
-    noise = _speeds(BASE, base_alone, base_alone)
+    times, both = _times(timed), (step_ms, cpu_ms)
+    speeds, cpu_speeds = (spread_of(_ratios(case, runs_alone, base_alone, ms)) for ms in both)
+    reach, cpu_reach = (reach_of(_ratios(BASE, base_alone, base_alone, ms)) for ms in both)
+    is_paced = case != BASE and not trouble
+    pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
     firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
     return Row(
         label=case.label,
@@ -131,7 +146,11 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         parts=_parts(timed),
         speed=speeds and speeds.median,
         speeds=speeds,
-        pace="" if case == BASE or trouble else pace_of(speeds, noise),
+        cpu_speeds=cpu_speeds,
+        reach=reach,
+        cpu_reach=cpu_reach,
+        pace=pace,
+        by_cpu=by_cpu,
         samples_per_second=_median(map(samples_per_second, timed)),
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
@@ -195,25 +214,23 @@ def _parts(timed: Sequence[Measured]) -> dict[str, float]:
     }
 
 
-def _speeds(case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Spread | None:
-    """The speed relative to O0 of the same round; for O0 that of its second run."""
+def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
+    """The speeds relative to O0 of the same round; for O0 those of its second run."""
     of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
     compared = [run for run in runs if run.trial.again] if case == BASE else runs
     ratios = (
-        _speed(run, of_round[run.trial.round])
+        _speed(run, of_round[run.trial.round], ms)
         for run in compared
         if run.trial.round in of_round and status(run) == OK
     )
-    return spread_of([ratio for ratio in ratios if ratio is not None])
+    return [ratio for ratio in ratios if ratio is not None]
 
 
-def _speed(run: Run, base: Run) -> float | None:
+def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
     """One run's speed relative to another's; a short run is compared over as many steps."""
     first = min(len(one.measured.step_seconds) for one in (run, base)) if run.trial.short else None
-    times, base_times = step_times(run.measured, first), step_times(base.measured, first)
-    if times is None or base_times is None or not times.median:
-        return None
-    return base_times.median / times.median
+    own, of_base = ms(run.measured, first), ms(base.measured, first)
+    return of_base / own if own and of_base else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -122,8 +122,8 @@ def as_markdown(results: Results) -> str:
 def as_table(results: Results) -> str:
     """The table and what its marks mean, as a `table*` environment: of the width of the page."""
     rows = results.rows
-    shown = [column for column in by_row(columns(rows)) if column.main]
-    table = Table.of(shown, rows)
+    table = Table.of([column for column in by_row(columns(rows)) if column.main], rows)
+    shown = table.columns
     device = results.provenance.get("device", "")
     on = f" on {device}" if device and device != "cpu" else ""
     failed = [f"{row.name}: {brief(row.status)}." for row in rows if row.status != OK]

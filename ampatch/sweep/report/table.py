@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.measure.step_parts import PARTS, UNSPLIT
+from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import brief
-from ampatch.sweep.report.judge import LOSS, difference_text
+from ampatch.sweep.report.judge import difference_text
+from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import (
     MISSING,
     decimals,
@@ -39,7 +40,7 @@ CPU_NOTE = "CPU time is that of all threads, and other processes hardly change i
 PARTS_NOTE = (
     "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
     "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
-    "and the step. A part that cannot be told from others is missing (-) and counted as unsplit."
+    "and the step. What cannot be told apart in any row is unsplit."
 )
 SCATTER_NOTE = "± is the standard deviation over seeds."
 MEMORY_NOTES = {
@@ -73,9 +74,10 @@ class Table:
     lines: list[list[str]]
 
     @classmethod
-    def of(cls, columns: Sequence[Column], shown: Iterable[Any]) -> Table:
-        """The table of these columns, a line for each of `shown`."""
-        return cls(columns, [[column.text(one) for column in columns] for one in shown])
+    def of(cls, columns: Sequence[Column], shown: Sequence[Any]) -> Table:
+        """The table of these columns, a line for each of `shown`; of those that are not empty."""
+        told = not_empty(columns, shown)
+        return cls(told, [[column.text(one) for column in told] for one in shown])
 
     def __str__(self) -> str:
         """Aligned text, one line for each of the table's."""
@@ -87,6 +89,15 @@ class Table:
     def _padded(self, line: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
         for column, text, width in zip(self.columns, line, widths):
             yield text.rjust(width) if column.right else text.ljust(width)
+
+
+def not_empty(columns: Sequence[Column], shown: Sequence[Any]) -> list[Column]:
+    """The columns in which one of `shown` has something; all where there is nothing to show."""
+    return [
+        column
+        for column in columns
+        if not shown or any(column.text(one) != MISSING for one in shown)
+    ]
 
 
 NAMES = (
@@ -119,16 +130,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def part_columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns of a table of the parts of a step; none where no part is known."""
-    known = [name for name in PARTS if any(name in row.parts for row in rows)]
-    if not known:
+    """The columns of a table of the parts of a step; none where rows are split in other ways."""
+    splits = {tuple(name for name in PARTS if row.parts.get(name)) for row in rows if row.parts}
+    if len(splits) != 1:
         return []
-    shown = [name for name in PARTS if name in known or name != UNSPLIT]
     return [
         *NAMES,
         *(
             Column(name, lambda row, name=name: number(row.parts.get(name), "{:.2f}"))
-            for name in shown
+            for name in splits.pop()
         ),
     ]
 
@@ -161,7 +171,7 @@ def speed_mark(row: Row) -> str:
 def quality_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's."""
     outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
-    return DIFFERS if outcome in ("worse", "better") else ""
+    return DIFFERS if outcome in ("worse", "small", "better") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:

@@ -16,7 +16,15 @@ from typing import Any, TextIO
 from ampatch.sweep.report.figures import OK, brief
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.table import PARTS_NOTE, Column, Table, columns, notes, part_columns
+from ampatch.sweep.report.table import (
+    PARTS_NOTE,
+    Column,
+    Table,
+    columns,
+    not_empty,
+    notes,
+    part_columns,
+)
 
 GAP = 2  # spaces between columns
 _NAME, _WORDS = 16, 12  # the most that a name, and a text, need where there is little room
@@ -63,6 +71,7 @@ def write_columns(rows: Sequence[Any], shown: Sequence[Column], stream: TextIO) 
     if not stream.isatty():
         stream.write(str(Table.of(shown, rows)))
         return
+    shown = not_empty(shown, rows)
     write = _write_rich if importlib.util.find_spec("rich") else _write_plain
     for number, part in enumerate(_parts(rows, shown)):
         stream.write("\n" if number else "")

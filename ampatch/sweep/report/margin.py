@@ -1,0 +1,93 @@
+"""What difference from O0 matters, and the one rule for "worse" of `ampatch sweep` and `tune`.
+
+A quantity is worse where a test shows it (`paired.py`) and its 95 % interval reaches beyond the
+margin.  Where the interval ends within the margin, the quantity is worse by less than matters at
+most, whatever the p: more seeds make a p smaller, and never a difference larger.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampatch.sweep.report.paired import LEVEL
+from ampatch.sweep.report.results import Comparison, Row
+
+LOSS = "last loss"
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The smallest difference that matters: a number, or with `is_share` a part of O0's value."""
+
+    value: float = 0.01
+    is_share: bool = True
+
+    @classmethod
+    def of(cls, text: str | None) -> Margin:
+        """The margin that `"1%"` or `"0.005"` says; 1 % for None.  Raises `ValueError`."""
+        if text is None:
+            return cls()
+        number = str(text).strip()
+        is_share = number.endswith("%")
+        try:
+            value = float(number.removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"--margin {text}: expected the smallest difference that matters, in units of what "
+                'is judged ("0.005") or as a part of O0\'s value ("1%"), above 0.'
+            )
+        return cls(value / 100 if is_share else value, is_share)
+
+    def beside(self, base_mean: float, is_judged: bool = True) -> float:
+        """The margin in units of a quantity with this mean at O0.
+
+        A number is in units of what is judged; of anything else 1 % of O0's value matters then.
+        """
+        if self.is_share:
+            return self.value * abs(base_mean)
+        return self.value if is_judged else ONE_PERCENT.beside(base_mean)
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:g} % of O0's" if self.is_share else f"{self.value:g}"
+
+
+ONE_PERCENT = Margin()
+
+
+def outcome(one: Comparison, p: float) -> str:
+    """How a tested quantity stands with this corrected p: "within", "better", "worse" or "small".
+
+    "small" is worse by less than matters.
+    """
+    if p >= LEVEL:
+        return "within"
+    if (one.difference > 0) == (one.better == "higher"):
+        return "better"
+    return "small" if is_shown(one) else "worse"
+
+
+def is_shown(one: Comparison) -> bool:
+    """Whether the interval of a tested quantity shows that it is not worse by what matters."""
+    return at_worst(one) <= one.matters
+
+
+def at_worst(one: Comparison) -> float:
+    """How much worse the quantity is at the end of its interval; of one number, by that.
+
+    Below 0 where the whole interval is better.
+    """
+    ends = (one.low, one.high) if one.scatter else (one.difference, one.difference)
+    return ends[1] if one.better == "lower" else -ends[0]
+
+
+def weighed(row: Row) -> list[Comparison]:
+    """What decides about a row: the judged quantity, and the last loss."""
+    return [one for number, one in enumerate(row.comparisons) if not number or one.name == LOSS]
+
+
+def worse(row: Row) -> list[Comparison]:
+    """What decides against a row: what is worse, by a test or because it is no number."""
+    return [one for one in weighed(row) if one.outcome == "worse"]
