@@ -417,13 +417,13 @@ def test_a_second_initialize():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         pairs.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
     assert amp._amp_state.opt_properties.opt_level == "O2"
-    assert list(amp.state_dict()) == ["loss_scaler0", "session0.loss_scaler0"]
     for model, optimizer in pairs:
         before = weights(model)
         with amp.scale_loss(model(X[None]).sum() * 0.1, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         assert not any(map(torch.equal, before, weights(model)))
+    assert list(amp.state_dict()) == ["loss_scaler0", "session0.loss_scaler0"]
     model, optimizer = pairs[0]
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)  # apex: RuntimeError
     seen = []
