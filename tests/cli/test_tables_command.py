@@ -25,6 +25,7 @@ from ampatch.casting.tables import (
     BANNED,
     BEYOND,
     BLACKLIST,
+    EVERY_LEVEL,
     PROMOTE,
     WHITELIST,
     Rule,
@@ -62,7 +63,9 @@ def test_json_holds_every_row(capsys):
     assert main.main(["tables", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     shown = {(row["where"], name, row["rule"]) for row in found["rows"] for name in row["names"]}
-    assert shown == {(r.where, name, r.rule.value) for r in (*ROWS, *APEX) for name in r.names}
+    assert shown == {
+        (r.where, name, r.rule.value) for r in (*ROWS, *EVERY_LEVEL, *APEX) for name in r.names
+    }
     assert found["torch"] == torch.__version__
     assert found["missing"] == content.missing()
     assert {entry["name"] for entry in found["beside"]} == {
