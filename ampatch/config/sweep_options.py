@@ -83,7 +83,7 @@ class SweepOptions:
             ampatch.log_metrics(accuracy=...) need none
         judge: what the verdict is about: a metric or "last loss" (default: the first metric)
         margin: the smallest difference from O0 that matters in what is judged; a row is recommended
-            only if the test would have seen one (default: 1% of O0's value)
+            only if its 95 % interval ends within that (default: 1% of O0's value)
         better: which way a metric is better (default: as its name has it; loss and error are lower)
         out: for results and logs (default: ampatch-sweep/ and the script's name, numbered if there
             is one)

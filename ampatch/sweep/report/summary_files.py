@@ -38,8 +38,9 @@ from ampatch.sweep.report.table import (
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
-    "step_ms", "cpu_ms", "speed", "pace", "samples_per_second", "memory_bytes", "memory_kind",
-    "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale", "seconds",
+    "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "samples_per_second", "memory_bytes",
+    "memory_kind", "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale",
+    "seconds",
 )  # fmt: skip
 _JUDGED = (
     "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",

@@ -51,7 +51,7 @@ MEMORY_NOTES = {
 
 NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 MARKS = {
-    NOT_TOLD_APART: "speed not told apart from O0's",
+    NOT_TOLD_APART: "speed not told apart from O0's by wall time",
     DIFFERS: "differs from O0 by more than the seeds do (corrected p below 0.05)",
 }
 
@@ -164,7 +164,8 @@ def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
 
 def speed_mark(row: Row) -> str:
     """The mark of a speed that was measured and says nothing."""
-    says_nothing = row.speeds is not None and row.pace not in ("", FASTER, SLOWER)
+    is_told = row.pace in ("", FASTER, SLOWER) and not row.by_cpu
+    says_nothing = row.speeds is not None and not is_told
     return NOT_TOLD_APART if says_nothing else ""
 
 
