@@ -34,7 +34,7 @@ def lost_eps(optimizer: Any) -> str | None:
                 return (
                     f"{type(optimizer).__name__}: eps={eps:g} is 0 in {dtype}, the dtype of its "
                     "weights: a small gradient is divided by 0, and the weights become NaN. Make "
-                    f'the optimizer with eps={HALF_EPS:g}, or take opt_level="O2", whose weights '
-                    "are FP32."
+                    f'the optimizer with eps={HALF_EPS:g}, or take opt_level="O2" with master '
+                    "weights, which are FP32."
                 )
     return None
