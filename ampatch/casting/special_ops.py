@@ -74,10 +74,10 @@ def float_inside(choose: Choose) -> Callable:
         else:
             return call(*args, **kwargs)
         wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
-        if wide is to or kwargs.get("out") is not None:
+        if wide is None or to is None or wide is to or kwargs.get("out") is not None:
             return call(*args, **kwargs)
-        args, kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
-        return cast(call(*args, **kwargs), wide, _EVERYWHERE)
+        cast_args, cast_kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
+        return cast(call(*cast_args, **cast_kwargs), wide, _EVERYWHERE)
 
     return uncast
 
