@@ -39,6 +39,7 @@ _LISTS = {  # a name in two lists follows the first
 _SEQUENCES = ("cat", "stack", "hstack", "vstack", "dstack")
 _RULES = {
     Rule.HALF: Rule.HALF,
+    Rule.CONTRACTION: Rule.HALF,
     Rule.POWER: Rule.HALF,
     Rule.FLOAT: Rule.FLOAT,
     Rule.FLOAT_UNLESS_DTYPE: Rule.FLOAT,
