@@ -412,13 +412,24 @@ def hanging(request, tmp_path):
     process.communicate()
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "Interrupted. To go on: "),
+        (signal.SIGTERM, 143, "Ended by SIGTERM. To go"),
+    ],
+)
 @pytest.mark.parametrize("hanging", ["time.sleep(600)"], indirect=True)
-def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_path):
+def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(
+    hanging, number, code, said, tmp_path
+):
     process, children = hanging
-    process.send_signal(signal.SIGINT)
-    _out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Interrupted; --resume goes on.\n5 of 5 runs are missing." in err
+    process.send_signal(number)
+    _out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said in err and "5 of 5 runs are missing." in err
+    resumed = err.partition("To go on: ")[2].partition("\n")[0]
+    assert shlex.split(resumed)[1:] == [*process.args[1:], "--resume"]
     assert "Traceback" not in err
     assert not any(map(is_alive, children))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False

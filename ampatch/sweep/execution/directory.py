@@ -38,6 +38,7 @@ from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
+PLANNED = ("budget", "amounts", "half_speeds")  # what a plan was made of: another may go on
 _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
@@ -194,7 +195,8 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    free = (*PLANNED, *(("seeds", "rounds") if before.get("budget") else ()))
+    names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]
     names = [name for name in names if not (name in GROWING and _grown(before[name], now[name]))]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 
