@@ -12,6 +12,9 @@ case.  So by default, with one seed, each row runs once as a whole and twice for
 with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
 else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
 
+A sweep with a budget has rows that are timed by short runs alone, and whole runs of these at the
+end, if there is time (`execution/budget.py`).
+
 Where whole runs go on beside each other (`--jobs`, `--devices`, a cluster) they say nothing of
 speed: then all rounds are short ones, and each of their runs is alone on its device.
 """

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys

@@ -24,7 +24,7 @@ SLOW = HalfTypes(
 
 
 class Machine:
-    """Runs the trials of a plan in no time, one after the other; `ms` are the steps of rows in half."""
+    """Runs the trials of a plan in no time, one by one; a step in half takes `ms` milliseconds."""
 
     def __init__(self, monkeypatch, half, ms, steps=STEPS):
         self.half, self.ms, self.steps = half, ms, steps
@@ -136,7 +136,8 @@ def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch
 def earlier_of(plan, runs):
     """The results of a sweep so far, as its directory has them."""
     settings = {**plan.settings(), "kind": dataclasses.asdict(plan.kind)}
-    return Results("train.py", [], "", len(plan.trials), settings, {}, done=len(runs))
+    done, made_of = len(runs), plan.made_of()
+    return Results("train.py", [], "", len(plan.trials), settings, {}, done=done, plan=made_of)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7])
@@ -169,7 +170,7 @@ def test_what_is_planned_by_default(options, expected, monkeypatch):
     assert {trial.seed for trial in plan.trials} == set(range(expected))
     has_budget = not options or "budget" in options
     assert ("budget" in plan.in_words()) is False  # nothing is known yet
-    assert (plan.settings()["budget"] is not None) is has_budget
+    assert (plan.made_of()["budget"] is not None) is has_budget
     if not has_budget:  # an hour's seeds, if they are asked for
         machine.ms = 10000
         assert len({run.trial.seed for run in machine.sweep(plan)}) == expected

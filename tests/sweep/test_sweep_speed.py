@@ -10,8 +10,8 @@ from torch import nn
 
 import ampatch
 from ampatch import native
-from ampatch.sweep import Sweep, read_results
 from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep import Sweep, read_results
 from ampatch.sweep.execution import half_types, runner
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner

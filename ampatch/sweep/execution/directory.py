@@ -38,7 +38,6 @@ from ampatch.sweep.trial import Trial
 
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
-PLANNED = ("budget", "amounts", "half_speeds")  # what a plan was made of: another may go on
 _LOCK = ".lock"
 _FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
 
@@ -133,7 +132,10 @@ class Directory:
                 f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
                 "by --overwrite, or choose another directory with --out."
             )
-        differ = _differences(earlier.settings, self.settings)
+        wished = ("seeds", "rounds") if earlier.plan.get("budget") else ()  # it may have had fewer
+        before = {name: n for name, n in earlier.settings.items() if name not in wished}
+        now = {name: n for name, n in self.settings.items() if name not in wished}
+        differ = _differences(before, now)
         if differ:
             raise ValueError(
                 f"{self.path}: cannot be resumed, it is another sweep: {differ}. Give the same "
@@ -195,8 +197,7 @@ def _longer(timeout: float | None, before: float | None) -> bool:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    free = (*PLANNED, *(("seeds", "rounds") if before.get("budget") else ()))
-    names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     names = [name for name in names if not (name in GROWING and _grown(before[name], now[name]))]
     return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
 

@@ -44,7 +44,7 @@ class Plan:
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
-        self._known = known = {} if earlier is None else earlier.settings
+        self._known = known = {} if earlier is None else {**earlier.settings, **earlier.plan}
         self.kind: Kind = (
             restored(Kind, known["kind"]) if "kind" in known else options.kind or UNKNOWN
         )
@@ -158,7 +158,7 @@ class Plan:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed sweep must share, or goes on with where its options do not say."""
+        """What a resumed sweep must share of the plan, or have more of."""
         rows = [case.label for case in self.cases]
         named = {} if self._options.rows is not None else {"rows": rows}
         return {
@@ -167,6 +167,11 @@ class Plan:
             **named,
             "seeds": self.wish.seeds,
             "rounds": self.wish.rounds,
+        }
+
+    def made_of(self) -> dict[str, Any]:
+        """What a resumed sweep goes on with where its options do not say."""
+        return {
             "budget": self._minutes,
             "half_speeds": [self._half.lowest, self._half.highest],
             "amounts": dataclasses.asdict(self.amounts) if self._is_paced else None,

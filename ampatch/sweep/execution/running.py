@@ -139,7 +139,7 @@ class Course:
             return
         self._is_long = True
         shown.said(
-            "The first run of O0 takes longer than the budget of the whole sweep. It goes on, since "
+            "The first run of O0 takes longer than the budget of the whole sweep. It goes on, as "
             "other trials are planned by its length. --steps N ends each run after N steps."
         )
 
