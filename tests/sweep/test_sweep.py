@@ -177,7 +177,7 @@ def test_each_way_to_fail_is_a_row(directory):
     """,
     )
     out = directory / "troubles"
-    rows = sweep(script, dtypes=["bfloat16"], autocast=False, out=out)  # no round after O0 failed
+    rows = sweep(script, dtypes=["bfloat16"], autocast=False, seeds=1, out=out)
     assert "ampatch tune" not in str(read_results(out).notes)  # nothing to come back to
 
     assert [row.status for row in rows] == [

@@ -6,6 +6,7 @@ import pytest
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep import Sweep
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
 from ampatch.sweep.execution.planning import Plan
@@ -200,3 +201,34 @@ def test_a_budget_that_nothing_can_be_planned_by_is_refused(options, said, monke
     with pytest.raises(ValueError) as refused:
         Machine(monkeypatch, FAST, 10).plan(**options)
     assert said in str(refused.value)
+
+
+def test_a_script_is_swept_for_a_budget_and_gone_on_with(warm_trials, tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(planning, "measured", lambda: SLOW)
+    options = {"levels": ["O0", "O2"], "autocast": False, "out": tmp_path / "out"}
+    results = Sweep(script, budget=1e-3, **options).run().results
+    base, row = results.rows
+    assert results.complete and (base.metrics, row.metrics) == ({"accuracy": 0.5}, {})
+    assert (base.steps, row.speeds.n, row.outcome) == (20, 2, "untested")
+    said = " ".join(results.notes)
+    assert "bfloat16 0.07x to 0.10x" in said and "takes longer than its budget" in said
+    more = Sweep(script, budget=60, resume=True, **options).run().results
+    assert more.complete and [row.metrics for row in more.rows] == [{"accuracy": 0.5}] * 2
+    assert (more.rows[1].comparisons[0].n, more.rows[1].speeds.n) == (3, 3)
+    assert "longer" not in " ".join(more.notes)
+
+
+SCRIPT = """
+import torch
+import ampatch as amp
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+for _ in range(20):
+    with amp.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+amp.log_metrics(accuracy=0.5)
+"""

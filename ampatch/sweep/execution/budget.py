@@ -190,18 +190,19 @@ def in_words(
         said.append(f"Runs of O0 that are there for timing have {FEWEST_STEPS} steps too.")
     if minutes is not None and taken > 60 * minutes:
         said.append("No smaller plan says anything, so this one takes longer than its budget.")
-    if amounts != wish:
+    if rows.trials(amounts) != rows.trials(wish):
         enough = math.ceil(seconds(rows, wish, facts, begun) / 60 / _USABLE)
         said.append(f"--resume --budget {enough} runs all: {_counts(rows, wish)}.")
     return " ".join(said)
 
 
 def _counts(rows: Rows, amounts: Amounts) -> str:
-    """`5 seeds, 3 of rows that can only be slow, and 3 rounds`."""
+    """`1 seed (0 of rows that can only be slow) and 3 rounds of timing`."""
     seeds, last = rows.seeds(amounts), rows.last(amounts)
     fewer = {n for n in last.values() if n != seeds and amounts.seeds}
     slow = "".join(f" ({n} of rows that can only be slow)" for n in fewer)
-    return f"{counted(seeds, 'seed')}{slow} and {counted(amounts.rounds, 'round')} of timing"
+    rounds = f" and {counted(amounts.rounds, 'round')} of timing"  # each seed is one, too
+    return f"{counted(seeds, 'seed')}{slow}{rounds if amounts.rounds > seeds else ''}"
 
 
 def duration(taken: float) -> str:

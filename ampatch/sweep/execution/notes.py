@@ -34,7 +34,8 @@ def script_notes(
 
 def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
     """How the runs were timed, tested and ended."""
-    notes = [plan.in_words(), *_timing_notes(plan, runs)]
+    planned = [plan.speeds_in_words(), plan.in_words()] if plan.has_budget else []
+    notes = [*planned, *_timing_notes(plan, runs)]
     if not paired.available() and any(run.trial.seed for run in runs):
         notes.append(paired.MISSING)
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):

@@ -80,8 +80,9 @@ class Plan:
         return is_first or before[1] != self.amounts
 
     def in_words(self) -> str:
-        """What is planned; "" before the first run of O0, and of rows that were asked for."""
-        if self._facts is None or self._options.rows is not None or self._options.side_by_side:
+        """What is planned; "" before the first run of O0, and where a sweep is a part of more."""
+        is_part = self._options.rows is not None or self._options.side_by_side
+        if self._facts is None or is_part or len(self.cases) == 1:
             return ""
         return in_words(
             self._paced, self.wish, self.amounts, self._minutes, self._facts, self._ended
@@ -174,11 +175,11 @@ class Plan:
         return {
             "budget": self._minutes,
             "half_speeds": [self._half.lowest, self._half.highest],
-            "amounts": dataclasses.asdict(self.amounts) if self._is_paced else None,
+            "amounts": dataclasses.asdict(self.amounts) if self.has_budget else None,
         }
 
     @property
-    def _is_paced(self) -> bool:
+    def has_budget(self) -> bool:
         """Whether it was made for a budget, now or in the part of the sweep that was before."""
         return self._minutes is not None or bool(self._known.get("amounts"))
 
@@ -186,7 +187,7 @@ class Plan:
     def _paced(self) -> Rows:
         slow = {name for name, speed in self._half.highest.items() if speed < SLOW}
         cases = {case for case in self.cases if case.dtype and slow >= {*case.dtype.split("+")}}
-        return Rows(self.cases, frozenset(cases if self._is_paced else ()), self._options.repeats)
+        return Rows(self.cases, frozenset(cases if self.has_budget else ()), self._options.repeats)
 
     def _budget(self, rows: Sequence[Case]) -> float | None:
         """The minutes that the sweep may take; None: any number."""
@@ -221,11 +222,10 @@ class Plan:
     def _make(self) -> None:
         options, amounts = self._options, self.amounts
         self.cases = self._rows()
-        if self._is_paced:
+        if self.has_budget:
             planned = self._paced.trials(amounts)
-            self.possible = [*planned]
-            for one in plans(self.wish):
-                self.possible += self._paced.trials(one)
+            others = (trial for one in plans(self.wish) for trial in self._paced.trials(one))
+            self.possible = list(dict.fromkeys([*planned, *others]))
         else:
             planned = self.possible = trials(
                 self.cases,
