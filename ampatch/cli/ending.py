@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 INTERRUPTED = 130
+TERMINATED = 143  # 128 and the number of SIGTERM
 READER_ENDED = 141  # 128 and the number of SIGPIPE, as shells count
 
 
@@ -31,9 +36,47 @@ def end_quietly(command: Callable[[], int], name: str) -> int:
             raise
         print(f"{name}: {cause(error)}", file=sys.stderr)
         return 1
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, TERMINATED):
         _end_at_the_next_interrupt()
     return code
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived, as from a scheduler whose time is up."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A block that SIGTERM ends as Ctrl-C does, by an exception."""
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def interrupted(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
+    """What is said of the end of a command that goes on in `directory`, and its exit code."""
+    is_term = isinstance(error, Terminated)
+    said = f"{'Ended by SIGTERM' if is_term else 'Interrupted'}. To go on: {resuming(directory)}"
+    return said, TERMINATED if is_term else INTERRUPTED
+
+
+def resuming(directory: Path) -> str:
+    """The command line of this process with what has it go on in `directory`."""
+    words = list(sys.orig_argv)
+    if len(words) > 1 and Path(words[1]).name == "ampatch":  # installed: python path/ampatch
+        words = words[1:]
+        words[0] = "ampatch" if shutil.which("ampatch") == words[0] else words[0]
+    cut = words.index("--") if "--" in words else len(words)
+    own = [word for word in words[:cut] if word not in ("--resume", "--overwrite")]
+    named = any(word.partition("=")[0] == "--out" for word in own)
+    out = [] if named else ["--out", str(directory)]
+    return shlex.join([*own, "--resume", *out, *words[cut:]])
 
 
 def cause(error: OSError) -> str:

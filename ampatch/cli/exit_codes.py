@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 OF_ALL = "2 for a wrong command line; 130 after Ctrl-C; 141 where the reader of its output ended"
+_ON_SIGTERM = "143 after SIGTERM"
 
 OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
 
 OWN = {
-    "sweep": "0; 1 where no run went well or the sweep could not go on",
-    "tune": "0; 1 where nothing brings the level back, or that cannot be told",
+    "sweep": f"0; 1 where no run went well or the sweep could not go on; {_ON_SIGTERM}",
+    "tune": f"0; 1 where nothing brings the level back, or that cannot be told; {_ON_SIGTERM}",
     "report": "0; 1 where something cannot be written",
     "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory "
     "without a sweep",

@@ -1,7 +1,7 @@
 """The command `ampatch sweep`: its options, and a sweep with them.
 
 The sweep itself is imported when it runs.  Exit codes: 0; 1 when no run went
-well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C.
+well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import cause
+from ampatch.cli.ending import cause, interrupted, interruptible
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
 from ampatch.cli.sweep_options import HOW, add_options, given
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
@@ -50,11 +50,14 @@ def run(options: argparse.Namespace) -> int:
     sweep = _sweep(options)
     stopped, code = "", 0
     try:
-        if not sweep.runs:  # a sweep that goes on keeps what its first trials had
-            native_first.build()
-        sweep.run(progress_on(sys.stderr, getattr(options, "steps", None)))
-    except KeyboardInterrupt:
-        stopped, code = "Interrupted; --resume goes on.", 130
+        with interruptible():
+            if not sweep.runs:  # a sweep that goes on keeps what its first trials had
+                native_first.build()
+            sweep.run(progress_on(sys.stderr, getattr(options, "steps", None)))
+    except KeyboardInterrupt as error:
+        said, code = interrupted(error, sweep.directory)
+        print(said, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
+        stopped = "Interrupted."
     except OSError as error:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import cause
+from ampatch.cli.ending import cause, interrupted, interruptible
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
 from ampatch.cli.sweep_options import add_options, given
@@ -15,7 +15,7 @@ from ampatch.cli.sweep_options import add_options, given
 if TYPE_CHECKING:
     from ampatch.tune import Tuning
 
-LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "repeats", "steps")
+LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "repeats", "steps", "budget")
 """Options of a sweep that have no meaning here."""
 OTHER_TEXTS = {
     "seeds": "judge the answer with seeds 0 to N-1, at least 4, and candidates with half of them "
@@ -83,11 +83,13 @@ def run(options: argparse.Namespace) -> int:
 
     tuning = _tuning(options)
     try:
-        native_first.build()
-        answer = tuning.run()
-    except KeyboardInterrupt:
-        print("Interrupted; --resume goes on.", file=sys.stderr)
-        return 130
+        with interruptible():
+            native_first.build()
+            answer = tuning.run()
+    except KeyboardInterrupt as error:
+        said, code = interrupted(error, tuning.directory)
+        print(said, file=sys.stderr)
+        return code
     except OSError as error:
         print(f"{error}. With that put right, --resume goes on.", file=sys.stderr)
         return 1

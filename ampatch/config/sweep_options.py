@@ -71,12 +71,16 @@ class SweepOptions:
         autocast: rows of torch.autocast and GradScaler, or of a script that uses them itself as it
             is (there by default; --no-autocast leaves them out)
         auto: as by default: a script without AMP code is recognized
-        seeds: run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: 1)
+        seeds: run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: as many as
+            the budget has time for, 5 at most; 1 without a budget)
         override_seeds: where SCRIPT seeds torch, numpy or random itself, use the trial's seed
             instead
         repeats: run each seed N times (default: 1)
         rounds: measure speed in N rounds at least: each seed is one, short ones are added; when
             resumed N may grow (default: 3)
+        budget: plan seeds, rounds and timed runs to take no more than so many minutes in all, with
+            what has run before --resume; what is left out is said (default: 10 where neither seeds
+            nor rounds are given and one trial runs at a time, else no limit)
         steps: end each run after N optimizer steps; with {steps} among its arguments the script
             gets the number instead, and ends by itself
         metrics: a number in the script's output, such as 'accuracy=acc: (\S+)'; scripts that call
@@ -114,10 +118,13 @@ class SweepOptions:
     )
     autocast: bool = field(default=True, metadata=_shown(RUN))
     auto: bool = field(default=False, metadata=_shown(RUN))
-    seeds: int = field(default=1, metadata=_shown(RUN, "N", parse=int, kept=True))
+    seeds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
     override_seeds: bool = field(default=False, metadata=_shown(RUN, kept=True))
     repeats: int = field(default=1, metadata=_shown(RUN, "N", parse=int, kept=True))
-    rounds: int = field(default=ROUNDS, metadata=_shown(RUN, "N", parse=int, kept=True))
+    rounds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
+    budget: float | None = field(
+        default=None, metadata=_shown(RUN, "MINUTES", parse=float, only_for=("local",))
+    )
     steps: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int, kept=True))
     metrics: dict[str, str] = field(
         default_factory=dict, metadata=_shown(MEASURES, "NAME=REGEX", flag="--metric", kept=True)
@@ -183,6 +190,13 @@ class SweepOptions:
                 whole_number(f"{flag(one)} {value}", value, least=1)
         if self.timeout is not None:
             positive_number(f"--timeout {self.timeout}", self.timeout, "seconds")
+        if self.budget is not None:
+            positive_number(f"--budget {self.budget}", self.budget, "minutes")
+            if self.side_by_side:
+                raise ValueError(
+                    "--budget: expected trials that run one at a time, as their times are what is "
+                    "planned with. Leave --budget or --jobs and --devices out."
+                )
         if self.gpus_per_trial is not None and self.gpus_per_trial < 0:
             raise ValueError(f"--gpus-per-trial {self.gpus_per_trial:g}: expected 0 or more.")
 

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,17 +67,38 @@ class Speed:
         return {**found, "verdict": self.verdict}
 
 
-def fast_half_types(device: str | None = None) -> tuple[str, ...]:
-    """Names of the half types that are worth a try on a device; takes about a second.
+@dataclasses.dataclass(frozen=True)
+class HalfTypes:
+    """The half types on a device, by their names.
 
-    They are faster than FP32 in some operation, and slower in none.  `device` is "cpu" or the type
-    of an accelerator; None means the accelerator where there is one.
+    `fast` are those that are worth a try: faster than FP32 in some operation, and slower in none.
+    `lowest` and `highest` have for each type its speed relative to FP32 in the operation that is
+    slowest, and fastest, in it.
     """
-    return fast(measure(device or device_types()[-1]))
+
+    fast: Sequence[str]
+    lowest: dict[str, float]
+    highest: dict[str, float]
+
+
+def half_types(device: str | None = None) -> HalfTypes:
+    """What the half types are on a device; takes a few seconds.
+
+    `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
+    """
+    speeds = measure(device or device_types()[-1])
+    ratios = {dtype: [s.ratio for s in speeds if s.dtype is dtype] for dtype in HALF_TYPES}
+    return HalfTypes(
+        fast(speeds),
+        *(
+            {dtype_name(dtype): which(ratios[dtype]) for dtype in HALF_TYPES}
+            for which in (min, max)
+        ),
+    )
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
-    """The same of what was measured."""
+    """Names of the half types that are faster in some operation, and slower in none."""
     verdicts = {dtype: [s.verdict for s in speeds if s.dtype is dtype] for dtype in HALF_TYPES}
     return tuple(
         dtype_name(dtype)
@@ -110,13 +131,16 @@ def _one_thread() -> Iterator[None]:
 
 def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
     times = _Times({dtype: [] for dtype in runs}, [])
-    for run in runs.values():
-        _shortest(run, device, 1)  # what a first call sets up
+    first = {dtype: _shortest(run, device, 1) for dtype, run in runs.items()}  # with setting up
+    calls = {  # one of a slow call lasts as long as many of FP32's, and says enough
+        dtype: 1 if seconds > CLEARLY_SLOW * first[torch.float32] else _CALLS
+        for dtype, seconds in first.items()
+    }
     end = time.perf_counter() + LONGEST
     while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
-                seconds.append(_shortest(runs[dtype], device, _CALLS))
+                seconds.append(_shortest(runs[dtype], device, calls[dtype]))
         times.again.append(_shortest(runs[torch.float32], device, _CALLS))
     return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
 

@@ -19,11 +19,12 @@ What is where:
 
 * `config/sweep_options.py`: the options, one table for the command and for Python.
 * `plan.py`, `trial.py`, `kinds.py`: what is run, and why in whole and in short runs.
-* `execution/`: `sweep.py` puts together which trials there are (`planning.py`), what follows from
-  their news (`running.py`, `early_stops.py`, `short_runs.py`), what they have shown (`outcome.py`,
-  `notes.py`) and the directory to go on in (`directory.py`).  Of a trial there is the parent's
-  part (`runner.py`) and the child's (`child.py`, `autocast_baseline.py`, `autocast_off.py`,
-  `recognition.py`, `plain_training.py`, `seeding.py`).  `progress.py` is the display.
+* `execution/`: `sweep.py` puts together which trials there are (`planning.py`), how many of them
+  fit a budget (`budget.py`, `half_types.py`), what follows from their news (`running.py`,
+  `early_stops.py`, `short_runs.py`), what they have shown (`outcome.py`, `notes.py`) and the
+  directory to go on in (`directory.py`).  Of a trial there is the parent's part (`runner.py`) and
+  the child's (`child.py`, `autocast_baseline.py`, `autocast_off.py`, `recognition.py`,
+  `plain_training.py`, `seeding.py`).  `progress.py` is the display.
 * `execution/engines/`: what starts the trials, on this machine or a cluster, and in which
   order; `ranks.py`: trials of several processes.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`,

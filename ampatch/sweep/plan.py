@@ -12,6 +12,9 @@ case.  So by default, with one seed, each row runs once as a whole and twice for
 with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
 else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
 
+A sweep with a budget has rows that are timed by short runs alone, and whole runs of these at the
+end, if there is time (`execution/budget.py`).
+
 Where whole runs go on beside each other (`--jobs`, `--devices`, a cluster) they say nothing of
 speed: then all rounds are short ones, and each of their runs is alone on its device.
 """
@@ -112,6 +115,7 @@ def trials(
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
+    last: Mapping[Case, int] | None = None,
 ) -> list[Trial]:
     """The trials in their order.
 
@@ -119,8 +123,10 @@ def trials(
     `fewer` take part in those of so many seeds.
     Every second round runs backwards, so that a machine that gets slower slows the first
     row and the last row by the same amount.  `apart`: whole runs go on beside each other and
-    say nothing of speed, so all `rounds` are short.
+    say nothing of speed, so all `rounds` are short.  Rows in `last` are timed by short runs, once
+    in each of `rounds`, and have whole runs of so many seeds when all else has run.
     """
+    fewer, last = fewer or {}, last or {}
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
     lacking = rounds - (0 if apart else len(whole))
@@ -128,12 +134,21 @@ def trials(
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
-        taking_part = (case for case in rows if seed < (fewer or {}).get(case, seeds))
-        one = [Trial(case, seed, repeat, short=is_short) for case in taking_part]
+        one = [
+            Trial(case, seed, repeat, short=is_short or case in last)
+            for case in rows
+            if (times_speed and number < rounds if case in last else seed < fewer.get(case, seeds))
+        ]
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
-    return planned
+    ends = [
+        Trial(case, seed, repeat)
+        for repeat, seed in whole
+        for case in rows
+        if seed < last.get(case, 0)
+    ]
+    return planned + ends
 
 
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:

@@ -92,7 +92,7 @@ class Trial:
 
     @property
     def file_stem(self) -> str:
-        """`O1-float16.seed2.repeat0`, `O0.seed0.repeat1.again`.
+        """`O1-float16.seed2.repeat0`, `O1-float16.seed0.repeat1.short`, `O0.seed0.repeat1.again`.
 
         Characters that a file name should not have are replaced.
         """
@@ -100,4 +100,5 @@ class Trial:
         plain = re.sub(r"[^\w+.=,-]", "_", label)[:80]
         if plain != label:
             plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
-        return f"{plain}.seed{self.seed}.repeat{self.repeat}" + (".again" if self.again else "")
+        kind = ".again" if self.again else ".short" if self.short else ""
+        return f"{plain}.seed{self.seed}.repeat{self.repeat}{kind}"

@@ -54,7 +54,11 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     found = verdicts()
     assert (found[FLOAT16], found[BFLOAT16]) == expected
     assert found[torch.float32] == "tie"
-    assert speed.fast_half_types("cpu") == fast
+    types = speed.half_types("cpu")
+    assert types.fast == fast and types.lowest == types.highest  # of one operation
+    assert types.lowest == pytest.approx(
+        {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_TYPES, times)}, rel=0.1
+    )
 
 
 def test_a_type_that_is_slower_in_one_operation_is_not_called_fast():

@@ -69,7 +69,7 @@ def test_a_command_of_ampatch_is_taken(arguments):
 
 def test_the_first_command_of_ampatch_is_the_sweep_of_an_example():
     first, *_ = commands("ampatch")
-    assert first == ["sweep", "examples/digits.py", "--seeds", "5"]
+    assert first == ["sweep", "examples/digits.py", "--budget", "4"]
 
 
 def test_the_citation_has_the_version_of_the_package():

@@ -36,7 +36,7 @@ NOT_RUN = {
     "ampatch build": "tests/native/test_build_command.py builds",
     "ampatch doctor": "it times products for seconds; tests/cli/ runs it with quicker ones",
     "ampatch tune": "minutes; tests/tune/ runs it, short",
-    "ampatch sweep examples/digits.py --seeds 5 --overwrite": "the README's, a second time",
+    "ampatch sweep examples/digits.py --seeds 5 --overwrite": "the README's, at length",
     "benchmarks/on_gpu.sh": "tests/benchmarks/test_on_gpu.py runs it, small",
     "chromium": "a program of the reader's; the script takes a picture of a report",
     "export": "it sets a variable of the reader's shell",

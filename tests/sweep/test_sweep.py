@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -176,7 +177,7 @@ def test_each_way_to_fail_is_a_row(directory):
     """,
     )
     out = directory / "troubles"
-    rows = sweep(script, dtypes=["bfloat16"], autocast=False, out=out)  # no round after O0 failed
+    rows = sweep(script, dtypes=["bfloat16"], autocast=False, seeds=1, out=out)
     assert "ampatch tune" not in str(read_results(out).notes)  # nothing to come back to
 
     assert [row.status for row in rows] == [
@@ -412,13 +413,24 @@ def hanging(request, tmp_path):
     process.communicate()
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "Interrupted. To go on: "),
+        (signal.SIGTERM, 143, "Ended by SIGTERM. To go"),
+    ],
+)
 @pytest.mark.parametrize("hanging", ["time.sleep(600)"], indirect=True)
-def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(hanging, tmp_path):
+def test_interrupting_a_sweep_ends_the_child_and_keeps_the_file(
+    hanging, number, code, said, tmp_path
+):
     process, children = hanging
-    process.send_signal(signal.SIGINT)
-    _out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Interrupted; --resume goes on.\n5 of 5 runs are missing." in err
+    process.send_signal(number)
+    _out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said in err and "5 of 5 runs are missing." in err
+    resumed = err.partition("To go on: ")[2].partition("\n")[0]
+    assert shlex.split(resumed)[1:] == [*process.args[1:], "--resume"]
     assert "Traceback" not in err
     assert not any(map(is_alive, children))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False

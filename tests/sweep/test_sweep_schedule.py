@@ -221,7 +221,7 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("ampatch.sweep.execution.planning.default_dtypes", None)  # would be timed
+    monkeypatch.setattr("ampatch.sweep.execution.planning.measured", None)  # would be timed
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(ValueError) as refused:

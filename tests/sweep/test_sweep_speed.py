@@ -10,8 +10,9 @@ from torch import nn
 
 import ampatch
 from ampatch import native
+from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Sweep, read_results
-from ampatch.sweep.execution import default_dtypes, runner
+from ampatch.sweep.execution import half_types, runner
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
@@ -234,8 +235,8 @@ def ran(monkeypatch):
 def make(tmp_path, **options):
     script = tmp_path / "train.py"
     script.write_text("")
-    settings = {"levels": ["O0", "O3"], "dtypes": ["bfloat16"], "autocast": False, **options}
-    return Sweep(str(script), out=tmp_path / "out", **settings)
+    settings = {"levels": ["O0", "O3"], "dtypes": ["bfloat16"], "autocast": False, "seeds": 1}
+    return Sweep(str(script), out=tmp_path / "out", **{**settings, **options})
 
 
 def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
@@ -258,7 +259,8 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
     ]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
     with pytest.raises(ValueError, match="rounds was 4, now 3"):  # would leave out measured rounds
-        make(tmp_path, resume=True)
+        make(tmp_path, resume=True, rounds=3)
+    make(tmp_path, resume=True).close()  # without a number it has those that it had
 
 
 def test_short_runs_are_no_longer_than_whole_ones(tmp_path, ran):
@@ -491,10 +493,10 @@ def test_a_report_says_whether_the_native_part_was_in_force(monkeypatch, found, 
 def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
     """Also after `--resume` on a day on which doctor would call others so."""
     answers = []
-    monkeypatch.setattr(default_dtypes, "fast_half_types", lambda device: answers.pop())
-    monkeypatch.setattr(default_dtypes, "accelerator", lambda: None)
+    monkeypatch.setattr(half_types, "half_types", lambda device: answers.pop())
+    monkeypatch.setattr(half_types, "accelerator", lambda: None)
     for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
-        answers.append(fast)
+        answers.append(HalfTypes(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
         plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
         assert [case.dtype for case in plan.cases] == [None, expected]
     again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
@@ -504,14 +506,16 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
 
 
 def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(default_dtypes, "accelerator", lambda: "cuda")
-    asked = default_dtypes._ASK
-    named = asked.replace("*fast_half_types()", "fast_half_types.__name__, 'float16'")
-    monkeypatch.setattr(default_dtypes, "_ASK", named)
-    assert default_dtypes.default_dtypes() == ["fast_half_types", "float16"]
-    monkeypatch.setattr(default_dtypes, "_ASK", "raise RuntimeError('CUDA error')")
+    monkeypatch.setattr(half_types, "accelerator", lambda: "cuda")
+    found = HalfTypes(["float16"], {"float16": 2.0}, {"float16": 3.0})
+    asked = half_types._ASK.replace("half_types())", f"speed.{found!r})").replace(
+        "import half_types", "import half_types\nfrom ampatch.diagnose import speed"
+    )
+    monkeypatch.setattr(half_types, "_ASK", asked)
+    assert half_types.measured() == found
+    monkeypatch.setattr(half_types, "_ASK", "raise RuntimeError('CUDA error')")
     with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
-        default_dtypes.default_dtypes()
+        half_types.measured()
 
 
 def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):

@@ -132,7 +132,10 @@ class Directory:
                 f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
                 "by --overwrite, or choose another directory with --out."
             )
-        differ = _differences(earlier.settings, self.settings)
+        wished = ("seeds", "rounds") if earlier.plan.get("budget") else ()  # it may have had fewer
+        before = {name: n for name, n in earlier.settings.items() if name not in wished}
+        now = {name: n for name, n in self.settings.items() if name not in wished}
+        differ = _differences(before, now)
         if differ:
             raise ValueError(
                 f"{self.path}: cannot be resumed, it is another sweep: {differ}. Give the same "

@@ -34,7 +34,8 @@ def script_notes(
 
 def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
     """How the runs were timed, tested and ended."""
-    notes = _timing_notes(plan, runs)
+    planned = [plan.speeds_in_words(), plan.in_words()] if plan.has_budget else []
+    notes = [*planned, *_timing_notes(plan, runs)]
     if not paired.available() and any(run.trial.seed for run in runs):
         notes.append(paired.MISSING)
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
@@ -99,7 +100,7 @@ def _seed_notes(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Iterable[Run]
 ) -> dict[str, str]:
     """What a sweep of several seeds says about seeds that the script sets itself."""
-    if options.seeds == 1:
+    if plan.seeds == 1:
         return {}
     of_first_row = [run for run in runs if run.case == plan.cases[0] and not run.trial.short]
     constant = own_seeds.constant_seeds(of_first_row, arguments)

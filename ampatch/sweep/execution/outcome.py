@@ -84,6 +84,7 @@ class Outcome:
             recommendation=trouble or recommendation(rows, plan.kind),
             notes=[note for note in said if note],
             provenance={**self._provenance, **provenance.devices(runs)},
+            plan=plan.made_of(),
         )
 
     def _script_notes(self) -> dict[str, str]:

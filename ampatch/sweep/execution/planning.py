@@ -6,13 +6,30 @@ run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ampatch.config.sweep_options import SweepOptions
-from ampatch.sweep.execution.default_dtypes import default_dtypes
+from ampatch.config.sweep_options import ROUNDS, SweepOptions
+from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep.execution.budget import (
+    DEFAULT_MINUTES,
+    FEWEST_STEPS,
+    SEEDS,
+    SLOW,
+    TESTED,
+    Amounts,
+    Facts,
+    Rows,
+    fitting,
+    in_words,
+    plans,
+)
+from ampatch.sweep.execution.half_types import measured
+from ampatch.sweep.execution.short_runs import short_steps
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
+from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES, cases, check_possible, trials
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -20,22 +37,89 @@ from ampatch.torch_private.devices import has_tf32
 
 
 class Plan:
-    """The `cases` and `trials` of a sweep.  One that goes on has the kind and dtypes of `earlier`.
+    """The `cases` and `trials` of a sweep.  One that goes on has what `earlier` had.
 
     Raises `ValueError` for rows that cannot be run.
     """
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
-        known = {} if earlier is None else earlier.settings
+        self._known = known = {} if earlier is None else {**earlier.settings, **earlier.plan}
         self.kind: Kind = (
             restored(Kind, known["kind"]) if "kind" in known else options.kind or UNKNOWN
         )
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
-        in_half = any(case.dtype in DTYPES for case in self._rows())  # what is wrong is said first
-        if in_half and options.dtypes is None and options.rows is None:
-            self.dtypes = known.get("dtypes") or default_dtypes()
+        rows = self._rows()  # what is wrong is said first
+        self._minutes = self._budget(rows)
+        in_half = any(case.dtype in DTYPES for case in rows)
+        is_open = options.dtypes is None and options.rows is None
+        self._half = HalfTypes(known.get("dtypes", ()), *known.get("half_speeds", ({}, {})))
+        if in_half and not self._half.lowest and (is_open or self._minutes is not None):
+            self._half = measured()
+        if in_half and is_open:
+            self.dtypes = known.get("dtypes") or self._half.fast
+        self._facts: Facts | None = None
+        self._ended: Collection[Trial] = ()
+        self.wish = self.amounts = self._wish(rows)
         self._make()
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds O0 has."""
+        return self._paced.seeds(self.amounts)
+
+    def fit(self, runs: Sequence[Run]) -> bool:
+        """Plan anew with what runs have shown; whether that says anything new."""
+        before = self._facts, self.amounts
+        self._facts = Facts.of(runs, self._half.lowest)
+        self._ended = {run.trial for run in runs}
+        if self._minutes is not None and self._facts is not None:
+            self.amounts = fitting(self._paced, self.wish, self._minutes, self._facts, self._ended)
+        self._make()
+        is_first = before[0] is None and self._facts is not None
+        return is_first or before[1] != self.amounts
+
+    def in_words(self) -> str:
+        """What is planned; "" before the first run of O0, and where a sweep is a part of more."""
+        is_part = self._options.rows is not None or self._options.side_by_side
+        if self._facts is None or is_part or len(self.cases) == 1:
+            return ""
+        return in_words(
+            self._paced, self.wish, self.amounts, self._minutes, self._facts, self._ended
+        )
+
+    def speeds_in_words(self) -> str:
+        """How fast the half types of the rows are here; "" where that was not measured."""
+        lowest, highest = self._half.lowest, self._half.highest
+        used = {name for case in self.cases for name in (case.dtype or "").split("+")}
+        names = [name for name in lowest if name in used]
+        each = (f"{n} {lowest[n]:.2f}x to {highest[n]:.2f}x" for n in names)
+        speeds = f"Speed of half here, FP32 is 1: {', '.join(each)}." if names else ""
+        if all(highest[name] >= SLOW for name in names):
+            return speeds
+        plans = "" if self._minutes else " --budget MINUTES plans for that."
+        return f"{speeds} Rows in a type below {SLOW:g}x can only be slow.{plans}"
+
+    def seconds_left(self, begun: Collection[Trial]) -> float | None:
+        """What the trials take that have not begun; None where that is not known."""
+        if self._facts is None or self._options.side_by_side:
+            return None
+        left = (trial for trial in self.trials if trial not in begun)
+        return sum(self._facts.of_trial(trial, self._has_few_steps(trial)) for trial in left)
+
+    def steps(self, trial: Trial, runs: Iterable[Run]) -> int | None:
+        """After how many optimizer steps a trial ends; None: by itself."""
+        if not trial.short:
+            return self._options.steps
+        few = FEWEST_STEPS if self._has_few_steps(trial) else short_steps(runs)
+        return min(filter(None, (self._options.steps, few)), default=None)
+
+    def is_over(self, taken: float) -> bool:
+        """Whether so many seconds are more than the sweep may take."""
+        return self._minutes is not None and taken > 60 * self._minutes
+
+    def _has_few_steps(self, trial: Trial) -> bool:
+        return self.amounts.few_steps or trial.case in self._paced.last(self.amounts)
 
     def recognize(self, kind: Kind) -> bool:
         """Whether a run shows the kind for the first time: then the plan is another one.
@@ -75,23 +159,86 @@ class Plan:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed sweep must share of the plan: rows where the options do not name them."""
+        """What a resumed sweep must share of the plan, or have more of."""
         rows = [case.label for case in self.cases]
         named = {} if self._options.rows is not None else {"rows": rows}
-        return {"kind": self.kind, "dtypes": list(self.dtypes), **named}
+        return {
+            "kind": self.kind,
+            "dtypes": list(self.dtypes),
+            **named,
+            "seeds": self.wish.seeds,
+            "rounds": self.wish.rounds,
+        }
+
+    def made_of(self) -> dict[str, Any]:
+        """What a resumed sweep goes on with where its options do not say."""
+        return {
+            "budget": self._minutes,
+            "half_speeds": [self._half.lowest, self._half.highest],
+            "amounts": dataclasses.asdict(self.amounts) if self.has_budget else None,
+        }
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it was made for a budget, now or in the part of the sweep that was before."""
+        return self._minutes is not None or bool(self._known.get("amounts"))
+
+    @property
+    def _paced(self) -> Rows:
+        slow = {name for name, speed in self._half.highest.items() if speed < SLOW}
+        cases = {case for case in self.cases if case.dtype and slow >= {*case.dtype.split("+")}}
+        return Rows(self.cases, frozenset(cases if self.has_budget else ()), self._options.repeats)
+
+    def _budget(self, rows: Sequence[Case]) -> float | None:
+        """The minutes that the sweep may take; None: any number."""
+        options = self._options
+        if options.budget is not None:
+            if BASE not in rows:
+                raise ValueError(
+                    "--budget: expected O0 among the levels, since its first run says how long the "
+                    "others take. Add O0 to --levels, or leave --budget out."
+                )
+            return options.budget
+        if options.seeds or options.rounds:
+            return None
+        if self._known:
+            return self._known.get("budget")
+        can_compare = BASE in rows and len(rows) > 1
+        alone = options.engine == "local" and not options.side_by_side
+        return DEFAULT_MINUTES if can_compare and alone else None
+
+    def _wish(self, rows: Sequence[Case]) -> Amounts:
+        """What is run where there is time for it."""
+        options, known = self._options, self._known
+        rounds = options.rounds or known.get("rounds") or ROUNDS
+        if known.get("amounts") and self._minutes is None:  # more of what the budget has left out
+            kept = dataclasses.replace(Amounts(**known["amounts"]), rounds=rounds)
+            seeds = {"seeds": options.seeds, "slow_seeds": options.seeds}
+            return dataclasses.replace(kept, **seeds) if options.seeds else kept
+        usual = 1 if self._minutes is None or len(rows) == 1 else SEEDS
+        seeds = options.seeds or known.get("seeds") or usual
+        return Amounts(seeds, seeds if self._minutes is None else min(seeds, TESTED), rounds)
 
     def _make(self) -> None:
-        options = self._options
+        options, amounts = self._options, self.amounts
         self.cases = self._rows()
-        self.trials = trials(
-            self.cases,
-            options.seeds,
-            options.repeats,
-            options.rounds,
-            apart=options.side_by_side,
-            fewer=options.fewer_seeds,
-        )
-        self._order = {trial: number for number, trial in enumerate(self.trials)}
+        if self.has_budget:
+            planned = self._paced.trials(amounts)
+            others = (trial for one in plans(self.wish) for trial in self._paced.trials(one))
+            self.possible = list(dict.fromkeys([*planned, *others]))
+        else:
+            planned = self.possible = trials(
+                self.cases,
+                amounts.seeds,
+                options.repeats,
+                amounts.rounds,
+                apart=options.side_by_side,
+                fewer=options.fewer_seeds,
+            )
+        dropped = [trial for trial in self._ended if trial not in planned]
+        self.trials = [*dropped, *planned]
+        order = dict.fromkeys([*self.possible, *dropped])
+        self._order = {trial: number for number, trial in enumerate(order)}
 
     def _rows(self) -> list[Case]:
         options = self._options

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
-import statistics
+import time
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
@@ -27,10 +27,10 @@ class Progress(Protocol):
     def __exit__(self, *exception: object) -> None:
         """The sweep has ended or was interrupted."""
 
-    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+    def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
         """A trial starts, as the one with this `number` (from 1) of `count`.
 
-        Of the trials after it `short_later` are short.
+        It and those after it take about so many `seconds`, where that is known.
         """
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
@@ -51,23 +51,18 @@ class Silent(Progress):
 
 
 class Lines(Progress):
-    """One line when a run starts and one when it has ended, for pipes and files.
-
-    The time left is that of the whole runs: each lasts as those that have ended.
-    """
+    """One line when a run starts and one when it has ended, for pipes and files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._names: dict[Trial, str] = {}
-        self._seconds: list[float] = []  # of whole runs
 
-    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+    def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
         self._names[trial] = f"[{number}/{count}] {trial.label}"
-        whole = count - number - short_later + (not trial.short)
-        self._say(trial, f"started{self._left(whole)}")
+        left = "" if seconds is None else f", about {duration(seconds)} left"
+        self._say(trial, f"started{left}")
 
     def ended(self, run: Run) -> None:
-        self._seconds += [] if run.trial.short else [run.seconds]
         self._say(run.trial, outcome(run))
 
     def lost(self, trial: Trial, reason: str) -> None:
@@ -76,19 +71,13 @@ class Lines(Progress):
     def said(self, text: str) -> None:
         print(f"Note: {text}", file=self._stream, flush=True)
 
-    def _left(self, whole: int) -> str:
-        if not (self._seconds and whole):
-            return ""
-        seconds = whole * statistics.mean(self._seconds)
-        return f", about {datetime.timedelta(seconds=round(seconds))} left for whole runs"
-
     def _say(self, trial: Trial, text: str) -> None:
         name = self._names.get(trial, trial.label)
         print(f"{name}: {text}", file=self._stream, flush=True)
 
 
 class Live(Progress):
-    """Bars of rich: one for the whole runs of the sweep, one for each trial that runs.
+    """Bars of rich: one for the time of the sweep, one for each trial that runs.
 
     A trial's line shows level, dtype and seed, the step, the loss, and the time left.  The
     number of steps of a run is known after the first run.
@@ -112,24 +101,30 @@ class Live(Progress):
             expand=True,
             speed_estimate_period=24 * 3600,
         )
-        self._all = self._bars.add_task("whole runs", total=None, steps="")
+        self._all = self._bars.add_task("all runs", total=None, steps="")
         self._tasks: dict[Trial, Any] = {}
         self._names: dict[Trial, str] = {}
         self._steps = steps  # of a whole run
 
     def __enter__(self) -> Live:
+        self._start = time.monotonic()
         self._bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bars.stop()
 
-    def started(self, number: int, count: int, trial: Trial, short_later: int = 0) -> None:
+    def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
         self._names[trial] = f"({number}/{count}) {trial.label}"
         total = None if trial.short else self._steps
         self._tasks[trial] = self._bars.add_task(self._names[trial], total=total, steps="")
-        whole = sum(not one.short for one in self._names) + count - number - short_later
-        self._bars.update(self._all, total=whole, steps=f"{number - 1}/{count} runs")
+        passed = time.monotonic() - self._start
+        self._bars.update(
+            self._all,
+            completed=passed,  # in seconds: what is left then is that of the plan
+            total=None if seconds is None else passed + seconds,
+            steps=f"{number - 1}/{count} runs",
+        )
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
         of = "" if trial.short or self._steps is None else f"/{self._steps}"
@@ -138,7 +133,6 @@ class Live(Progress):
 
     def ended(self, run: Run) -> None:
         self._finish(run.trial, outcome(run))
-        self._bars.advance(self._all, 0 if run.trial.short else 1)
         if self._steps is None and run.measured is not None:
             self._steps = len(run.measured.skipped) or None
 

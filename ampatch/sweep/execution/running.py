@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 from ampatch.config.sweep_options import SweepOptions
@@ -25,7 +26,7 @@ from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.short_runs import is_due, short_steps
+from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
@@ -46,17 +47,22 @@ class Course:
         self._plan, self._outcome, self._held = plan, outcome, held
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
+        self._start, self._is_long = 0.0, False
         self.told: set[Case] = set()  # of which a failure was shown with its last lines
 
     def resume(self) -> None:
         """Take up the runs of an earlier part of the sweep."""
-        for run in self._held.finished(self._plan.trials, self._options.timeout):
+        for run in self._held.finished(self._plan.possible, self._options.timeout):
             if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
                 self._outcome.runs.append(run)
                 self._begun.add(run.trial)
+        self._plan.fit(self._outcome.runs)
 
     def run(self, runner: Runner, engine: Engine, shown: Progress) -> None:
         """Run what is left.  Raises `SweepError` where the sweep should not go on."""
+        self._start = time.monotonic()
+        for text in filter(None, (self._plan.speeds_in_words(), self._plan.in_words())):
+            shown.said(text)
         schedule = Schedule(
             *self._by_turn(),
             runner_for=lambda trial: self._runner_for(trial, runner),
@@ -67,6 +73,12 @@ class Course:
                 schedule.plan(*self._by_turn())
                 shown.said(f"{self._program} {self._plan.kind.in_words()}.")
             self._take(event, shown)
+            if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
+                schedule.plan(*self._by_turn())
+                self._held.keep(self._plan.settings())
+                self._outcome.write()
+                if self._plan.in_words():
+                    shown.said(self._plan.in_words())
         if self._lost:
             labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
@@ -80,10 +92,9 @@ class Course:
         runs = self._outcome.runs
         if not is_due(trial, runs, self._options.fail_fast):
             return None
-        steps = self._options.steps
-        if trial.short:  # no more than a whole run takes, if that has a number
-            steps = min(filter(None, (steps, short_steps(runs))), default=None)
-        return dataclasses.replace(runner, kind=self._plan.kind, steps=steps)
+        return dataclasses.replace(
+            runner, kind=self._plan.kind, steps=self._plan.steps(trial, runs)
+        )
 
     def _shows_kind(self, event: Event) -> bool:
         """Whether the event shows the kind of the script, so that the plan was made anew."""
@@ -105,9 +116,10 @@ class Course:
         if isinstance(event, Started):
             self._begun.add(event.trial)
             left, count = self._plan.left(self._begun), len(self._plan.trials)
-            short_later = sum(trial.short for trial in left)
-            shown.started(count - len(left), count, event.trial, short_later)
+            seconds = self._plan.seconds_left(self._begun - {event.trial})
+            shown.started(count - len(left), count, event.trial, seconds)
         elif isinstance(event, Reached):
+            self._say_if_long(shown)
             shown.reached(event.trial, event.reach.steps, event.reach.loss)
         elif isinstance(event, Lost):
             self._lost.append(event)
@@ -116,6 +128,20 @@ class Course:
             self._ended(event.run, shown)
         else:
             raise _error(event)
+
+    def _say_if_long(self, shown: Progress) -> None:
+        """That the first run alone takes longer than the whole sweep may."""
+        if (
+            self._outcome.runs
+            or self._is_long
+            or not self._plan.is_over(time.monotonic() - self._start)
+        ):
+            return
+        self._is_long = True
+        shown.said(
+            "The first run of O0 takes longer than the budget of the whole sweep. It goes on, as "
+            "other trials are planned by its length. --steps N ends each run after N steps."
+        )
 
     def _ended(self, run: Run, shown: Progress) -> None:
         reason = self._reason_to_stop(run)

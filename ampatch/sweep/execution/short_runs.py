@@ -32,10 +32,9 @@ def short_steps(runs: Iterable[Run]) -> int | None:
 def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
     """Whether a trial is worth its time: no short run of a row that has failed, nor without O0.
 
-    `fail_fast`: nor another whole run of such a row.
+    Nor a whole run of a row that has failed in a short one; with `fail_fast`: in any.
     """
-    if not (trial.short or fail_fast):
-        return True
-    whole = [run for run in runs if not run.trial.short]
     needed = (trial.case, BASE) if trial.short else (trial.case,)
-    return not any(run.case in needed and status(run) != OK for run in whole)
+    failed = [run for run in runs if run.case in needed and status(run) != OK]
+    at_once = trial.short or fail_fast
+    return not any((at_once or run.trial.short) and not run.trial.again for run in failed)

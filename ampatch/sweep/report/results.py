@@ -172,6 +172,7 @@ class Results:
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
     provenance: dict[str, str] = field(default_factory=dict)  # see `measure/provenance.py`
+    plan: dict[str, Any] = field(default_factory=dict)  # what it is made of; a resumed one goes on
     format: int = FORMAT
 
     @property

@@ -217,7 +217,9 @@ def _parts(timed: Sequence[Measured]) -> dict[str, float]:
 def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
     """The speeds relative to O0 of the same round; for O0 those of its second run."""
     of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
-    compared = [run for run in runs if run.trial.again] if case == BASE else runs
+    timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
+    compared = [run for run in runs if run.trial.short or run.trial.round not in timed]
+    compared = [run for run in runs if run.trial.again] if case == BASE else compared
     ratios = (
         _speed(run, of_round[run.trial.round], ms)
         for run in compared

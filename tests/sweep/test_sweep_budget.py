@@ -1,0 +1,234 @@
+"""What a sweep plans for its budget, on machines that are made up: nothing is run or timed."""
+
+import dataclasses
+
+import pytest
+
+from ampatch.config.sweep_options import SweepOptions
+from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep import Sweep
+from ampatch.sweep.execution import planning
+from ampatch.sweep.execution.budget import FEWEST_STEPS
+from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.kinds import AMPATCH, Kind
+from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.report.results import Results
+from ampatch.sweep.trial import BASE, Case
+
+START, STEPS, MS = 4.0, 96, 87.0  # of the digits example: seconds of a process, steps, O0's step
+FAST = HalfTypes(
+    ("bfloat16",), {"bfloat16": 1.6, "float16": 0.1}, {"bfloat16": 2.0, "float16": 0.2}
+)
+SLOW = HalfTypes(
+    ("bfloat16",), {"bfloat16": 0.07, "float16": 0.05}, {"bfloat16": 0.1, "float16": 0.1}
+)
+
+
+class Machine:
+    """Runs the trials of a plan in no time, one by one; a step in half takes `ms` milliseconds."""
+
+    def __init__(self, monkeypatch, half, ms, steps=STEPS):
+        self.half, self.ms, self.steps = half, ms, steps
+        monkeypatch.setattr(planning, "measured", lambda: half)
+
+    def plan(self, earlier=None, **options):
+        plan = Plan(SweepOptions(**options), earlier)
+        plan.recognize(Kind(AMPATCH))
+        return plan
+
+    def run(self, trial, steps):
+        ms = MS if trial.case == BASE else self.ms
+        taken = min(filter(None, (steps, self.steps)))
+        measured = Measured(
+            opt_level=trial.case.opt_level,
+            skipped=[False] * taken,
+            step_seconds=[None, *[ms / 1000] * (taken - 1)],
+        )
+        return Run(trial, 0, START + taken * ms / 1000, measured)
+
+    def sweep(self, plan, runs=(), most=999):
+        """The runs of the whole plan, which is made anew after each; `most` of them."""
+        runs = list(runs)
+        plan.fit(runs)
+        while left := plan.left({run.trial for run in runs})[:most]:
+            runs.append(self.run(left[0], plan.steps(left[0], runs)))
+            plan.fit(runs)
+            most -= 1
+        return runs
+
+
+def seconds(runs):
+    return sum(run.seconds for run in runs)
+
+
+def whole(runs):
+    """How many whole runs each level has."""
+    counts = dict.fromkeys([run.case.opt_level for run in runs], 0)
+    for run in runs:
+        counts[run.case.opt_level] += not run.trial.short
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("half", "ms", "minutes", "seeds"),
+    [
+        (FAST, 50, 10, (5, 5)),  # all there is to plan
+        (FAST, 50, 2, (2, 2)),
+        (SLOW, 1200, 4, (1, 0)),  # the README's command, where half is slow
+        (SLOW, 2600, 4, (1, 0)),
+        (SLOW, 2600, 60, (3, 3)),
+        (SLOW, 2600, 999, (3, 3)),  # more says nothing of rows that can only be slow
+        (SLOW, 87, 10, (3, 3)),  # a tiny model, whose half is not slow at all
+    ],
+)
+def test_a_budget_holds_and_is_used(half, ms, minutes, seeds, monkeypatch):
+    machine = Machine(monkeypatch, half, ms)
+    plan = machine.plan(budget=minutes)
+    runs = machine.sweep(plan)
+    base, *others = whole(runs).values()
+    assert (base, *set(others)) == seeds
+    assert seconds(runs) <= 60 * minutes
+    assert len(others) == 4 and all(run.trial in plan.trials for run in runs)
+    for case in plan.cases:  # each row has rounds to tell its speed from
+        assert len({run.trial.round for run in runs if run.case == case}) >= 2
+
+
+@pytest.mark.parametrize("ms", [20, 500, 20000])
+@pytest.mark.parametrize("half", [FAST, SLOW], ids=["fast", "slow"])
+def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, ms, monkeypatch):
+    machine = Machine(monkeypatch, half, ms)
+    before = 0
+    for minutes in (0.1, 3, 10, 40, 200):
+        plan = machine.plan(budget=minutes)
+        runs = machine.sweep(plan)
+        said, one = plan.in_words(), START + STEPS * ms / 1000
+        assert seconds(runs) <= 60 * minutes + one or "takes longer than its budget" in said
+        assert len(whole(runs)) == 5  # no row has vanished
+        assert sum(whole(runs).values()) >= before
+        before = sum(whole(runs).values())
+        assert (f"--budget {minutes:g}: " in said) and seconds(runs) == pytest.approx(
+            clock(said.partition("about ")[2].partition(" in all")[0]), abs=1
+        )
+
+
+def clock(text):
+    hours, minutes, left = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + left
+
+
+def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch):
+    machine = Machine(monkeypatch, SLOW, 2600)
+    plan = machine.plan(budget=4)
+    assert plan.speeds_in_words() == (
+        "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x. Rows in a type below 0.5x can "
+        "only be slow."
+    )
+    runs = machine.sweep(plan)
+    said = plan.in_words()
+    assert f"timed by runs of {FEWEST_STEPS} steps" in said
+    assert "nothing is said of their accuracy" in said
+    more = float(said.partition("--resume --budget ")[2].partition(" ")[0])
+    resumed = machine.plan(earlier_of(plan, runs), budget=more, resume=True)
+    all_runs = machine.sweep(resumed, runs)
+    assert set(whole(all_runs).values()) == {3} and seconds(all_runs) <= 60 * more
+    assert "--budget" not in resumed.in_words().partition(".")[2]
+
+
+def earlier_of(plan, runs):
+    """The results of a sweep so far, as its directory has them."""
+    settings = {**plan.settings(), "kind": dataclasses.asdict(plan.kind)}
+    done, made_of = len(runs), plan.made_of()
+    return Results("train.py", [], "", len(plan.trials), settings, {}, done=done, plan=made_of)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7])
+def test_a_resumed_sweep_has_the_plan_of_its_directory(most, monkeypatch):
+    machine = Machine(monkeypatch, SLOW, 1200)
+    full = machine.plan(budget=12)
+    expected = [run.trial for run in machine.sweep(full)]
+    first = machine.plan(budget=12)
+    runs = machine.sweep(first, most=most)
+    monkeypatch.setattr(planning, "measured", None)  # half is not timed again
+    again = machine.plan(earlier_of(first, runs), resume=True)
+    assert [run.trial for run in machine.sweep(again, runs)] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 5),  # of the default budget
+        ({"seeds": 2}, 2),
+        ({"seeds": 7, "budget": 60}, 7),
+        ({"rounds": 3}, 1),
+        ({"jobs": 2}, 1),
+        ({"levels": ["O0"]}, 1),  # nothing to compare
+        ({"levels": ["O1"]}, 1),
+    ],
+)
+def test_what_is_planned_by_default(options, expected, monkeypatch):
+    machine = Machine(monkeypatch, FAST, 10)
+    plan = machine.plan(**options)
+    assert {trial.seed for trial in plan.trials} == set(range(expected))
+    has_budget = not options or "budget" in options
+    assert ("budget" in plan.in_words()) is False  # nothing is known yet
+    assert (plan.made_of()["budget"] is not None) is has_budget
+    if not has_budget:  # an hour's seeds, if they are asked for
+        machine.ms = 10000
+        assert len({run.trial.seed for run in machine.sweep(plan)}) == expected
+
+
+def test_more_can_be_added_to_a_sweep_that_had_a_budget(monkeypatch):
+    machine = Machine(monkeypatch, SLOW, 1200)
+    plan = machine.plan(budget=4)
+    runs = machine.sweep(plan)
+    earlier = earlier_of(plan, runs)
+    rounds = machine.sweep(machine.plan(earlier, rounds=6, resume=True), runs)
+    assert whole(rounds) == whole(runs) and rounds[: len(runs)] == runs
+    assert len({run.trial.round for run in rounds if run.case == Case("O1", "bfloat16")}) == 6
+    seeds = machine.sweep(machine.plan(earlier, seeds=2, resume=True), runs)
+    assert set(whole(seeds).values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0}, "--budget 0: must be above 0"),
+        ({"budget": 5, "jobs": 2}, "expected trials that run one at a time"),
+        ({"budget": 5, "levels": ["O1"]}, "expected O0 among the levels"),
+    ],
+)
+def test_a_budget_that_nothing_can_be_planned_by_is_refused(options, said, monkeypatch):
+    with pytest.raises(ValueError) as refused:
+        Machine(monkeypatch, FAST, 10).plan(**options)
+    assert said in str(refused.value)
+
+
+def test_a_script_is_swept_for_a_budget_and_gone_on_with(warm_trials, tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(planning, "measured", lambda: SLOW)
+    options = {"levels": ["O0", "O2"], "autocast": False, "out": tmp_path / "out"}
+    results = Sweep(script, budget=1e-3, **options).run().results
+    base, row = results.rows
+    assert results.complete and (base.metrics, row.metrics) == ({"accuracy": 0.5}, {})
+    assert (base.steps, row.speeds.n, row.outcome) == (20, 2, "untested")
+    said = " ".join(results.notes)
+    assert "bfloat16 0.07x to 0.10x" in said and "takes longer than its budget" in said
+    more = Sweep(script, budget=60, resume=True, **options).run().results
+    assert more.complete and [row.metrics for row in more.rows] == [{"accuracy": 0.5}] * 2
+    assert (more.rows[1].comparisons[0].n, more.rows[1].speeds.n) == (3, 3)
+    assert "longer" not in " ".join(more.notes)
+
+
+SCRIPT = """
+import torch
+import ampatch as amp
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+for _ in range(20):
+    with amp.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+amp.log_metrics(accuracy=0.5)
+"""
