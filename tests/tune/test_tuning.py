@@ -162,8 +162,8 @@ def test_a_judged_quantity_that_never_changes_is_said(tuned, monkeypatch):
 def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
     """So does a sweep, which recommends nothing then."""
     said = " ".join(summary(tuned(cures, noise=0.01)[0]))
-    assert "But with 6 seeds a difference in last loss of" in said
-    assert "and 0.0053 matters (1 % of O0's)" in said and "--resume --seeds" in said
+    assert "But with 6 seeds the 95 % interval of its last loss ends" in said
+    assert "and 0.0053 matters (--margin)" in said and "--resume --seeds" in said
     said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
     assert "But" not in said and "would have been seen" in said
 
