@@ -216,7 +216,7 @@ def test_a_script_is_swept_for_a_budget_and_gone_on_with(warm_trials, tmp_path, 
     assert "bfloat16 0.07x to 0.10x" in said and "takes longer than its budget" in said
     more = Sweep(script, budget=60, resume=True, **options).run().results
     assert more.complete and [row.metrics for row in more.rows] == [{"accuracy": 0.5}] * 2
-    assert (more.rows[1].comparisons[0].n, more.rows[1].speeds.n) == (3, 3)
+    assert (more.rows[1].comparisons[0].n, more.rows[1].speeds.n) == (3, 4)
     assert "longer" not in " ".join(more.notes)
 
 
