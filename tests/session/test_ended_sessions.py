@@ -125,8 +125,8 @@ def test_the_others_go_on_casting():
 def test_a_collection_while_patches_change_counts_afterwards(monkeypatch):
     installed = registry.installation.install
 
-    def collecting():
-        installed()
+    def collecting(is_whole):
+        installed(is_whole)
         gc.collect()
 
     gc.disable()
