@@ -61,20 +61,6 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     )
 
 
-def test_a_slow_type_is_called_a_few_times(machine, monkeypatch):
-    machine({torch.float32: 1e-3, FLOAT16: 0.2, BFLOAT16: 1e-3})
-    calls, find = [], speed.operations
-
-    def counting(device, dtype):
-        run = find(device, dtype)["matmul"]
-        return {"matmul": lambda: calls.append(dtype) or run()}
-
-    monkeypatch.setattr(speed, "operations", counting)
-    found = verdicts()
-    assert (found[FLOAT16], found[BFLOAT16]) == ("slower", "tie")
-    assert calls.count(FLOAT16) == 4 and calls.count(BFLOAT16) > 12
-
-
 def test_a_type_that_is_slower_in_one_operation_is_not_called_fast():
     def both(*ratios):
         names = ("matmul", "conv2d")
