@@ -131,16 +131,13 @@ def _one_thread() -> Iterator[None]:
 
 def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
     times = _Times({dtype: [] for dtype in runs}, [])
-    first = {dtype: _shortest(run, device, 1) for dtype, run in runs.items()}  # with setting up
-    calls = {  # one of a slow call lasts as long as many of FP32's, and says enough
-        dtype: 1 if seconds > CLEARLY_SLOW * first[torch.float32] else _CALLS
-        for dtype, seconds in first.items()
-    }
+    for run in runs.values():
+        _shortest(run, device, 1)  # what a first call sets up
     end = time.perf_counter() + LONGEST
     while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
-                seconds.append(_shortest(runs[dtype], device, calls[dtype]))
+                seconds.append(_shortest(runs[dtype], device, _CALLS))
         times.again.append(_shortest(runs[torch.float32], device, _CALLS))
     return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
 
@@ -178,7 +175,7 @@ def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     def leaf(*shape: int) -> Any:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    small, large = (256, 8, 64), (4096, 128, 64)
+    small, large = (256, 4, 64), (4096, 128, 64)
     side, batch, channels = small if is_owned_by_host(torch.device(device)) else large
     matmul = leaf(side, side), leaf(side, side)
     conv = leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)

@@ -97,3 +97,34 @@ def test_an_error_that_names_no_file_is_not_hidden():
 
     with pytest.raises(OSError, match="a fault of ours"):
         end_quietly(fail, "ampatch doctor")
+
+
+@pytest.mark.parametrize(
+    ("signal", "code", "said"), [("INT", 130, "Interrupted"), ("TERM", 143, "Ended by SIGTERM")]
+)
+@pytest.mark.parametrize(
+    "own", [["sweep", "train.py", "--levels", "O0"], ["tune", "train.py", "--opt-level", "O1"]]
+)
+def test_a_command_that_is_ended_says_how_it_goes_on(own, signal, code, said, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    given = [*own, "--overwrite", "--", "--lr", "1", "--overwrite"]
+    program = f"""
+import os, signal, sys, time
+from ampatch.cli import main, native_first
+from ampatch.sweep import Sweep
+
+def run(*rest):
+    os.kill(os.getpid(), signal.SIG{signal})
+    time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+Sweep.run, native_first.build = run, lambda: None
+sys.orig_argv = ["python", "/v/bin/ampatch", *{given}]
+sys.exit(main.main({given}))
+"""
+    done = python("-c", program, cwd=tmp_path)
+    goes_on = f"/v/bin/ampatch {' '.join(own)} --resume --out ampatch-{own[0]}/train -- --lr 1"
+    assert (done.returncode, f"{said}. To go on: {goes_on} --overwrite\n" in done.stderr) == (
+        code,
+        True,
+    ), done.stderr
