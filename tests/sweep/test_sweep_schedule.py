@@ -1,18 +1,22 @@
 """Where trials run and in which order: the schedule, places, options.  No process is started."""
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sweep_made import made_run
 
 from ampatch.config.sweep_options import SweepOptions
+from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
-from ampatch.sweep.execution import engines
+from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
+from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
@@ -250,13 +254,34 @@ def test_only_runs_that_ran_alone_count_for_speed():
     assert row.comparisons[0].n == 2  # for accuracy both count
 
 
+class Cluster(Engine):
+    __enter__ = lambda self: self  # noqa: E731
+    __exit__ = lambda self, *exception: None  # noqa: E731
+
+
+def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, monkeypatch):
+    script, told = tmp_path / "train.py", []
+    script.write_text("")
+
+    class Told(Progress):
+        def said(self, text):
+            told.append(text)
+
+    engine = Cluster({"O0 seed 0": ["step", "step", "end"], "O1-bfloat16 seed 0": ["step", "end"]})
+    monkeypatch.setattr(engines, "make", lambda *_: engine)
+    monkeypatch.setattr(
+        planning, "measured", lambda: HalfTypes((), {"bfloat16": 1}, {"bfloat16": 1})
+    )
+    clock = itertools.count(0, 700)  # seconds between two looks
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
+    options = {"levels": ["O0", "O1"], "dtypes": ["bfloat16"], "autocast": False, "budget": 10}
+    Sweep(script, out=tmp_path / "out", **options).run(Told())
+    assert sum("The first run of O0 takes longer than the budget" in text for text in told) == 1
+
+
 def test_lost_trials_are_named_when_the_others_have_run(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("")
-
-    class Cluster(Engine):
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *exception: None  # noqa: E731
 
     engine = Cluster({"O0 seed 0": ["step", "lost"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
