@@ -351,7 +351,7 @@ def jacobian_vector_products(amp):
 def two_threads_that_meet_in_backward(amp):
     """With a loss scale a block looks at the other optimizer's gradients, too."""
     (first, second), optimizers = amp.start([mlp(0), mlp(1)])
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=60)
     failures = []
 
     def work(model, optimizer):
