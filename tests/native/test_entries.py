@@ -67,7 +67,6 @@ def test_attributes_are_shared_with_plain_tensors_only():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.skipif(native.part is None, reason="the native part is not in force")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_small_inputs_within_the_limit_are_cast_in_one_call():
     def copy_of(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor | None:
         return native.part.fitting_copy(tensor, dtype, 256.0)
