@@ -106,7 +106,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     progress = done.stderr.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"
     assert progress[1] == "Note: train.py calls initialize of ampatch or apex."
-    assert progress[4].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
+    assert progress[5].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
     rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
     assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
 

@@ -45,6 +45,7 @@ NOT_RUN = {
     "pip install": "it needs the package index; .ci/run installs",
     "python -c": "it reduces the picture that chromium takes",
     "python -m pytest": "it is what runs these tests",
+    "python train.py": "the reader's script; tests/launch/test_run.py runs one in that way",
     "python benchmarks/run.py --list": "tests/benchmarks/test_one_runner.py runs it",
     "python benchmarks/run.py accuracy": "minutes; tests/benchmarks/ runs it, short",
     "python benchmarks/run.py training": "minutes; tests/benchmarks/ runs what it measures",

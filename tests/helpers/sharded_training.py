@@ -20,6 +20,14 @@ MAKE = {
 }
 
 
+class NormInFloat(nn.LayerNorm):
+    """LayerNorm in FP32 inside, as ampatch has it on the CPU at O2 and O3."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
 class Block(nn.Module):
     """Half of a transformer's block, or with `norm` a batch norm in the middle."""
 

@@ -276,7 +276,6 @@ def test_a_static_scale_set_on_the_way_comes_back():
         ([], TypeError),
         ({}, ValueError),
         ({0: APEX, 1: APEX}, ValueError),
-        ({"loss_scaler0": APEX}, ValueError),
         ({"loss_scaler0": APEX, "loss_scaler1": None}, TypeError),
         ({"loss_scaler0": APEX, "loss_scaler1": {"unskipped": 1}}, ValueError),
         ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "loss_scale": math.inf}}, ValueError),

@@ -33,7 +33,10 @@ def by_own_policy(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(dtype, torch.float32)
-    model = training.shard(training.Net(), mp_policy=policy, mesh=training.mesh(shape))
+    model = training.Net()
+    for block in model.blocks:
+        block.before.__class__ = training.NormInFloat
+    training.shard(model, mp_policy=policy, mesh=training.mesh(shape))
     optimizer = training.MAKE[kind](model.parameters())
 
     def unscale(*_: Any) -> None:
