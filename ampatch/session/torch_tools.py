@@ -89,7 +89,7 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
-            "DistributedDataParallel: ranks agree on settings",
+            "DistributedDataParallel: ranks compare settings and scales",
             lambda needs: needs.active,
             lambda: ddp.at_wrapping(
                 functools.partial(rank_agreement.agree_at_wrapping, registry.ranks.settings),
