@@ -46,8 +46,11 @@ def net(name: str, count: int) -> nn.Module:
         for _ in range(LAYERS)
     ]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+    if name == "O3":
+        model.to(DTYPE)
     if count > 1:
-        policy = MixedPrecisionPolicy(*((DTYPE, torch.float32) if name == OWN else ()))
+        in_half = name in (OWN, "O2")
+        policy = MixedPrecisionPolicy(*((DTYPE, torch.float32) if in_half else ()))
         for part in [*layers, model]:
             fully_shard(part, mp_policy=policy)
     return model

@@ -225,10 +225,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 def _unfit_weights(model: nn.Module, properties: Properties) -> Iterator[tuple[str, str]]:
     """Names of weights that can neither be cast in place nor have half copies, and why not."""
-    by_policy = sharded_parameters(model)  # those of `fully_shard` change by its policy
-    earlier = registry.table.managed(model)
-    if earlier is not None:  # an earlier session gives back what it has changed
-        by_policy |= earlier.sharded.converted()
+    by_policy = sharded_parameters(model)  # FSDP2 casts them by its own policy
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in by_policy:

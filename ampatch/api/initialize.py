@@ -156,8 +156,8 @@ def initialize(
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
             sharded by other code than `fully_shard` and tensor parallel and the opt level is not
-            O1; a policy that `fully_shard` was given contradicts the opt level; or the parts of
-            DTensors under DistributedDataParallel come without `process_group`.
+            O1; `fully_shard` stores or computes in another dtype than the opt level; or the parts
+            of DTensors under DistributedDataParallel come without `process_group`.
 
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
@@ -275,7 +275,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         TypeError: an object has no `param_groups` or no `step`.
         ValueError: an optimizer is listed twice, has no parameter of the session's models, or is
             one that cannot train them.
-        AmpatchError: no session is open, or they belong to several sessions.
+        AmpatchError: no session is open; they belong to several sessions; or a model was sharded
+            by `fully_shard` without the policy that its opt level needs.
 
     After any of these nothing has been changed.
     """
@@ -287,7 +288,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     if session.properties.enabled:
         models = [managed.model for managed in session.models]
         for managed in session.models:
-            managed.sharded.refuse_unseen(f"{call}(...)")
+            managed.check_shards()
         argument_checks.optimizers_can_train(
             new, models, session.properties, session.process_group, call
         )

@@ -86,18 +86,9 @@ class ConvertedWeights:
         if self.entries:
             _flatten_rnns(self._model)
 
-    def dtype_before(self, tensor: Tensor) -> torch.dtype:
-        """That of the user."""
-        entry = self.entries.get(id(tensor))
-        return tensor.dtype if entry is None else entry.dtype
-
     def forget(self, ids: Collection[int]) -> dict[int, Converted]:
-        """These are no longer this model's to change back; `remember` ends that."""
+        """Take these out: nothing changes them back.  Returns them by their ids."""
         return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
-
-    def remember(self, entries: dict[int, Converted]) -> None:
-        """As if `forget` had not been called."""
-        self.entries.update(entries)
 
     def forget_originals(self) -> None:
         """Let go of the unconverted values."""

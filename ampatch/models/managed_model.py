@@ -39,7 +39,7 @@ from .io_casting import ModelInputs
 from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lent_in
 from .module_overrides import ModuleOverride, Running
-from .sharded_weights import ShardedWeights, fits, sharded_parameters
+from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import Step, SubmoduleCalls, is_traced_by_fx
 from .values import cast_tensors, half_cannot_hold
 
@@ -101,7 +101,6 @@ class ManagedModel:
         self._step: Step | None = None
         self._overrides = overrides
         self._running = Running()
-        self.sharded = ShardedWeights(model, properties)
         self.conversions = ConvertedWeights(model)
         self.lent: LentWeights | None = None
         self.kept = KeptCopies(model)
@@ -120,7 +119,7 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = stays_float
-        self.sharded.take(stays_float)
+        self.check_shards()
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
             self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
@@ -140,6 +139,13 @@ class ManagedModel:
                 dtype,
                 ", ".join(lost),
             )
+
+    def check_shards(self) -> None:
+        """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
+        refuse_other_precision(self.model, self.properties, self._stays_float)
+        if sharded_parameters(self.model):  # `fully_shard` has replaced converted parameters
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
     def _look_at_buffers(self) -> dict[str, Tensor]:
         """The FP32 buffers by name.  What has a dimension meets half tensors in the forward."""
@@ -194,7 +200,7 @@ class ManagedModel:
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
-        return set(self.conversions.entries) | self.sharded.converted()
+        return set(self.conversions.entries)
 
     def overridden(self) -> set[nn.Module]:
         """The submodules that run in a precision of their own."""
@@ -245,40 +251,8 @@ class ManagedModel:
             self.lent.close()
             self.lent = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
-        undo.do(self.sharded.release)
         self.conversions.restore_all(undo)
         undo.end()
-
-    # Sharding
-
-    @contextlib.contextmanager
-    def being_sharded(
-        self, modules: list[nn.Module], given: Any, ignored: set[int]
-    ) -> Iterator[Any]:
-        """`fully_shard` is called inside for parts of the model; gives the policy for it.
-
-        `given` is the user's policy; parameters in `ignored` (ids) are not sharded.
-        """
-        if self.in_dtype is None:
-            yield given
-            self._note_places()
-            return
-        call = "torch.distributed.fsdp.fully_shard(mp_policy=...)"
-        fits(call, given, self.properties, self.model in modules)
-        if given.param_dtype is torch.float32 and self.in_dtype in HALF_TYPES:
-            self._keep_float(modules)
-        made = self.sharded.being_made(modules, given, ignored, self._stays_float, self.conversions)
-        with made as policy:
-            yield policy
-
-    def _keep_float(self, modules: list[nn.Module]) -> None:
-        """These parts run in FP32 from now on."""
-        known, floats = self._stays_float, {part for module in modules for part in module.modules()}
-        self._stays_float = lambda module: module in floats or known(module)
-        for module in set(modules) - self.overridden():
-            override = self._owner.policies.module_override(module, "float", self._state)
-            self._overrides.append(override)
-            self._handles.extend(override.install(self._running))
 
     # What parts of the model ask
 

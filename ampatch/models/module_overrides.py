@@ -26,7 +26,6 @@ from ..torch_private.torch_functions import is_mode_on
 from .conversion import has_statistics
 from .hooks import Hook
 from .lent_places import StaysFloat
-from .sharded_weights import float_modules
 from .values import cast_tensors, caster, map_tensors
 
 
@@ -174,17 +173,16 @@ def precisions(
 ) -> dict[nn.Module, str]:
     """The precision of each submodule that runs in another than its model.
 
-    Those that rules name; in half models those that were sharded with a policy of FP32,
-    InstanceNorm with running statistics (fed half input its kernel loses updates of the
-    statistics) and the parametrization `orthogonal` (of its functions torch has no half kernels,
-    and for `matrix_exp` on the CPU some that give inf and NaN).  TorchScript modules with weights,
-    where nothing can stand in for those.
+    Those that rules name; in half models InstanceNorm with running statistics (fed half input its
+    kernel loses updates of the statistics) and the parametrization `orthogonal` (of its functions
+    torch has no half kernels, and for `matrix_exp` on the CPU some that give inf and NaN).
+    TorchScript modules with weights, where nothing can stand in for those.
     """
     found = matching(model, rules)
     if properties.lends_weights:
         found |= {part: "float" for part in scripted_parts(model).values() if any_float(part)}
     if properties.cast_model_type in HALF_TYPES:
-        for module in (*float_modules(model), *_orthogonal_maps(model)):
+        for module in _orthogonal_maps(model):
             found.setdefault(module, "float")
     if properties.keeps_norms:
         for module in model.modules():

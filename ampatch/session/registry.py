@@ -21,7 +21,6 @@ from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop import fully_shard
 from ..interop.lr_scheduler import HeldSchedulers
 from ..torch_private import dynamo_inputs
 from ..torch_private.dynamo import is_compiling
@@ -216,7 +215,6 @@ class Registry:
             if is_new:
                 installed.autocast.begin()
             self._tools.put_in(needs)
-        self._await(fully_shard, needs.models)
         self._await(dynamo_inputs, needs.half_models)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:

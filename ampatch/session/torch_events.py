@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..errors import AmpatchError
 from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
@@ -45,34 +42,6 @@ class TorchEvents:
                 given |= managed.give_back(own)
         for optimizer in self._registry.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
-
-    @contextlib.contextmanager
-    def being_sharded(
-        self, modules: list[nn.Module], policy: Any, ignored: set[Tensor]
-    ) -> Iterator[Any]:
-        """Context manager: `fully_shard` replaces parameters of modules; gives its policy."""
-        unchanged = set(map(id, ignored))
-        gone = {id(weight) for module in modules for weight in module.parameters()} - unchanged
-        self._refuse_optimizers_of(gone, modules)
-        with contextlib.ExitStack() as stack:
-            for managed in self._registry.models():
-                if not set(managed.model.modules()).isdisjoint(modules):
-                    part = managed.being_sharded(modules, policy, unchanged)
-                    policy = stack.enter_context(part)
-            yield policy
-
-    def _refuse_optimizers_of(self, gone: set[int], modules: list[nn.Module]) -> None:
-        for managed in self._registry.optimizers():
-            held = (one for group in managed.optimizer.param_groups for one in group["params"])
-            if any(id(one) in gone and not hasattr(one, "placements") for one in held):
-                raise AmpatchError(
-                    f"torch.distributed.fsdp.fully_shard({type(modules[0]).__name__}): it replaces "
-                    f"parameters that {type(managed.optimizer).__name__} holds, which ampatch "
-                    "manages, so that optimizer would train nothing. Nothing was changed. Call "
-                    "fully_shard first, then make the optimizer of model.parameters(), then call "
-                    "ampatch.initialize(model, optimizer), or ampatch.add_optimizers(optimizer) "
-                    "if the model was initialized before."
-                )
 
     # Gradients and loss scales
 

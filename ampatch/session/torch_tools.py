@@ -15,7 +15,6 @@ from ..interop import (
     clip_grad,
     data_loading,
     ddp,
-    fully_shard,
     module_dtype,
     rank_agreement,
     tensor_methods,
@@ -157,11 +156,6 @@ def tools(registry: Registry) -> list[Tool]:
             "module.to(dtype): refused",
             lambda needs: needs.models,
             lambda: module_dtype.replacements(events.model_with),
-        ),
-        Tool(
-            "fully_shard: FSDP2 gets the level's policy",
-            lambda needs: needs.models and fully_shard.is_imported(),
-            lambda: fully_shard.replacements(events.being_sharded),
         ),
     ]
 

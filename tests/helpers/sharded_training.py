@@ -70,12 +70,22 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def shard(model: Net, **options: Any) -> Net:
-    """As FSDP2's users do: each block, then the root."""
+    """As FSDP2's users do: each block, then the root; batch norms by themselves, in FP32."""
     from torch.distributed.fsdp import fully_shard
 
+    of_norms = {name: given for name, given in options.items() if name != "mp_policy"}
     for block in model.blocks:
+        if isinstance(getattr(block, "norm", None), nn.BatchNorm1d):
+            fully_shard(block.norm, **of_norms)
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    """The keyword for `fully_shard` that a level needs."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)} if level == "O2" else {}
 
 
 def managed(
@@ -83,6 +93,10 @@ def managed(
 ) -> torch.optim.Optimizer:
     """Shard a model and put it under ampatch, in one of the two orders; gives its optimizer."""
     settings = {"verbosity": 0, **settings}
+    policy = policy_of(settings["opt_level"], settings.get("dtype", torch.float16))
+    options = {**policy, **options}
+    if settings["opt_level"] == "O3":
+        model.to(settings.get("dtype", torch.float16))
     if order == "sharded first":
         shard(model, **options)
         optimizer = MAKE[kind](model.parameters())

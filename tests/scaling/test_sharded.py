@@ -30,13 +30,10 @@ def by_own_policy(
     rank: int, dtype: torch.dtype, kind: str, scale: float, parts: int, shape: tuple[int, ...]
 ) -> dict:
     """What FSDP2 alone makes of the same training; the loss scale is written out."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(dtype, torch.float32)
     model = training.Net()
     for block in model.blocks:
         block.before.__class__ = training.NormInFloat
-    training.shard(model, mp_policy=policy, mesh=training.mesh(shape))
+    training.shard(model, **training.policy_of("O2", dtype), mesh=training.mesh(shape))
     optimizer = training.MAKE[kind](model.parameters())
 
     def unscale(*_: Any) -> None:
@@ -151,20 +148,21 @@ def compare_with_own_policy(ranks, order, dtype, kind, parts, shape=(2,), **opti
 
 @pytest.mark.parametrize("level, dtype", [("O2", torch.float16), ("O3", torch.bfloat16)])
 def test_norm_layers_and_one_process(ranks, level, dtype):
-    """Batch norms are FP32 at O2, in groups of their own; as ampatch without shards has it."""
+    """Batch norms are FP32 at O2, sharded by themselves; as ampatch without shards has it."""
     settings = {"opt_level": level, "dtype": dtype}
     if dtype is torch.float16:
         settings["loss_scale"] = 256.0
     kept = dtype if level == "O3" else torch.float32
     reference = in_one_process(level, dtype, "SGD", 2, norm=True)
-    found = [ranks(by_ampatch, order, "SGD", {}, settings, True) for order in ORDERS]
-    for rank in (*found[0], *found[1]):
-        assert rank["shards"] == rank["grads"] == {kept}
-        assert rank["state"] == {kept} and rank["after"] == {torch.float32}
+    orders = ORDERS if level == "O2" else ORDERS[:1]
+    found = [ranks(by_ampatch, order, "SGD", {}, settings, True) for order in orders]
+    for rank in itertools.chain(*found):
+        assert rank["shards"] == rank["grads"] == rank["after"] == {kept}
+        assert rank["state"] == {kept}
         for ours, plain in zip(rank["weights"], reference, strict=True):
             bound = 0.02 if level == "O3" else 2e-3
             torch.testing.assert_close(ours.float(), plain.float(), atol=bound, rtol=0.02)
-    for one, other in zip(found[0][0]["weights"], found[1][0]["weights"], strict=True):
+    for one, other in zip(found[0][0]["weights"], found[-1][0]["weights"], strict=True):
         assert torch.equal(one, other)
 
 
@@ -273,12 +271,12 @@ def train_tied(rank: int, order: str | None, compiled: bool) -> dict:
         optimizer = made()
         amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
     elif order == ORDERS[0]:
-        training.shard(model)
+        training.shard(model, **training.policy_of("O2", torch.bfloat16))
         optimizer = made()
         amp.initialize(model, optimizer, **settings)
     else:
         amp.initialize(model, **settings)
-        training.shard(model)
+        training.shard(model, **training.policy_of("O2", torch.bfloat16))
         optimizer = amp.add_optimizers(made())
     losses = []
     for step in range(3):
@@ -327,7 +325,7 @@ def from_meta(rank: int, order: str) -> dict:
     settings = {"opt_level": "O2", "dtype": torch.bfloat16, "verbosity": 0}
     if order == ORDERS[1]:
         amp.initialize(model, **settings)
-    training.shard(model)
+    training.shard(model, **training.policy_of("O2", torch.bfloat16))
     if order == ORDERS[0]:
         amp.initialize(model, **settings)
     model.to_empty(device="cpu")
@@ -351,15 +349,24 @@ def test_models_that_are_made_on_the_meta_device(ranks, order):
 
 
 def changes(rank: int) -> list:
-    """Levels that follow each other on one sharded model that has run before."""
-    model = training.shard(training.Net(norm=True))
+    """`initialize` again on a sharded model that has run before; the policy is the user's."""
+    model = training.shard(training.Net(norm=True), **training.policy_of("O2", torch.bfloat16))
     with torch.no_grad():
         model(training.batch(0)[0])  # FSDP2 has settled its dtypes, and has gathered the root
     optimizer = training.MAKE["SGD"](model.parameters())
     seen = []
 
-    def note(level: str) -> None:
+    def look(part: nn.Module, args: tuple) -> None:
+        seen.append((part.weight.dtype, args[0].dtype))
+
+    for part in (model.blocks[0].up, model.blocks[0].norm):
+        part.register_forward_pre_hook(look)
+    found = []
+    for level in ("O2", "O1", "O2", ""):
+        amp.deactivate()
         if level:
+            settings = {"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0}
+            amp.initialize(model, optimizer, **settings)
             training.steps(
                 model,
                 optimizer,
@@ -367,59 +374,37 @@ def changes(rank: int) -> list:
                 lambda loss: amp.scale_loss(loss, optimizer),
                 count=2,
             )
-        computes = []
-        handle = model.blocks[0].up.register_forward_pre_hook(
-            lambda part, args: computes.append((part.weight.dtype, args[0].dtype))
-        )
-        norms = []
-        norm = model.blocks[0].norm.register_forward_pre_hook(
-            lambda part, args: norms.append(part.weight.dtype)
-        )
+        seen.clear()
         out = model(training.batch(1)[0])
-        handle.remove(), norm.remove()
         model.reshard()
         shards = {parameter.dtype for parameter in model.parameters()}
-        seen.append((level, computes[0], norms[0], out.dtype, shards))
-
-    for level in ("O2", "O3", "O1", "O0"):
-        amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
-        note(level)
-    for level in ("O3", "O2"):
-        amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
-        note(level)
-    amp.deactivate()
-    note("")
-    return seen
+        found.append((*seen, out.dtype, shards))
+    return found
 
 
-def test_levels_change_and_deactivate_gives_all_back(ranks):
+def test_the_policy_stays_the_users_at_every_level(ranks):
     full, half = torch.float32, torch.bfloat16
+    by_policy = ((half, half), (full, half), half, {full})
+    by_calls = ((half, full), *by_policy[1:])  # O1: after LayerNorm, before the call's cast
+    in_float = ((half, half), (full, half), full, {full})  # O2 gives FP32 outputs
     for rank in ranks(changes):
-        assert rank == [
-            ("O2", (half, half), full, full, {full}),
-            ("O3", (half, half), half, full, {half}),
-            ("O1", (full, full), full, half, {full}),
-            ("O0", (full, full), full, full, {full}),
-            ("O3", (half, half), half, full, {half}),
-            ("O2", (half, half), full, full, {full}),
-            ("", (full, full), full, full, {full}),
-        ]
+        assert rank == [in_float, by_calls, in_float, by_policy]
 
 
 def precisions(rank: int, order: str) -> tuple[list, float]:
-    """Overrides, policies of the user, and inputs that half cannot hold."""
+    """Overrides, parts in FP32, and inputs that half cannot hold."""
     from torch.distributed import fsdp
 
     model = training.Net()
     settings = {"opt_level": "O2", "verbosity": 0, "overrides": {"blocks.1": "float"}}
     in_float = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
-    in_half = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    in_half = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False)
     if order == ORDERS[1]:
         amp.initialize(model, **settings)
-    for block in model.blocks:
-        fsdp.fully_shard(block, mp_policy=in_half)
+    fsdp.fully_shard(model.blocks[0], mp_policy=in_half)
+    fsdp.fully_shard(model.blocks[1])
     fsdp.fully_shard(model.last, mp_policy=in_float)
-    fsdp.fully_shard(model)
+    fsdp.fully_shard(model, mp_policy=in_half)
     optimizer = training.MAKE["SGD"](model.parameters())
     if order == ORDERS[0]:
         amp.initialize(model, optimizer, **settings)
@@ -454,41 +439,65 @@ def refusals(rank: int) -> dict:
     said, states = {}, []
 
     def attempt(name: str, act: Any, model: nn.Module) -> None:
+        policies = [part._get_fsdp_state()._mp_policy for part in _sharded_parts(model)]
         before = [(p.dtype, p.detach().clone()) for p in model.parameters()]
         try:
             act()
         except amp.AmpatchError as error:
             said[name] = str(error)
+        amp.deactivate()
         same = [(p.dtype, p.detach()) for p in model.parameters()]
         states.append(
             all(a[0] is b[0] and (a[1] == b[1]).all() for a, b in zip(before, same, strict=True))
+            and policies == [part._get_fsdp_state()._mp_policy for part in _sharded_parts(model)]
         )
-        amp.deactivate()
 
-    other = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    settings = {"opt_level": "O2", "dtype": torch.float16, "verbosity": 0}
-    model = training.shard(training.Net(), mp_policy=other)
-    attempt("initialize", lambda: amp.initialize(model, **settings), model)
-    model = amp.initialize(training.Net(), **settings)
-    attempt("fully_shard", lambda: fsdp.fully_shard(model.blocks[0], mp_policy=other), model)
-    model = training.Net()
-    amp.initialize(model, training.MAKE["SGD"](model.parameters()), **settings)
-    attempt("optimizer", lambda: fsdp.fully_shard(model.blocks[0]), model)
-    model = amp.initialize(training.Net(), **settings)
-    fsdp.fully_shard.__wrapped__(model.first)  # as a name that a closure has held since before
+    def initialize(model: nn.Module, level: str = "O2", **settings: Any) -> Any:
+        optimizer = training.MAKE["SGD"](model.parameters())
+        return lambda: amp.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+
+    half = training.policy_of("O2")
+    model = training.shard(training.Net())
+    attempt("no policy", initialize(model), model)
+    model = training.shard(training.Net(), **training.policy_of("O2", torch.bfloat16))
+    attempt("other half type", initialize(model), model)
+    in_float = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
+    model = training.shard(training.Net(), mp_policy=in_float)
+    attempt("whole in FP32", initialize(model), model)
+    model = training.Net(norm=True)
+    fsdp.fully_shard(model, **half)
+    attempt("batch norm", initialize(model), model)
+    model = training.shard(training.Net(), **half)
+    attempt("override", initialize(model, overrides={"last": "float"}), model)
+    model = training.shard(training.Net(), **half)
+    attempt("O3", initialize(model, "O3"), model)
+    model = training.shard(training.Net().half())
+    attempt("O0", initialize(model, "O0"), model)
+    model = training.shard(training.Net(), **half)
+    attempt("O0 with a policy", initialize(model, "O0"), model)
+    model = amp.initialize(training.Net(), opt_level="O2", verbosity=0)
+    fsdp.fully_shard(model)
     optimizer = training.MAKE["SGD"](model.parameters())
-    attempt("unseen", lambda: amp.add_optimizers(optimizer), model)
+    attempt("add_optimizers", lambda: amp.add_optimizers(optimizer), model)
     return {"said": said, "same": states}
 
 
-def test_what_contradicts_is_refused(ranks):
+def _sharded_parts(model: nn.Module) -> list[Any]:
+    return [part for part in model.modules() if hasattr(part, "_get_fsdp_state")]
+
+
+def test_what_contradicts_the_level_is_refused_with_the_policy_to_give(ranks):
+    policy = "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)"
     for rank in ranks(refusals):
         said = rank["said"]
-        assert "param_dtype=torch.bfloat16" in said["initialize"]
-        assert "param_dtype=torch.float16" in said["fully_shard"]
-        assert "Call fully_shard first" in said["optimizer"]
-        assert "Linear was sharded after" in said["unseen"]
-        assert rank["same"] == [True] * 4
+        for name in ("no policy", "other half type", "whole in FP32", "add_optimizers"):
+            assert policy in said[name]
+        assert "Give fully_shard no mp_policy" in said["O0 with a policy"]
+        assert "Shard the BatchNorm1d first, by itself" in said["batch norm"]
+        assert "Shard the Linear first, by itself" in said["override"]
+        assert "model.to(torch.float16) before fully_shard" in said["O3"]
+        assert "model.float() before fully_shard" in said["O0"]
+        assert rank["same"] == [True] * 9
 
 
 # Beside plain parameters, in half from the start, FSDP1
@@ -563,11 +572,18 @@ def test_the_first_fsdp(ranks, use_orig_params):
             assert "sharded parameter" in said
 
 
-def in_half(rank: int, level: str) -> dict:
-    """Shards that are half already when the model is initialized."""
-    model = training.shard(training.Net().to(torch.bfloat16))
-    optimizer = training.MAKE["SGD"](model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+def in_half(rank: int, level: str, sharded_first: bool) -> dict:
+    """Shards that are half."""
+    model, dtype = training.Net(), torch.bfloat16
+    settings = {"opt_level": level, "dtype": dtype, "verbosity": 0}
+    if sharded_first:
+        training.shard(model.to(dtype))
+        optimizer = training.MAKE["SGD"](model.parameters())
+        amp.initialize(model, optimizer, **settings)
+    else:
+        amp.initialize(model, **settings)
+        training.shard(model)
+        optimizer = amp.add_optimizers(training.MAKE["SGD"](model.parameters()))
     shards = {parameter.dtype for parameter in model.parameters()}
     losses = losses_of(model, optimizer, rank)
     amp.deactivate()
@@ -575,11 +591,12 @@ def in_half(rank: int, level: str) -> dict:
     return {"shards": shards, "losses": losses, "after": after}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_half_shards_stay_half_at_o1_and_become_fp32_elsewhere_until_deactivate(ranks, level):
-    for rank in ranks(in_half, level):
-        assert rank["shards"] == {torch.bfloat16 if level == "O1" else torch.float32}
-        assert rank["after"] == {torch.bfloat16}
+@pytest.mark.parametrize(
+    "level, sharded_first", [("O1", True), ("O2", True), ("O3", True), ("O3", False)]
+)
+def test_half_shards_stay_half(ranks, level, sharded_first):
+    for rank in ranks(in_half, level, sharded_first):
+        assert rank["shards"] == rank["after"] == {torch.bfloat16}
         assert rank["losses"][-1] < rank["losses"][0]
 
 
