@@ -340,7 +340,8 @@ def deactivate() -> None:
 
     Weights that a level without master weights has made half are FP32 again, with the values that
     half could hold.  Without an open session the call does nothing.  A session whose models and
-    optimizers were all collected has ended by itself, unless it cast every call of the process.
+    optimizers were all collected casts nothing any more in models, and ends at the next
+    `initialize`, or here; until then torch's functions stay replaced.
     Where a part cannot be undone, the other parts still are, and the error is raised at the end.
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.

@@ -59,10 +59,6 @@ class Policies:
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
-    def are_everywhere(self) -> bool:
-        """Whether calls outside of the session's models are cast too."""
-        return self._properties.patch_scope == "process" and self.in_models() is not None
-
     def cast_everywhere(self) -> None:
         """Cast on every device: there is no model whose device would say where."""
         self.tables.devices = None

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
 from ..interop.lr_scheduler import HeldSchedulers
 from ..torch_private import dynamo_inputs
-from ..torch_private.dynamo import is_compiling
 from .observers import Observers
 from .policies import limited, mixes
 from .rank_settings import RankSettings
@@ -50,7 +47,7 @@ class Registry:
         self.installation = Installation(self.state, ask_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
-        self.table = Table(self.end_sessions)
+        self.table = Table()
         self.events = TorchEvents(self)
         self.ranks = RankSettings(self)
         self.schedulers = HeldSchedulers(self.managed_optimizer)
@@ -59,14 +56,11 @@ class Registry:
         self._awaited: set[ModuleType] = set()
         self._table_edits: list[tuple[str, str, Rule | None]] = []
         self._closing_all = False
-        self._is_changing = False  # torch's functions are being replaced, or given back
-        self._have_ended = False  # sessions, while that went on
 
     # Sessions
 
     def add(self, session: Session) -> None:
         """A session opens."""
-        self._drop_ended()
         for earlier in self.sessions:
             earlier.has_trained = False
         self.sessions = [*self.sessions, session]
@@ -77,34 +71,6 @@ class Registry:
         self.sessions = [known for known in self.sessions if known is not session]
         if not self._closing_all:
             self.refresh()
-
-    def end_sessions(self) -> None:
-        """Sessions whose models and optimizers were all collected leave, and their patches go.
-
-        The collector calls this at any moment, in any thread.  So it waits for no device, and for
-        the end of what it may have interrupted: a change of patches, or Dynamo's tracing.
-        """
-        if self._is_changing or is_compiling():
-            self._have_ended = True
-        elif self._drop_ended(at_any_moment=True):
-            self.refresh()
-
-    def _drop_ended(self, at_any_moment: bool = False) -> bool:
-        """Whether sessions have left the list.
-
-        One that casts every call of the process has been asked for more than its models: that must
-        not end at a moment that the collector chooses.
-        """
-        self._have_ended = False
-        ended = [
-            session
-            for session in self.sessions
-            if not session.is_alive() and not (at_any_moment and session.policies.are_everywhere())
-        ]
-        self.sessions = [session for session in self.sessions if session not in ended]
-        for session in ended:
-            session.is_open = False
-        return bool(ended)
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -126,19 +92,19 @@ class Registry:
         undo.do(self.schedulers.release)
         undo.end()
 
-    def process_ends(self) -> None:
-        """Sessions stay as they are from now on: an interpreter that ends collects everything."""
-        self._is_changing = True
-
     def latest(self, what: str) -> Session:
-        """The session opened last.  Raises `AmpatchError` when none is open."""
-        if not self.sessions:
+        """The session opened last; not one whose models and optimizers are gone.
+
+        Raises `AmpatchError` when none is open.
+        """
+        found = next((known for known in reversed(self.sessions) if known.is_alive()), None)
+        if found is None:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
                 "and optimizers are gone."
             )
-        return self.sessions[-1]
+        return found
 
     def session_of(self, given: Any, what: str) -> Session:
         """The session of a model or an optimizer; of None, the one opened last.
@@ -171,22 +137,13 @@ class Registry:
     # Patches and policies
 
     def refresh(self) -> None:
-        """Make patches and the process's policy what the open sessions need."""
-        with self._changing():
-            self._apply_needs()
-        if self._have_ended:
-            self.end_sessions()
+        """Make patches and the process's policy what the open sessions need.
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Context manager: torch's functions change, and nothing else may change them."""
-        outer, self._is_changing = self._is_changing, True
-        try:
-            yield
-        finally:
-            self._is_changing = outer
-
-    def _apply_needs(self) -> None:
+        A session whose models and optimizers are all gone has nothing to cast, and ends here.
+        """
+        for ended in [known for known in self.sessions if not known.is_alive()]:
+            ended.is_open = False
+            self.sessions.remove(ended)
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
@@ -250,8 +207,7 @@ class Registry:
 
     def _refresh_tools(self) -> None:
         tables, casts = self.installation.has_tables, self.state.process is not None
-        with self._changing():
-            self._tools.put_in(needs_of(self, tables=tables, casts=casts))
+        self._tools.put_in(needs_of(self, tables=tables, casts=casts))
 
     # The user's own functions, and changes to the tables
 
@@ -280,7 +236,7 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            with self._changing(), one_search():
+            with one_search():
                 self._tools.take_out_over_tables()
                 self.installation.undo()
             self.refresh()
@@ -296,4 +252,3 @@ def cast_state() -> CastState:
 
 
 registry = Registry(cast_state)
-atexit.register(registry.process_ends)

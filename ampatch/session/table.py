@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..models.managed_model import ManagedModel
@@ -20,13 +19,12 @@ class Table:
     """The session of each object that `initialize` was given, and its managed counterpart.
 
     An object keeps its counterpart alive (by its hooks or methods), which holds the object; the
-    table holds it weakly.  So both are collected when the user's code drops the object: its row
-    goes, and `at_end` is called.  A disabled session changes nothing, and an object there is its
-    own counterpart.  An object is in one session at a time: the one that put it last.
+    table holds it weakly.  So both are collected when the user's code drops the object, and its row
+    goes.  A disabled session changes nothing, and an object there is its own counterpart.  An
+    object is in one session at a time: the one that put it last.
     """
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
+    def __init__(self) -> None:
         self._rows: dict[int, tuple[Session, weakref.ref]] = {}
 
     def __len__(self) -> int:
@@ -40,7 +38,6 @@ class Table:
             row = rows.get(key)
             if row is not None and row[1] is counterpart:
                 del rows[key]
-            self._at_end()
 
         held = weakref.ref(managed, collected)
         rows[key] = (session, held)
