@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     if options.clean:
         print(f"Removed from {loading.cache()}: {building.clean()} builds.")
         return 0
-    path = loading.matching()
-    if path is not None and not options.force:
+    path = loading.built_file()
+    if path.is_file() and not options.force:
         print(f"There is a build already: {path} (--force builds again)")
         return _say_status()
     print(f"Compiling for {_versions()}: about half a minute.", flush=True)

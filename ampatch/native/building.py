@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import shlex
 import shutil
-import signal
 import subprocess
+import sys
+import sysconfig
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import AmpatchError
-from . import loading, toolchain
+from . import loading
 
 try:
     import fcntl
@@ -21,30 +23,62 @@ except ImportError:  # Windows: several processes may build at once, each of the
     fcntl = None  # type: ignore[assignment]
 
 _LINES = 20  # of the compiler's output in an error
-_PAUSE = 0.1  # seconds between two looks
-
-Watch = Callable[[], None]
-"""Called while something goes on; it may raise to end it."""
+_SECONDS = 300  # for a build
 
 
-def build(again: bool = True, verbose: bool = False, watch: Watch = lambda: None) -> Path:
+def missing() -> str | None:
+    """What a build lacks here and how to get it, or None.  Starts no process."""
+    if loading.is_free_threaded():
+        return (
+            "the native part needs a Python with the GIL, and this one has none. "
+            "ampatch works without it."
+        )
+    if importlib.util.find_spec("setuptools") is None:
+        return (
+            "torch builds extensions with setuptools, which is missing. Run: pip install setuptools"
+        )
+    if os.name != "posix":
+        return None
+    name = shlex.split(_compiler())[0]
+    if shutil.which(name) is None:
+        return (
+            f"there is no C++ compiler {name!r}. Install one (Debian and Ubuntu: apt-get install "
+            "g++), or set CXX to the one to use."
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return (
+            f"Python's header Python.h is not in {headers}. Install it (Debian and Ubuntu: "
+            "apt-get install python3-dev)."
+        )
+    return None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "").strip() or "c++"
+
+
+def build(again: bool = True, verbose: bool = False) -> Path:
     """Compile the native part for this torch and Python; about half a minute.
 
     Returns the file in the cache, which appears there whole or not at all.  Processes that build at
-    once take turns.  Without `again` a file that is there then is the answer, and so is the
-    error of a build that failed.  `verbose`: show what the compiler says.
+    once take turns.  Without `again` a file that is there then is the answer, and so is the error
+    of a build that failed.  `verbose`: show what the compiler says.
 
     Raises `AmpatchError` if something that it needs is missing, or if it does not compile.
     """
-    lacking = toolchain.missing()
+    lacking = missing()
     if lacking is not None:
         raise AmpatchError(f"ampatch build: {lacking}")
-    target = loading.built_file()
+    target, note = loading.built_file(), loading.failure_file()
     try:
         loading.cache().mkdir(parents=True, exist_ok=True)
-        with _alone(watch):
+        with _alone():
+            if not again and note.is_file():
+                raise AmpatchError(note.read_text(encoding="utf-8"))
             if again or not target.is_file():
-                _make(target, again, verbose, watch)
+                note.unlink(missing_ok=True)
+                _make(target, verbose)
     except OSError as error:
         raise AmpatchError(
             f"ampatch build: the cache {loading.cache()} cannot be written: {error}. Set "
@@ -55,103 +89,73 @@ def build(again: bool = True, verbose: bool = False, watch: Watch = lambda: None
 
 def clean() -> int:
     """Remove every build from the cache; returns how many there were."""
-    found = [path for path in loading.cache().glob("*") if path.name != _LOCK]
-    for path in found:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return sum(toolchain.versions_of(path.name) is not None for path in found)
-
-
-_LOCK = ".lock"
+    builds = [path for path in loading.cache().glob("*") if path.suffix in (".so", ".pyd")]
+    shutil.rmtree(loading.cache(), ignore_errors=True)
+    return len(builds)
 
 
 @contextlib.contextmanager
-def _alone(watch: Watch) -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """No other process of this cache builds meanwhile."""
-    with open(loading.cache() / _LOCK, "ab") as lock:
-        while not _is_ours(lock.fileno()):
-            watch()
-            time.sleep(_PAUSE)
+    with open(loading.cache() / ".lock", "ab") as lock:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks: as on Windows
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         yield
 
 
-def _is_ours(lock: int) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: as on Windows
-        return True
-    return True
-
-
-def _make(target: Path, again: bool, verbose: bool, watch: Watch) -> None:
+def _make(target: Path, verbose: bool) -> None:
     """Compile into `target`; a failure is noted for the next who asks."""
-    failed = None if again else loading.failure()
-    if failed is not None:
-        raise AmpatchError(failed)
-    note = loading.failure_file()
     with tempfile.TemporaryDirectory(prefix=".building-", dir=loading.cache()) as folder:
         try:
-            made = _compile(Path(folder), verbose, watch)
+            made = _compile(Path(folder), verbose)
         except AmpatchError as error:
-            note.write_text(f"{toolchain.compiler()}\n{error}", encoding="utf-8")
+            loading.failure_file().write_text(str(error), encoding="utf-8")
             raise
         os.replace(made, target)
-    note.unlink(missing_ok=True)
 
 
-def _compile(folder: Path, verbose: bool, watch: Watch) -> Path:
+def _compile(folder: Path, verbose: bool) -> Path:
     """The library, made in `folder` and imported once."""
     for name, text in loading.sources().items():
         (folder / name).write_bytes(text)
-    output = folder / "output.txt"
-    command = toolchain.command(folder / toolchain.SOURCES[0], folder)
-    status = _run(command, None if verbose else output, watch)
-    if status != 0:
+    try:
+        done = subprocess.run(
+            command(folder),
+            cwd=folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=None if verbose else subprocess.PIPE,
+            stderr=None if verbose else subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise AmpatchError(f"ampatch build: it did not compile within {_SECONDS} s.") from None
+    if done.returncode != 0:
         said = ["It is above."]
         if not verbose:
-            last = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-            said = ["The last lines of its output:", *last]
+            said = ["The last lines of its output:", *done.stdout.splitlines()[-_LINES:]]
         raise AmpatchError(
-            f"ampatch build: the C++ source does not compile or load here (exit status {status}). "
-            "Expected a C++ compiler that this torch supports; CXX names another one.\n"
-            + "\n".join(said)
+            "ampatch build: the C++ source does not compile or load here (exit status "
+            f"{done.returncode}). Expected a C++ compiler that this torch supports; CXX names "
+            "another one.\n" + "\n".join(said)
         )
-    [made] = folder.glob(f"{toolchain.NAME}.*")
+    [made] = folder.glob(f"{loading.NAME}.*")
     return made
 
 
-def _run(command: list[str], output: Path | None, watch: Watch) -> int:
-    """The exit status of a command that ends, with what it has started, if this is interrupted."""
-    with contextlib.ExitStack() as stack:
-        to = stack.enter_context(output.open("wb")) if output is not None else None
-        process = subprocess.Popen(
-            command,
-            cwd=Path(command[-1]),
-            env=toolchain.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=to,
-            stderr=to and subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                watch()
-                time.sleep(_PAUSE)
-        finally:
-            if process.poll() is None:
-                _end(process)
-    return process.returncode
+def command(folder: Path) -> list[str]:
+    """Compiles the sources in `folder` and imports the library once."""
+    script = Path(__file__).resolve().with_name("in_child.py")
+    return [sys.executable, str(script), loading.NAME, loading.SOURCES[0], str(folder)]
 
 
-def _end(process: subprocess.Popen) -> None:
+def _environment() -> dict[str, str]:
+    """For that command: modules are found as in this process; C++ goes to the C++ compiler."""
+    places = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
+    found = {**os.environ, "PYTHONPATH": places}
     if os.name == "posix":
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
+        found["CXX"] = found["CC"] = _compiler()
+    return found

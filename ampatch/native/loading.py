@@ -1,25 +1,28 @@
 """Finds the build of the native part that matches this ampatch, torch and Python, and loads it.
 
-A build is one file whose name says what it fits (`toolchain.file_name`).  It lies in
-`CACHE/ampatch/native/`, where `ampatch build` puts it, or beside this file, where pip does.
+A build is one file in `CACHE/ampatch/native/`, whose name says what it fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.machinery
 import importlib.util
-import pkgutil
+import re
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from ..config import environment
 from ..log import logger
-from . import toolchain
 
-INSTALLED = Path(__file__).parent
-_BUILD = "run 'ampatch build'"
+NAME = "_ampatch_native"
+SOURCES = ("native.cpp", "call.h", "copies.h", "entries.h", "gradients.h", "weights.h")
+"""The first one is compiled, and includes the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +55,19 @@ def find() -> tuple[ModuleType | None, Status]:
             return None, Status(False, "off (AMPATCH_NATIVE=0)")
     except ValueError as error:  # `initialize` raises it
         return None, Status(False, f"off ({error})")
-    if toolchain.is_free_threaded():
+    if is_free_threaded():
         return None, Status(False, "off (this Python has no GIL, on which it relies)")
     try:
-        path = matching()
+        path = built_file()
     except OSError as error:  # an archive of a program may hold its Python files alone
         return None, Status(False, f"off (its source is not installed: {error})")
-    if path is None:
-        return None, _without_build()
+    if failure_file().is_file():
+        reason = f"not built; it did not compile here ({failure_file()} says more)"
+        return None, Status(False, f"{reason}: run 'ampatch build'")
+    if not path.is_file():
+        return None, Status(False, "not built: run 'ampatch build'", is_to_build=True)
     try:
-        part = import_file(str(path))
+        part = _import_file(str(path))
     except Exception as error:
         reason = f"{path} does not load ({error}): run 'ampatch build --force'"
         return None, Status(False, reason, path, is_fault=True)
@@ -75,70 +81,46 @@ def _is_asked_for() -> bool:
         return False
 
 
-def _without_build() -> Status:
-    stale = _other_builds()
-    reason = stale or "not built"
-    if failure() is not None:
-        reason += f"; it did not compile here ({failure_file()} says more)"
-        return Status(False, f"{reason}: {_BUILD}", is_fault=bool(stale))
-    return Status(False, f"{reason}: {_BUILD}", is_fault=bool(stale), is_to_build=True)
+def _import_file(path: str) -> ModuleType:
+    """The module in the file `path`, in `sys.modules` too, where pickle and Dynamo look."""
+    loader = importlib.machinery.ExtensionFileLoader(NAME, path)
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[NAME] = module
+    return module
 
 
-def _other_builds() -> str:
-    """What to say of builds that do not match, or `""` where there is none."""
-    names = [path.name for folder in (cache(), INSTALLED) for path in folder.glob("*")]
-    found = sorted(filter(None, map(toolchain.versions_of, names)))
-    if not found:
-        return ""
-    ours = toolchain.versions()
-    if ours in found:
-        return "stale: built from other source or for another build of torch"
-    return f"stale: built for {found[-1]}, this is {ours}"
+def is_free_threaded() -> bool:
+    """Whether this is a build of Python without the GIL: its tag is `cp313t`, or `cpython-313t`."""
+    return re.match(r"\.cp(ython-)?\d+d?t", importlib.machinery.EXTENSION_SUFFIXES[0]) is not None
 
 
 def sources() -> dict[str, bytes]:
     """The C++ sources by their names."""
-    found = {name: pkgutil.get_data(__package__, name) for name in toolchain.SOURCES}
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: Path(__file__).with_name(name).read_bytes() for name in SOURCES}
 
 
 def cache() -> Path:
-    """The folder of the builds of `ampatch build`."""
+    """The folder of the builds."""
     return Path(environment.cache_folder(), "native")
 
 
 def built_file() -> Path:
-    """Where in the cache the build that matches lies, or would lie."""
-    return cache() / toolchain.file_name(b"".join(sources().values()))
-
-
-def matching() -> Path | None:
-    """The build that matches, from the cache or from pip."""
-    built = built_file()
-    return next((path for path in (built, INSTALLED / built.name) if path.is_file()), None)
+    """Where the build of these sources for this torch, Python and platform lies, or would lie."""
+    version = torch.version
+    # What tells two builds of one torch version apart.
+    build = [getattr(version, name, None) for name in ("git_version", "debug", "cuda", "hip")]
+    content = b"".join(sources().values()) + repr((build, torch.compiled_with_cxx11_abi())).encode()
+    versions = f"{torch.__version__}-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+    key, suffix = (
+        hashlib.sha256(content).hexdigest()[:16],
+        importlib.machinery.EXTENSION_SUFFIXES[0],
+    )
+    return cache() / f"{NAME}-{versions}-{key}{suffix}"
 
 
 def failure_file() -> Path:
-    """Where `building` notes that this build failed: the compiler, and what it said."""
+    """Where `building` notes that this build failed."""
     return built_file().with_name(f"{built_file().name}.failed")
-
-
-def failure() -> str | None:
-    """What a build with the compiler of today said when it failed; None if there was none."""
-    try:
-        compiler, _, said = failure_file().read_text(encoding="utf-8").partition("\n")
-    except OSError:
-        return None
-    return said if compiler == toolchain.compiler() else None
-
-
-def import_file(path: str) -> ModuleType:
-    """The module in the file `path`, in `sys.modules` too, where pickle and Dynamo look."""
-    name = toolchain.NAME
-    loader = importlib.machinery.ExtensionFileLoader(name, path)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules[name] = module
-    return module

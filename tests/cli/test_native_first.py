@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import ampatch.sweep
 from ampatch import native
 from ampatch.cli import main, native_first
 from ampatch.errors import AmpatchError
-from ampatch.native import building, loading, toolchain
+from ampatch.native import building, loading
 
 TO_BUILD = native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
 BEFORE = "The run goes on in Python, with the same results; AMPATCH_NATIVE=0 does not try.\n"
@@ -28,56 +27,38 @@ def state(tmp_path, monkeypatch):
     monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
     monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
     monkeypatch.setattr(native, "_status", TO_BUILD)
-    monkeypatch.setattr(toolchain, "missing", lambda: None)
+    monkeypatch.setattr(building, "missing", lambda: None)
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """A build takes three looks, and `made` tells with what it was called."""
+    """`made` tells what was built."""
     calls = []
 
-    def make(target, again, verbose, watch):
-        calls.append(again)
-        for _ in range(3):
-            watch()
+    def make(target, verbose):
+        calls.append(target)
         target.write_text("a library")
 
     monkeypatch.setattr(building, "_make", make)
     return calls
 
 
-def test_one_line_says_that_it_was_built(state, made, capsys):
+BEGUN = "ampatch: compiling the native part, about 30 s, for all runs from now on\n"
+
+
+def test_a_line_says_that_it_begins_and_one_that_it_was_built(state, made, capsys):
     assert native_first.build()
     out, said = capsys.readouterr()
     assert said == (
-        "ampatch: native part built in 0 s, for all runs from now on (AMPATCH_NATIVE=0 runs "
-        "without it).\n"
+        BEGUN + "ampatch: native part built in 0 s (AMPATCH_NATIVE=0 runs without it).\n"
     )
-    assert out == "" and made == [False]
+    assert out == "" and made == [loading.built_file()]
 
 
-def test_a_build_that_another_has_made_meanwhile_is_taken_in_silence(state, made, capsys):
+def test_a_build_that_another_has_made_meanwhile_is_taken(state, made):
     loading.cache().mkdir(parents=True)
     loading.built_file().write_text("a library")
-    assert native_first.build()
-    assert capsys.readouterr().err == "" and made == []
-
-
-def test_seconds_are_counted_on_a_terminal(state, made, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    seconds = iter([1, 1, 2, 31])
-    monkeypatch.setattr(native_first._Line, "seconds", lambda line: next(seconds))
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    native_first.build()
-    assert sys.stderr.getvalue() == (
-        "\rampatch: compiling the native part, 1 s of about 30"
-        "\rampatch: compiling the native part, 2 s of about 30"
-        "\r\x1b[Kampatch: native part built in 31 s, for all runs from now on (AMPATCH_NATIVE=0 "
-        "runs without it).\n"
-    )
+    assert native_first.build() and made == []
 
 
 @pytest.mark.parametrize(
@@ -96,18 +77,19 @@ def test_nothing_is_tried_where_a_build_is_not_what_lacks(state, made, monkeypat
 
 
 def test_nothing_is_said_where_there_is_no_compiler(state, made, monkeypatch, capsys):
-    monkeypatch.setattr(toolchain, "missing", lambda: "there is no C++ compiler 'c++'.")
+    monkeypatch.setattr(building, "missing", lambda: "there is no C++ compiler 'c++'.")
     assert not native_first.build()
     assert capsys.readouterr().err == "" and made == []
 
 
 def test_a_failure_is_one_line_and_no_advice_follows(state, monkeypatch, capsys, caplog):
-    def make(target, again, verbose, watch):
+    def make(target, verbose):
         raise AmpatchError("ampatch build: it does not compile.\nThe last lines:\nmuch")
 
     monkeypatch.setattr(building, "_make", make)
     assert not native_first.build()
-    assert capsys.readouterr().err == f"ampatch: no native part: it does not compile. {BEFORE}"
+    said = f"ampatch: no native part: it does not compile. {BEFORE}"
+    assert capsys.readouterr().err == BEGUN + said
     assert native.status() == native.Status(False, "not built: it does not compile.")
     with caplog.at_level("INFO", logger="ampatch"):
         native.say_what_a_build_gives()
@@ -118,16 +100,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(state, tmp_path, monkeypatch
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "file"))
     assert not native_first.build()
-    [line] = capsys.readouterr().err.splitlines()
+    [_, line] = capsys.readouterr().err.splitlines()
     assert " cannot be written: " in line and "Set AMPATCH_CACHE to a folder that can." in line
-
-
-def test_who_waits_for_another_waits_so_long(state, monkeypatch, capsys):
-    monkeypatch.setattr(native_first, "_SECONDS", 0)
-    monkeypatch.setattr(building, "_is_ours", lambda lock: False)
-    assert not native_first.build()
-    said = "ampatch: no native part: it was not built within 0 s: ampatch build has no limit. "
-    assert capsys.readouterr().err == said + BEFORE
 
 
 def test_rank_0_speaks_for_all(state, made, monkeypatch, capsys):
@@ -199,6 +173,6 @@ def test_two_ranks_that_start_at_once_build_once_and_both_have_it(native_cache, 
     ]
     ended = [rank.communicate() for rank in ranks]
     assert [out for out, _ in ended] == ["True ['--lr', '1']\n"] * 2, ended
-    assert ended[0][1].startswith("ampatch: native part built in "), ended
-    assert [err.count("\n") for _, err in ended] == [1, 0], ended
+    assert ended[0][1].startswith(BEGUN + "ampatch: native part built in "), ended
+    assert [err.count("\n") for _, err in ended] == [2, 0], ended
     assert compiler.calls == 1

@@ -21,7 +21,7 @@ ALLOWED = {
     "casting/autocast_words.py": "torch's functions that name no device mean CUDA",
     "config/sweep_options.py": "an example in the help of --devices",
     "sweep/execution/autocast_off.py": "the same",
-    "native/toolchain.py": "which build of torch a native part was built for",
+    "native/loading.py": "which build of torch a native part was built for",
 }
 """Other files that name a kind, each with the reason."""
 
