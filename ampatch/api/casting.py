@@ -143,7 +143,9 @@ def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:
     half the memory of the weights.  They are of forwards that record no graph: with gradients on,
     only frozen weights have them.  At O0 and O3, and with `enabled=False`, nothing changes.
 
-    Weights must not change inside.  What the forward itself writes into them counts as ever.
+    Weights may change inside: after a step, and when a forward begins after a write, all are cast
+    anew.  Alone a write through NumPy, or into a `.data` that was read before the block's forwards,
+    is not seen, and forwards use the old values.
 
     Args:
         model: one that `initialize` was given, a part of it, or a module around it
@@ -151,10 +153,6 @@ def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:
 
     Raises:
         TypeError: the argument is no module.
-        AmpatchError: no open session manages the model. Or an optimizer is about to step on its
-            weights: nothing was changed. Or weights were written to: at the next forward, before
-            anything is computed with old values; what torch cannot see (writes through `.data` or
-            numpy) at the end of the block, by comparing values. The copies are gone then, and
-            forwards use the new values.
+        AmpatchError: no open session manages the model.
     """
     return CachedWeights(as_models(model, "ampatch.cached_weights"))

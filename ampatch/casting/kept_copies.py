@@ -1,29 +1,22 @@
 """Half copies of one model's weights that serve all its forwards, inside `ampatch.cached_weights`.
 
-Only copies without a graph: one in a graph belongs to one backward pass.  Weights may not change
-meanwhile.  What raises no version (`.data`, numpy) is found in the end, by comparing values.
+Only copies without a graph: one in a graph belongs to one backward pass.  A copy serves as long as
+its weight has the version and the place in memory that it had; a step drops all copies, since fused
+optimizers raise no versions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpatchError
 from ..torch_private.devices import has_values
 from ..torch_private.probes import computes_with_fakes
 from .batched_casts import Copies, cast_in_one_block, cast_together
-
-_BITS = {2: torch.int16, 4: torch.int32}
-_CURE = (
-    "End the block before weights change (an optimizer's step, load_state_dict, an average that is "
-    "swapped in), and begin another one after that."
-)
 
 _version_of = operator.attrgetter("_version")
 
@@ -36,26 +29,47 @@ class Store(NamedTuple):
 
 
 class KeptCopies:
-    """The copies of one model, while `blocks` are open.  `at_end` is closed when they end."""
+    """The copies of one model, while `blocks` are open."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks = 0
         self.is_open = False
-        self.at_end = contextlib.ExitStack()
         self._model = model
         self._stores = Store({}, []), Store({}, [])  # the second is of inference mode
-        self._watch([])
+        self._weights: list[Tensor] = []
+        self._ids: set[int] = set()
+        self._seen: object = None
+        self._latest: tuple[object, list[Tensor]] = (None, [])  # buckets, and all their copies
 
     def begin(self) -> None:
-        """From now on forwards use these copies, and weights may not change."""
-        self._watch([one for one in self._model.parameters() if _is_watched(one)])
+        """From now on forwards use these copies."""
+        self._weights = [one for one in self._model.parameters() if _is_watched(one)]
+        self._ids = set(map(id, self._weights))
         self.is_open = True
 
-    def _watch(self, weights: list[Tensor]) -> None:
-        self._weights = weights
-        self._ids = set(map(id, weights))
-        self._seen = self._look()
-        self._latest: tuple[object, list[Tensor]] = (None, [])  # buckets, and all their copies
+    def end(self) -> None:
+        """Let go of the copies.  Harmless when there are none."""
+        self.is_open = False
+        self._weights, self._ids = [], set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all copies: the next forward makes new ones."""
+        self._seen, self._latest = None, (None, [])
+        for copies, held in self._stores:
+            copies.clear()
+            held.clear()
+
+    def check(self) -> None:
+        """A forward begins: drop all copies if a weight has changed since the last one began."""
+        found = self._look()
+        if found != self._seen:
+            self.forget()
+            self._seen = found
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        """Versions, and where the values are: `.data = ...` changes that alone."""
+        return list(map(_version_of, self._weights)), list(map(Tensor.data_ptr, self._weights))
 
     def store(self) -> Store:
         """Where copies are kept that are made in the mode of now."""
@@ -89,89 +103,6 @@ class KeptCopies:
         """Whether copies are of values, and of weights whose changes are seen."""
         return self._ids.issuperset(map(id, weights)) and not computes_with_fakes()
 
-    # Changes of weights
-
-    def check(self) -> None:
-        """A forward begins.  Raise `AmpatchError` if a weight was written to since the last one."""
-        written = self._take_note()
-        if written:
-            raise self._error(written, "Nothing was computed with the old values.")
-
-    def settle(self) -> None:
-        """A forward has ended: what it has itself written into weights is allowed."""
-        self._take_note()
-
-    def refuse_step(self, optimizer: Any) -> None:
-        """An optimizer is about to step.  Raise `AmpatchError` if it has weights of the model."""
-        groups = optimizer.param_groups
-        if not self._ids.isdisjoint(id(one) for group in groups for one in group["params"]):
-            raise AmpatchError(
-                f"{type(optimizer).__name__}.step() inside ampatch.cached_weights"
-                f"({type(self._model).__name__}): forwards inside use the half copies that were "
-                f"made of the weights as they are. Nothing was changed. {_CURE}"
-            )
-
-    def _look(self) -> tuple[list[int], list[int]]:
-        """Versions, and where the values are: `.data = ...` changes that alone."""
-        return list(map(_version_of, self._weights)), list(map(Tensor.data_ptr, self._weights))
-
-    def _take_note(self) -> list[Tensor]:
-        """The weights that have changed since the last look; their copies are dropped."""
-        found = self._look()
-        if found == self._seen:
-            return []
-        before, self._seen = self._seen, found
-        self._latest = None, []
-        pairs = zip(self._weights, zip(*before, strict=True), zip(*found, strict=True), strict=True)
-        changed: list[Tensor] = [weight for weight, old, new in pairs if old != new]
-        for weight in changed:
-            for copies, _ in self._stores:
-                copies.pop(id(weight), None)
-        return changed
-
-    def _error(self, weights: Collection[Tensor], what_it_did: str) -> AmpatchError:
-        ids = set(map(id, weights))
-        names = [name for name, one in self._model.named_parameters() if id(one) in ids]
-        if len(names) > 3:
-            names = [*names[:2], f"{len(names) - 2} more"]
-        return AmpatchError(
-            f"ampatch.cached_weights({type(self._model).__name__}): inside the block these weights "
-            f"were written to: {', '.join(names)}. {what_it_did} Their half copies were dropped. "
-            f"{_CURE}"
-        )
-
-    # The end
-
-    def end(self, is_checked: bool = False) -> None:
-        """Let go of the copies.  Harmless when there are none.
-
-        With `is_checked` raise `AmpatchError` if they are no longer those of the weights.
-        """
-        self.is_open = False
-        self.at_end.close()
-        try:
-            if is_checked:
-                self.check()
-                self._compare()
-        finally:
-            for copies, held in self._stores:  # a forward that was interrupted may have them too
-                copies.clear()
-                held.clear()
-            self._watch([])
-
-    def _compare(self) -> None:
-        stale = [
-            weight
-            for weight in self._weights
-            for copies, _ in self._stores
-            if id(weight) in copies and _differs(weight, copies[id(weight)][0])
-        ]
-        if stale:
-            raise self._error(
-                stale,
-                "It raised no version (.data, numpy), so forwards after it used the old values.",
-            )
-
 
 def _cast(weights: list[Tensor], dtype: torch.dtype, in_one_block: bool) -> Sequence[Tensor]:
     if in_one_block:
@@ -182,9 +113,3 @@ def _cast(weights: list[Tensor], dtype: torch.dtype, in_one_block: bool) -> Sequ
 def _is_watched(weight: Tensor) -> bool:
     """Whether one can see here that it changes."""
     return type(weight) is nn.Parameter and has_values(weight.device) and not weight.is_inference()
-
-
-def _differs(weight: Tensor, copy: Tensor) -> bool:
-    """Bit by bit: a NaN equals itself."""
-    now, bits = weight.detach().to(copy.dtype), _BITS[copy.element_size()]
-    return not torch.equal(now.view(bits), copy.view(bits))

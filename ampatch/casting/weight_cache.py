@@ -124,8 +124,6 @@ class WeightCache:
         if forward is None or (opener is not None and opener is not forward.opener):
             return
         thread.forward = None
-        if forward.lasting is not None:
-            forward.lasting.settle()
         if is_whole and forward.plan is not None:
             forward.plan.was_hooked = forward.is_hooked
             if forward.alone or forward.graphed:

@@ -129,7 +129,7 @@ class LentWeights:
         self.has_changed = False  # the model has got parameters or parts since
         self._turns = Turns(type(model).__name__, self._end)
         self.casts = LentCasts(model, dtype, kept)
-        self.writes = LentWrites(model, kept)
+        self.writes = LentWrites(model)
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         self.running: Lending | None = None
         self._roots: list[nn.Module] = []  # of the calls that run, the outermost first

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..casting.kept_copies import KeptCopies
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
@@ -18,11 +17,10 @@ from ..torch_private.probes import computes_with_fakes, is_recording
 
 
 class LentWrites:
-    """`kept` is told what a forward has itself written."""
+    """Finds what a forward has written into the copies, and writes it into the weights."""
 
-    def __init__(self, model: nn.Module, kept: KeptCopies) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = kept
         self.compared: set[int] = set()  # ids of weights that are written to through `.data`
         self._forwards, self._next_look = 0, 1  # with a graph
         self._has_warned = False
@@ -64,8 +62,6 @@ class LentWrites:
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-        if self._kept.is_open:
-            self._kept.settle()
         if not self._has_warned:
             self._has_warned = True
             names = [name for name, one in self._model.named_parameters() if one is parameter]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..casting.kept_copies import KeptCopies
 from ..errors import AmpatchError
@@ -26,20 +22,20 @@ class CachedWeights:
         self._entered: list[list[KeptCopies]] = []
 
     def __enter__(self) -> None:
-        found = [managed for model in self._models for managed in _managed(model)]
+        found = [managed.kept for model in self._models for managed in _managed(model)]
         with _changing:
-            self._entered.append([_keep(managed.kept) for managed in found])
+            self._entered.append(found)
+            for kept in found:
+                kept.blocks += 1
+                if not kept.is_open:
+                    kept.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        ended = []
+    def __exit__(self, *exception: object) -> None:
         with _changing:
             for kept in self._entered.pop():
                 kept.blocks -= 1
                 if kept.blocks == 0:
-                    ended.append(kept)
-        with contextlib.ExitStack() as stack:  # all end, whichever raises
-            for kept in ended:
-                stack.callback(kept.end, is_checked=kind is None)
+                    kept.end()
 
 
 def _managed(model: nn.Module) -> list[ManagedModel]:
@@ -60,17 +56,3 @@ def _managed(model: nn.Module) -> list[ManagedModel]:
         for managed in found
         if managed.properties.patch_torch_functions or managed.properties.lends_weights
     ]
-
-
-def _keep(kept: KeptCopies) -> KeptCopies:
-    if not kept.is_open:
-
-        def refuse(optimizer: Any, *rest: object) -> None:
-            kept.refuse_step(optimizer)
-
-        # The first is asked before a managed optimizer has done anything.
-        kept.at_end.callback(registry.observers.add(SimpleNamespace(on_step_begin=refuse)))
-        kept.at_end.callback(register_optimizer_step_pre_hook(refuse).remove)
-        kept.begin()
-    kept.blocks += 1
-    return kept

@@ -335,6 +335,7 @@ class Session:
     def after_step(self, managed: ManagedOptimizer) -> None:
         """It has ended."""
         self.policies.cache.close()
+        registry.events.forget_copies()
         registry.state.drop_interrupted()
         self.has_trained = True
         limit = self.properties.max_consecutive_skips

@@ -62,6 +62,9 @@ class TorchEvents:
         """`parameter.data` was read, and may be written into unseen, or was replaced."""
         for session in self._registry.sessions:
             session.policies.cache.forget(parameter)
+        for managed in self._registry.models():
+            if managed.kept.is_open:
+                managed.kept.forget()
 
     def note_hook(self) -> None:
         """A hook was put on a tensor of the graph that this thread is building."""
@@ -72,3 +75,6 @@ class TorchEvents:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
         for session in self._registry.sessions:
             session.policies.cache.forget_all()
+        for managed in self._registry.models():
+            if managed.kept.is_open:
+                managed.kept.forget()

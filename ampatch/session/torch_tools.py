@@ -104,7 +104,7 @@ def tools(registry: Registry) -> list[Tool]:
         ),
         Tool(
             "parameter.data: writes that raise no version",
-            lambda needs: needs.tables,
+            lambda needs: needs.tables or needs.half_models,
             lambda: tensor_methods.data(events.note_data_access),
         ),
         Tool(
@@ -170,7 +170,7 @@ def watches(registry: Registry) -> list[Watch]:
         ),
         Watch(
             "steps of every optimizer: weights are cast anew",
-            lambda needs: needs.tables,
+            lambda needs: needs.tables or needs.half_models,
             NotifyOfSteps(registry.events.forget_copies).keep,
         ),
     ]
