@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,17 +32,6 @@ from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 
 # The arguments
-
-
-def unknown_keywords(function: Callable, unknown: dict[str, Any]) -> None:
-    """Raise `TypeError` for keywords `function` does not have."""
-    for name in unknown:
-        parameters = inspect.signature(function).parameters.values()
-        known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-        raise TypeError(
-            f"ampatch.initialize() got an unknown keyword argument {name!r}."
-            + (did_you_mean(name, known) or f" Known are: {', '.join(known)}.")
-        )
 
 
 def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:

@@ -90,7 +90,6 @@ def initialize(
     allow_banned: bool = True,
     process_group: ProcessGroup | None = None,
     patch_scope: Literal["model", "process"] = "model",
-    **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision.
 
@@ -169,7 +168,6 @@ def initialize(
     """
     given = locals()
     own = {name: given[name] for name in ("opt_level", "dtype", *ARGUMENTS, "overrides")}
-    argument_checks.unknown_keywords(initialize, unknown)
     set_verbosity(verbosity)
     asked = environment.read()
     in_force = asked.over(own)

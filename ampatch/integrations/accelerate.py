@@ -44,7 +44,7 @@ from ..types import HalfName, OptLevel
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
-_OWN = {"models", "optimizers", "opt_level", "dtype", "unknown"}
+_OWN = {"models", "optimizers", "opt_level", "dtype"}
 _SETTINGS = set(inspect.signature(ampatch.initialize).parameters) - _OWN
 _CHECKED = set(ARGUMENTS)
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)

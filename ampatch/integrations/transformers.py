@@ -55,7 +55,7 @@ SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
 
 _SETTINGS = frozenset(inspect.signature(ampatch.initialize).parameters) - {
-    *("models", "optimizers", "num_losses", "unknown"),
+    *("models", "optimizers", "num_losses"),
 }
 _SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))

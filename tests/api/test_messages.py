@@ -32,12 +32,7 @@ BAD_INITIALIZE = [
     ),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": True}, ValueError, "opt_level=True"),
-    (
-        {"optlevel": "O1"},
-        TypeError,
-        "unknown keyword argument 'optlevel'. Did you mean \"opt_level\"?",
-    ),
-    ({"zzzz": 1}, TypeError, "unknown keyword argument 'zzzz'. Known are: models, optimizers"),
+    ({"optlevel": "O1"}, TypeError, "unexpected keyword argument 'optlevel'"),
     (
         {"dtype": torch.float32},
         ValueError,

@@ -39,7 +39,7 @@ def test_type_checkers_are_told_that_the_package_has_types(built):
         (
             ampatch.initialize,
             types.Settings,
-            {"models", "optimizers", "enabled", "opt_level", "num_losses", "dtype", "unknown"},
+            {"models", "optimizers", "enabled", "opt_level", "num_losses", "dtype"},
         ),
         (
             amp.initialize,

@@ -75,8 +75,7 @@ class AutocastBaseline:
         given = inspect.signature(self._initialize).bind(*args, **kwargs)
         given.apply_defaults()
         wanted = {**given.arguments, "enabled": False}
-        unknown = wanted.pop("unknown")
-        result = self._initialize(**wanted, **unknown)
+        result = self._initialize(**wanted)
         if given.arguments["enabled"]:
             models, optimizers = wanted["models"], wanted["optimizers"]
             self._start(_listed(models), _listed(optimizers), given.arguments)
