@@ -40,7 +40,7 @@ TABLE = r"""
 casting/rules.py
 | return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
 | return dtypes.pop() if dtypes else None
-| casting/test_mixed_dtypes.py casting/test_casting.py
+| casting/test_mixed_dtypes.py casting/test_calls.py laws/test_situations.py
 
 casting/rules.py
 | if dtype is to or dtype not in CASTABLE:
@@ -60,7 +60,7 @@ casting/rules.py
 casting/rules.py
 |     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
 |     if False:
-| casting/test_casting.py casting/test_composites.py casting/test_autocast_lists.py
+| casting/test_calls.py casting/test_autocast_lists.py
 
 casting/rules.py
 | return choose_float if any(labels - kept for labels in operands) else widest
@@ -70,7 +70,7 @@ casting/rules.py
 casting/rules.py
 |         if not policy.allow_banned:
 |         if policy.allow_banned:
-| casting/test_losses.py
+| casting/test_calls.py casting/test_scopes.py
 
 casting/rules.py
 |             changed = changed or new is not item
