@@ -105,7 +105,7 @@ casting/weight_cache.py
 casting/weight_cache.py
 |             forward.graphed, forward.plain = {}, {}
 |             pass
-| casting/test_weight_changes.py casting/test_weight_cache.py
+| casting/test_weight_changes.py laws/test_situations.py
 
 casting/kept_copies.py
 |         return self._stores[torch.is_inference_mode_enabled()]
@@ -113,9 +113,9 @@ casting/kept_copies.py
 | models/test_cached_weights.py
 
 casting/batched_casts.py
-|         place = place_of(weight)
-|         place = None
-| casting/test_batched_casts.py models/test_lent_weights.py
+|         if bucket is None or not _has_room(bucket, weight):
+|         if bucket is None:
+| casting/test_batched_casts.py models/test_lent_weights.py laws/test_memory.py
 
 casting/tables.py
 | Row("torch", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
@@ -150,7 +150,7 @@ models/values.py
 models/values.py
 |         return value.to(dtype) if found is not dtype and found in CASTABLE else value
 |         return value.to(dtype)
-| models/test_models.py models/test_model_inputs.py
+| laws/test_situations.py models/test_odd_models.py
 
 models/lent_places.py
 |         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
@@ -160,7 +160,7 @@ models/lent_places.py
 models/lent_places.py
 |         and place.parameter.dtype is torch.float32
 |         and True
-| models/test_models.py models/test_odd_models.py models/test_lent_weights.py
+| laws/test_situations.py session/test_sharing.py session/test_pairs.py
 
 models/lent_places.py
 |         return not self.is_old and entries.are(tables, names, found)
@@ -170,7 +170,7 @@ models/lent_places.py
 models/lent_writes.py
 |             if copy._version != version:
 |             if False:
-| models/test_lent_weights.py models/test_odd_models.py laws/test_float_weights.py
+| laws/test_situations.py laws/test_random_programs.py
 
 models/lent_writes.py
 |         is_due = in_graph and self._forwards >= self._next_look
@@ -195,7 +195,7 @@ models/copies.py
 models/submodule_calls.py
 |         result = here.result if lent is None else torch.float32
 |         result = None
-| models/test_submodule_calls.py
+| laws/test_situations.py models/test_framework_steps.py laws/test_ways_of_running.py
 
 models/module_overrides.py
 |         return None if to is None else cast_tensors(output, to)
@@ -205,7 +205,7 @@ models/module_overrides.py
 models/managed_model.py
 |         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 |         return None
-| models/test_models.py
+| laws/test_situations.py
 
 scaling/scale_value.py
 |     grows = taken * (clean == rule.growth_interval) * can_grow
@@ -283,12 +283,12 @@ scaling/optimizer.py
 scaling/scaled_backward.py
 |         self._owners = owners_among(self._several)
 |         self._owners = {}
-| scaling/test_parameters.py scaling/test_scale_loss.py
+| scaling/test_gradients.py scaling/test_two_step.py laws/test_situations.py
 
 config/opt_levels.py
 |     scale: str | float = "dynamic" if dtype is torch.float16 else 1.0
 |     scale: str | float = "dynamic"
-| config/test_opt_levels.py
+| scaling/test_loss_scaler.py scaling/test_host_syncs.py laws/test_situations.py api/test_control.py
 
 config/opt_levels.py
 |         return half and (self.lends_weights or bool(self.keep_batchnorm_fp32))
@@ -298,7 +298,7 @@ config/opt_levels.py
 config/environment.py
 |         return {**own, **tied, **self.replacing()}
 |         return {**own, **self.replacing()}
-| config/test_settings_variable.py api/test_environment.py
+| session/test_sessions.py launch/test_run.py config/test_settings_variable.py
 
 session/policies.py
 |                     if dtype_of(tensor) in HALF_TYPES or is_parameter(tensor):
@@ -308,7 +308,7 @@ session/policies.py
 session/policies.py
 |     return half and single
 |     return half or single
-| models/test_model_inputs.py casting/test_mixed_dtypes.py models/test_models.py
+| laws/test_situations.py models/test_odd_models.py casting/test_scopes.py laws/test_counts.py
 
 session/session.py
 |             changed |= managed.converted()
