@@ -18,7 +18,6 @@ from .autocast_words import AutocastWords
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import fresh_tables
-from .library_ops import LibraryOps
 from .patches import PatchSet
 from .places import NAMESPACES, has, places_of, public_name, raw_attribute, resolve
 from .replacements import Replacements
@@ -58,7 +57,6 @@ class Installation:
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastWords(state)
-        self._library_ops = LibraryOps(state, self._patches)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
         self._has_apex_rows = False
         self._warned: set[str] = set()
@@ -93,7 +91,6 @@ class Installation:
             *self.autocast.places(),
         ):
             self._put_if_there(where, name, make)
-        self._library_ops.install()
         fresh_tables(self._patches)
         self._patches.on_undo(self._state.tables.give_back)
 

@@ -22,7 +22,7 @@ from ..interop import (
     torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
-from ..torch_private import dynamo_inputs, layer_forwards
+from ..torch_private import dynamo_inputs
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -137,11 +137,6 @@ def tools(registry: Registry) -> list[Tool]:
             "DataLoader: data are prepared without casts",
             lambda needs: needs.casts,
             lambda: data_loading.replacements(registry.state),
-        ),
-        Tool(
-            "forwards of nn.Linear and convolutions: weights read without a call",
-            lambda needs: needs.casts or needs.half_models,
-            layer_forwards.replacements,
         ),
         Tool(
             "copies and pickles made within a forward: of the parameters, not of lent copies",
