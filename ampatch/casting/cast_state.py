@@ -118,12 +118,13 @@ class CastState:
         """Switch torch's autocast off, for what is not under it; to be given to `Block.enter`."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
 
-    def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> PolicyContext:
+    def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
         """A context manager and decorator: the policy is `choose()`, asked at each entry.
 
-        What is `by_user` holds inside managed models too, and instead of torch's own autocast.
+        One that is made by a `call` of the user's holds inside managed models too, and instead of
+        torch's own autocast.
         """
-        return PolicyContext(self, choose, by_user)
+        return PolicyContext(self, choose, call)
 
     def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.
