@@ -109,11 +109,6 @@ def tools(registry: Registry) -> list[Tool]:
             lambda: tensor_methods.data(events.note_data_access),
         ),
         Tool(
-            "tensor.register_hook: weights are cast one by one from there on",
-            lambda needs: needs.tables,
-            lambda: tensor_methods.hooks(events.note_hook),
-        ),
-        Tool(
             "torch.jit.script: a warning",
             lambda needs: needs.casts,
             lambda: torchscript.replacements(registry.state),
