@@ -117,7 +117,7 @@ def precision(dtype: Precision) -> PolicyContext:
     word(call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
-        policy = registry.state.beneath_regions()
+        policy, _ = registry.state.innermost_setting()
         if policy is None:
             return KEEP
         if not policy.follows_tables:

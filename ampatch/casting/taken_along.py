@@ -122,13 +122,19 @@ def _forwards_copies(context: Any) -> Iterator[None]:
             setattr(context, _LENT, lent)
 
 
+def _setting(state: CastState) -> tuple[Policy | None, str]:
+    """The policy to take along from here, and the kind of block that it holds as later."""
+    policy, (setting, is_user_s) = state.of_forward(), state.innermost_setting()
+    return policy, USER if is_user_s and policy is setting else BLOCK
+
+
 def _along(
     function: Callable,
     state: CastState,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable:
     """`function` under the policy of now, in `around()`; torch's autocast is as it finds it."""
-    policy, kind = state.of_forward(), USER if state.under_user_control() else BLOCK
+    policy, kind = _setting(state)
 
     def along(*args: Any, **kwargs: Any) -> Any:
         block = Block(state, kind)
@@ -162,8 +168,9 @@ class _Recompute:
     So it is in the forward, where the user's is entered under that policy.
     """
 
-    def __init__(self, state: CastState, policy: Policy | None, users: Any) -> None:
-        self._block = Block(state, USER if state.under_user_control() else BLOCK)
+    def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:
+        policy, kind = setting
+        self._block = Block(state, kind)
         self._policy, self._users = policy, users
         self._apart: Any = None if policy is None else policy.cache.apart()
 
@@ -198,12 +205,12 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        policy = state.of_forward()
+        setting = policy, _ = _setting(state)
         contexts = kwargs[CONTEXTS] if place is None else args[place]
 
         def in_recompute() -> tuple[Any, Any]:
             forward, recompute = contexts()
-            return forward, _Recompute(state, policy, recompute)
+            return forward, _Recompute(state, setting, recompute)
 
         if place is None:
             kwargs[CONTEXTS] = in_recompute
