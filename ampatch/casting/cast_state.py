@@ -64,11 +64,7 @@ class CastState:
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
-        policy = self.process
-        if self.per_thread:  # as `current()`, without the price of a call
-            own = self.thread.policy
-            if own is not FOLLOW:
-                policy = own
+        policy = self.current()
         return policy if policy is not None and policy.follows_tables else None
 
     def policy_on(self, device: str) -> Policy | None:

@@ -35,7 +35,7 @@ CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class NoHalfKernel(Exception):
+class _NoHalfKernel(Exception):
     """An argument is compressed sparse on the CPU, whose kernels know no half: FP32 it is."""
 
 
@@ -49,7 +49,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
         if value.layout is not torch.strided and _must_stay_float(value, to):
-            raise NoHalfKernel
+            raise _NoHalfKernel
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         return value.to(to)
@@ -86,11 +86,12 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
-    """New arguments with their castable tensors in `to`."""
-    return (
-        [cast(arg, to, policy) for arg in args],
-        {name: cast(arg, to, policy) for name, arg in kwargs.items()},
-    )
+    """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
+    try:
+        cast_args = [arg if type(arg) in SCALARS else cast(arg, to, policy) for arg in args]
+        return cast_args, {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+    except _NoHalfKernel:
+        return cast_call(args, kwargs, torch.float32, policy)
 
 
 def castable(value: Tensor, policy: Policy) -> bool:

@@ -83,9 +83,7 @@ class Block:
             new = found
         if self.kind == CALL:
             if not is_compiled:
-                caller = sys._getframe(1)  # as `calling_frame`, without the price of a call
-                while caller.f_globals.get("__name__", "").startswith(_OURS):
-                    caller = caller.f_back
+                caller = calling_frame()
             elif new is found:
                 return  # strict export warns of every write, even of one that is taken back
         entry = (self, new, off, caller)  # a constructor is a Python call, which Dynamo knows best

@@ -187,10 +187,8 @@ class _Recompute:
     def __exit__(self, *error: Any) -> Any:
         try:
             return self._users.__exit__(*error)
-        finally:  # `_leave`, without the price of a call
-            if self._apart is not None:
-                self._apart.__exit__()
-            self._block.leave()
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         if self._apart is not None:
