@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..casting import taken_along
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.rebind import give_back, one_search, rebind
+from ..casting.rebind import give_back, rebind
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
@@ -206,12 +206,11 @@ class TorchTools:
     def put_in(self, needs: Needs) -> None:
         """Replace what is needed and not replaced yet; to be called when the tables are in."""
         new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
-        with one_search():
-            for kept in new:
-                for owner, name, make in kept.tool.replacements():
-                    original = kept.patches.replace(owner, name, make)
-                    kept.pairs.append((vars(owner)[name], original))
-                rebind(kept.patches, {id(original): put for put, original in kept.pairs})
+        for kept in new:
+            for owner, name, make in kept.tool.replacements():
+                original = kept.patches.replace(owner, name, make)
+                kept.pairs.append((vars(owner)[name], original))
+        rebind({id(original): (kept.patches, put) for kept in new for put, original in kept.pairs})
         for watch in self._watches:
             watch.keep(watch.is_needed(needs))
 
