@@ -94,31 +94,23 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
         return cast_call(args, kwargs, torch.float32, policy)
 
 
+def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
+    """A tensor's dtype and type of device, for which no handler is asked: no call of the user's."""
+    if type(value) not in TENSORS and wants_to_see(value):
+        with unhandled():
+            return value.dtype, value.device.type
+    return value.dtype, value.device.type
+
+
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():  # this look is no call of the user's code
-            dtype, device = value.dtype, value.device
-        return dtype in CASTABLE and (policy.devices is None or device.type in policy.devices)
-    return value.dtype in CASTABLE and (
-        policy.devices is None or value.device.type in policy.devices
-    )
+    dtype, device = kind_of(value)
+    return dtype in CASTABLE and policy.casts_on(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype, which no handler is asked for."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():
-            return value.dtype
-    return value.dtype
-
-
-def device_of(value: Tensor) -> str:
-    """The type of a tensor's device, for which no handler is asked."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():
-            return value.device.type
-    return value.device.type
+    return kind_of(value)[0]
 
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -159,7 +151,7 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 as `_single` on the CPU; elsewhere the widest."""
-    if any(device_of(value) == "cpu" for value in tensors_in((*args, *kwargs.values()))):
+    if any(kind_of(value)[1] == "cpu" for value in tensors_in((*args, *kwargs.values()))):
         return torch.float32
     return widest(args, kwargs, policy)
 
