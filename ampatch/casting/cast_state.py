@@ -184,7 +184,7 @@ class CastState:
 
         A thread's own policy is one, and so is an observer that wants to see each cast.
         """
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
             self.reasons += change
             self.per_thread = self.reasons > 0
             return

@@ -169,31 +169,22 @@ class _Recompute:
     """
 
     def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:
-        policy, kind = setting
-        self._block = Block(state, kind)
-        self._policy, self._users = policy, users
-        self._apart: Any = None if policy is None else policy.cache.apart()
+        self._state, self._setting, self._users = state, setting, users
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._block.enter(self._policy)
-        if self._apart is not None:
-            self._apart.__enter__()
-        try:
-            self._users.__enter__()
-        except BaseException:
-            self._leave()
-            raise
+        policy, kind = self._setting
+        with ExitStack() as stack:
+            block = Block(self._state, kind)
+            block.enter(policy)
+            stack.callback(block.leave)
+            if policy is not None:
+                stack.enter_context(policy.cache.apart())
+            stack.enter_context(self._users)
+            self._entered = stack.pop_all()
 
     def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._users.__exit__(*error)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._apart is not None:
-            self._apart.__exit__()
-        self._block.leave()
+        return self._entered.__exit__(*error)
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:

@@ -10,8 +10,10 @@ end at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -60,26 +62,6 @@ class _Forward:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.forward: _Forward | None = None
-
-
-class Apart:
-    """What `WeightCache.apart` gives: a `with` block, without the price of a generator."""
-
-    __slots__ = ("_found", "_own", "_thread")
-
-    def __init__(self, thread: _Thread) -> None:
-        self._thread = thread
-        self._own: _Forward | None = None
-        self._found: _Forward | None = None
-
-    def __enter__(self) -> None:
-        self._found = found = self._thread.forward
-        self._own = None if is_recording() else _Forward(object(), below=found)
-        self._thread.forward = self._own
-
-    def __exit__(self, *exception: object) -> None:
-        if self._thread.forward is self._own:
-            self._thread.forward = self._found
 
 
 class WeightCache:
@@ -141,13 +123,20 @@ class WeightCache:
         if forward.last is not None:
             forward.last.note(forward.used)
 
-    def apart(self) -> Apart:
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
         """Copies of its own for what runs inside, each weight cast at its use, by itself.
 
         For what an activation checkpoint runs twice: both times it makes the same calls, and
         a weight used twice sums its gradients in the same dtype as without the checkpoint.
         """
-        return Apart(self._thread)
+        found = self._thread.forward
+        own = self._thread.forward = None if is_recording() else _Forward(object(), below=found)
+        try:
+            yield
+        finally:
+            if self._thread.forward is own:
+                self._thread.forward = found
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
