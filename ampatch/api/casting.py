@@ -100,11 +100,11 @@ def disable_casts() -> PolicyContext:
     It holds in managed models that are called inside, and there is no autocast of torch's inside
     while a session casts, unless a region of it begins there.
     Like torch's grad mode it belongs to the thread: while a generator or task is suspended
-    inside the block, other code in the thread runs without casts too.  As a decorator of
-    generators and `async` functions it covers only their own steps.  New threads cast.
+    inside the block, other code in the thread runs without casts too.  It decorates no generators
+    and `async` functions (`TypeError`): write the block inside.  New threads cast.
     Forked processes inherit the block; spawned processes have no session.
     """
-    return registry.state.under(lambda: None, by_user=True)
+    return registry.state.under(lambda: None, "ampatch.disable_casts()")
 
 
 def precision(dtype: Precision) -> PolicyContext:
@@ -113,10 +113,11 @@ def precision(dtype: Precision) -> PolicyContext:
     It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an
     open session that casts it changes nothing.  Raises `ValueError` for another word.
     """
-    word(f"ampatch.precision({dtype!r})", dtype, PRECISIONS)
+    call = f"ampatch.precision({dtype!r})"
+    word(call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
-        policy = registry.state.beneath_regions()
+        policy, _ = registry.state.innermost_setting()
         if policy is None:
             return KEEP
         if not policy.follows_tables:
@@ -126,7 +127,7 @@ def precision(dtype: Precision) -> PolicyContext:
             policy = policy.in_type(half_type(on[-1]))
         return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
-    return registry.state.under(forced, by_user=True)
+    return registry.state.under(forced, call)
 
 
 def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:

@@ -14,6 +14,6 @@ Where to look first:
 * the user's functions: `user_functions`, `registered_functions`;
 * torch.compile: `dynamo_tables`, `recording`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
-* torch.autocast beside ampatch: `autocast_words`, `torch_autocast`, `library_ops`;
+* torch.autocast beside ampatch: `autocast_words`, `torch_autocast`;
 * what is reported: `cast_observers`, `dtype_errors`.
 """

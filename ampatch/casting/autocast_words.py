@@ -226,7 +226,7 @@ def _is_torch_s(module: Any) -> bool:
 
 def _asks_for_torch(frame: FrameType) -> bool:
     """Whether the frame is of torch's own code that keeps the state, in order to restore it."""
-    module = frame.f_globals.get("__name__")  # as `_module`, without the price of a call
+    module = _module(frame)
     if not _is_torch_s(module) or module in ASK_TO_CAST:
         return False
     return module != AUTOCAST or isinstance(frame.f_locals.get("self"), torch.autocast)

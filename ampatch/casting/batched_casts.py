@@ -5,26 +5,20 @@ each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradie
 accumulators, as from any other cast, so that hooks, DDP, `torch.autograd.grad`,
 retained graphs and double backward see what they see in FP32 training.
 
-`Plan` says which weights of a model go together: those that its forwards have used so
-far, in the order of use, in buckets of bounded size (the idea is that of DDP's buckets,
-arXiv 2006.15704).  A bucket is cast when the first of its weights is used.  So the backward
-pass runs the node as soon as it has passed that use, and gradients do not arrive late or
-wait in half.
+Casts are made in buckets of bounded size (the idea is that of DDP's buckets, arXiv
+2006.15704), as a forward begins: at O2 of all weights that are lent, at O1 of those that the
+last forward cast (`LastForward`).  The nodes get a high sequence number, with which autograd
+runs each as soon as its gradients are there (`torch_private/nodes`).
 
-A node with an unused output calls the hooks of that weight with None.  So a weight that
-has hooks, lies in a module with backward hooks, or was not used by a forward or not reached
-by a backward pass before, is left out.
-In a forward whose graph gets hooks (`activation.register_hook`) none are cast together, nor in
-evaluation mode where a graph is recorded.
+A node with an unused output calls the hooks of that weight with None.  So a weight that has
+hooks, or lies in a module with backward hooks, is left out.  In evaluation mode where a graph
+is recorded none are cast together.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +38,7 @@ from ..torch_private.modules import (
 from ..torch_private.probes import are_ranks, is_batched, is_recording, running_ddp
 from ..torch_private.tensors import (
     TENSOR_HOOKS_CAN_BE_SEEN,
-    backward_hooks_of,
     hooks_of,
-    late_hooks_of,
 )
 
 MOST_WEIGHTS = 32
@@ -61,38 +53,18 @@ It is about that of DDP's buckets, so that gradients wait no longer for these th
 HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
 """Without, no weights are cast together."""
 
-MOST_CHANGES = 64
-"""Of a plan.  A model that makes its weights anew again and again has them cast one by one."""
-
-
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
 
-_NO_PLAN = -1
-_numbers = itertools.count()
-_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-"""By their numbers, which nodes know: they live as long as their graph, not as long as a plan."""
-
-
-def note_unreached(plan: int, ids: list[int]) -> None:
-    """A backward pass did not reach these weights: the plan leaves them out from now on."""
-    known = _plans.get(plan)
-    if known is not None and ids:
-        known.learn((), ids)
-
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a missing gradient is passed on as None.
-
-    The plan of that number is told the weights of missing gradients.
-    """
+    """FP32 weights in, half copies out; a missing gradient is passed on as None."""
 
     @staticmethod
     def forward(
-        ctx: Any, make: Callable[..., list[Tensor]], dtype: torch.dtype, plan: int, *weights: Tensor
+        ctx: Any, make: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.keys = plan, list(map(id, weights))
         return tuple(make(weights, dtype))
 
     @staticmethod
@@ -103,9 +75,8 @@ class _CastTogether(Function):
             and not is_recording()
             and not any(map(is_batched, grads))
         ):
-            return None, None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
-        note_unreached(ctx.plan, [key for key, grad in zip(ctx.keys, grads) if grad is None])
-        return None, None, None, *[None if grad is None else grad.float() for grad in grads]
+            return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
+        return None, None, *[None if grad is None else grad.float() for grad in grads]
 
 
 _apply = super(Function, _CastTogether).apply
@@ -141,13 +112,14 @@ def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
 def cast_in_one_block(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """The copies of weights that share one block of memory; one call uses all or none."""
     if torch.is_grad_enabled() and any(map(_wants_grad, weights)):
-        return _apply(_in_one_block, dtype, _NO_PLAN, *weights)
+        return _apply(_in_one_block, dtype, *weights)
     with torch.no_grad():
         return _in_one_block(weights, dtype)
 
 
-def _in_graph(weights: list[Tensor], dtype: torch.dtype, plan: int) -> Sequence[Tensor]:
-    return _apply(copies, dtype, plan, *weights)
+def cast_in_graph(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`, by one node; gradients may be sparse."""
+    return _apply(copies, dtype, *weights)
 
 
 def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -157,105 +129,18 @@ def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         return copies(weights, dtype)
 
 
-def cast_in_graph(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`, by one node; gradients may be sparse."""
-    return _in_graph(weights, dtype, _NO_PLAN)
-
-
-def cast_together(
-    weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None = None
-) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`; `in_graph`: with one node that leads back to them.
-
-    `plan` is given the weights that a backward pass does not reach.
-    """
+def cast_together(weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`; `in_graph`: by one node that leads back to them."""
     if len(weights) == 1:
         return [weights[0].to(dtype)]
-    if in_graph:
-        return _in_graph(weights, dtype, _NO_PLAN if plan is None else plan.number)
-    return _outside_graph(weights, dtype)
+    return cast_in_graph(weights, dtype) if in_graph else _outside_graph(weights, dtype)
 
 
-def cast_into(
-    known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph: bool, plan: Plan | None
-) -> None:
+def cast_into(known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> None:
     """`cast_together`; each copy is entered in `known`, with the version that it was made from."""
-    if len(weights) == 1:
-        [weight] = weights
-        version = weight._version  # before the cast: another thread may write meanwhile
-        known[id(weight)] = weight.to(dtype), version
-    elif _cast_into is not None:
-        _cast_into(known, weights, dtype, in_graph, _NO_PLAN if plan is None else plan.number)
-    else:
-        versions = list(map(_version_of, weights))
-        halves = cast_together(weights, dtype, in_graph, plan)
-        known.update(zip(map(id, weights), zip(halves, versions)))
-
-
-class Plan:
-    """Which weights of one model are cast together.
-
-    `bucket_of` has a weight's bucket by the weight's id.  It is replaced as a whole, since
-    several threads may be in forwards of the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.number = next(_numbers)
-        _plans[self.number] = self
-        self._changing = threading.RLock()
-        self._model = model
-        self._order: dict[int, Tensor] = {}  # by id; held, so that an id stays a weight's own
-        self._left_out: set[int] = set()  # ids of weights that a forward did not use
-        self._hook_tables: list[dict] = []
-        self._changes = 0
-        self._has_hooks = False
-        self.was_hooked = False  # the graph of the latest forward got hooks
-        self.bucket_of: dict[int, list[Tensor]] = {}
-
-    def begin(self) -> bool:
-        """A forward of the model starts: whether weights may be cast together in it.
-
-        Not in evaluation mode where a graph is recorded: who asks for one without a step, as
-        libraries that prune, may look in it for the weights behind each layer.
-        """
-        if not HOOKS_CAN_BE_SEEN or not may_use_all(self._model):
-            return False
-        if not self._model.training and torch.is_grad_enabled():
-            return False
-        if self._has_hooks or any(self._hook_tables):
-            with self._changing:
-                self._divide()
-        return True
-
-    def learn(self, new: Iterable[Tensor], unused: Iterable[int]) -> None:
-        """A forward or a backward pass has ended.  `new` are weights, in the order of use, that
-        were cast by themselves; `unused` the ids of those that were cast with others and not used.
-        """
-        with self._changing:
-            before = list(self._order)
-            for key in unused:
-                self._left_out.add(key)
-                self._order.pop(key, None)
-            for weight in new if self._changes < MOST_CHANGES else ():
-                if id(weight) not in self._left_out:
-                    self._order.setdefault(id(weight), weight)
-            if list(self._order) != before:
-                self._changes += 1
-                self._divide()
-
-    def _divide(self) -> None:
-        """Divide the weights into buckets; drop those that have left the model."""
-        parts = list(self._model.modules())
-        own = {id(p) for module in parts for p in module._parameters.values() if p is not None}
-        if self._changes == MOST_CHANGES:
-            own = set()
-        self._left_out.update(key for key in self._order if key not in own)
-        self._order = {key: weight for key, weight in self._order.items() if key in own}
-        self._hook_tables = hook_tables(parts)
-        hooked = below_hooks(parts) if any(self._hook_tables) else set()
-        self._has_hooks = bool(hooked)
-        planned = [weight for key, weight in self._order.items() if key not in hooked]
-        self.bucket_of = {id(one): bucket for bucket in divide(planned) for one in bucket}
+    versions = list(map(_version_of, weights))  # before: another thread may write meanwhile
+    halves = cast_together(weights, dtype, in_graph)
+    known.update(zip(map(id, weights), zip(halves, versions)))
 
 
 def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
@@ -264,31 +149,64 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
     return (
         may_be_planned(weight)
         and all(wanting if weight.requires_grad else map(operator.not_, wanting))
-        and not any(map(backward_hooks_of, bucket))
-        and not any(map(late_hooks_of, bucket))
+        and not any(map(any, map(hooks_of, bucket)))
     )
 
 
-_cast_into: Callable[..., None] | None = None
-
 if native.part is not None:
-    _in_graph, _outside_graph = native.part.cast_together, native.part.copies
-    _cast_into = native.part.cast_into
-    are_alike = native.part.are_alike
-    native.part.on_missing(note_unreached)
+    cast_in_graph, _outside_graph = native.part.cast_together, native.part.copies
+    cast_into, are_alike = native.part.cast_into, native.part.are_alike
 
 
-def alike(weight: Tensor, bucket: list[Tensor]) -> list[Tensor]:
-    """The weights of a bucket that may be cast in one node with `weight`; none if it may not.
+def alike(bucket: list[Tensor], alone: Collection[int] = ()) -> list[list[Tensor]]:
+    """The weights of a bucket that may go in one node, and those that want no gradient.
 
-    A weight that has another dtype or device by now is not left out: its copy is not used.
+    Left out are those in `alone` (ids), and those with hooks.
     """
-    if are_alike(weight, bucket):
-        return bucket
-    if not may_be_planned(weight):
-        return []
-    wanted = weight.requires_grad
-    return [one for one in bucket if one.requires_grad is wanted and may_be_planned(one)]
+    if not alone and are_alike(bucket[0], bucket):
+        return [bucket]
+    frozen = [one for one in bucket if not one.requires_grad]
+    wanting = [
+        one for one in bucket if one.requires_grad and may_be_planned(one) and id(one) not in alone
+    ]
+    return [part for part in (frozen, wanting) if part]
+
+
+class LastForward:
+    """The weights that a model's last forward cast to `dtype`: what its next one begins with.
+
+    A weight that has another dtype or device by then is no reason to leave it out: its copy is not
+    used.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._model = model
+        # Exchanged as a whole, since several threads may be in forwards of the model.
+        self._found: tuple[list[int], list[list[Tensor]], list[dict]] = ([], [], [])
+
+    def note(self, used: dict[int, Tensor]) -> None:
+        """A forward has ended that used copies of these weights (by id), in this order."""
+        ids = list(used)
+        if ids != self._found[0]:
+            buckets = divide(filter(may_be_planned, used.values()))
+            self._found = ids, buckets, hook_tables(list(self._model.modules()))
+
+    def buckets(self) -> list[list[Tensor]]:
+        """What to cast together as a forward begins; the rest is cast at its use.
+
+        Nothing in evaluation mode where a graph is recorded: who asks for one without a step, as
+        libraries that prune, may look in it for the weights behind each layer.
+        """
+        _, buckets, tables = self._found
+        if not buckets or not HOOKS_CAN_BE_SEEN:
+            return []
+        if not torch.is_grad_enabled():  # no graph: no hooks to respect
+            return buckets
+        if not self._model.training or not may_use_all(self._model):
+            return []
+        alone = below_hooks(list(self._model.modules())) if any(tables) else ()
+        return [part for bucket in buckets for part in alike(bucket, alone)]
 
 
 _wants_grad = operator.attrgetter("requires_grad")

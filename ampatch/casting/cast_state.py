@@ -12,8 +12,9 @@ does not: the first is silently frozen into the graph, the second refused).
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,6 @@ class _Thread(threading.local):
         self.stack: list[Entry] = []  # innermost last
         self.lent: list[Any] = []  # half copies that are in the places of weights
         self.itself: threading.Thread | None = None  # once half copies were lent in it
-
-
-def _is_user_s(entry: Entry) -> bool:
-    """Whether it is a block of the user's that says something."""
-    return entry.block.kind == USER and entry.policy is not FOLLOW
 
 
 class CastState:
@@ -68,27 +64,30 @@ class CastState:
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
-        policy = self.process
-        if self.per_thread:  # as `current()`, without the price of a call
-            own = self.thread.policy
-            if own is not FOLLOW:
-                policy = own
+        policy = self.current()
         return policy if policy is not None and policy.follows_tables else None
 
-    def policy_here(self) -> Policy | None:
-        """`table_policy()`, with its gate answered where that depends on the place alone."""
-        policy = self.table_policy()
-        if policy is None or policy.of_forwards is None:
-            return policy
-        in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
-        return None if in_backward else policy.of_forwards
-
     def policy_on(self, device: str) -> Policy | None:
-        """`policy_here()`, if calls with tensors on `device` are cast under it."""
-        policy = self.policy_here()
+        """`table_policy()`, if calls with tensors on `device` are cast under it here and now."""
+        policy = self.table_policy()
+        if policy is not None and policy.of_forwards is not None:
+            in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
+            policy = None if in_backward else policy.of_forwards
         if policy is None or device not in (policy.devices or device_types()):
             return None
         return policy
+
+    def innermost_setting(self) -> tuple[Policy | None, bool]:
+        """The policy that holds here, regions of torch.autocast aside, and whether the user set it.
+
+        What the user sets, by `precision()` or `disable_casts()`, holds in managed models too.
+        """
+        for block, policy, *_ in reversed(self.thread.stack):
+            if block.kind != REGION:
+                if policy is FOLLOW:
+                    return self.process, False
+                return policy, block.kind == USER
+        return self.process, False
 
     def enter_forward(self, policy: Policy | None, block: Block) -> None:
         """A managed forward begins inside something: `block` is in force until it is left.
@@ -99,12 +98,12 @@ class CastState:
         """
         if not is_dynamo_compiling():
             self.drop_ended()
-        if self.under_user_control():
-            return
-        said = self._said()
+        setting, is_user_s = self.innermost_setting()
         on: list[str] = []
-        if said is not None and _is_user_s(said):
-            policy = said.policy
+        if is_user_s:
+            if self.thread.stack[-1].block.kind == USER or devices_on():  # by a region inside it
+                return
+            policy = setting
         elif policy is not None and policy.gate is None and policy.follows_tables:
             on = [device for device in devices_on() if policy.casts_on(device)]
         if policy is None or not on:
@@ -118,12 +117,13 @@ class CastState:
         """Switch torch's autocast off, for what is not under it; to be given to `Block.enter`."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
 
-    def under(self, choose: Callable[[], Policy | None], by_user: bool = False) -> PolicyContext:
+    def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
         """A context manager and decorator: the policy is `choose()`, asked at each entry.
 
-        What is `by_user` holds inside managed models too, and instead of torch's own autocast.
+        One that is made by a `call` of the user's holds inside managed models too, and instead of
+        torch's own autocast.
         """
-        return PolicyContext(self, choose, by_user)
+        return PolicyContext(self, choose, call)
 
     def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.
@@ -161,21 +161,14 @@ class CastState:
         while stack and stack[-1].caller is not None and not is_running(stack[-1].caller):
             stack[-1].block.leave()
 
-    def beneath_regions(self) -> Policy | None:
-        """The policy in force here, but for regions of torch.autocast that were entered last."""
-        said = self._said()
-        return self.process if said is None else self._resolved(said)
-
-    def under_user_control(self) -> bool:
-        """Whether the user has said what is in force here, for managed models inside too.
-
-        A region of torch.autocast that is on within such a block holds as the block does.
-        """
-        stack = self.thread.stack
-        if not stack or stack[-1].block.kind != REGION:
-            return bool(stack) and _is_user_s(stack[-1])
-        said = self._said()
-        return said is not None and _is_user_s(said) and bool(devices_on())
+    @contextlib.contextmanager
+    def casts_on(self) -> Iterator[None]:
+        """Within `casts_off`: what was in force around it is so meanwhile."""
+        self.casts_off.leave()
+        try:
+            yield
+        finally:
+            self.casts_off.enter()
 
     def casts_here(self) -> bool:
         """Whether a session casts in this thread, or would but for a block of the user's."""
@@ -186,32 +179,12 @@ class CastState:
                 return True
         return False
 
-    def covered_by_user(self) -> bool:
-        """Whether what the innermost entry here covers is a block of the user's."""
-        beneath = self.thread.stack[-2:-1]
-        return bool(beneath) and _is_user_s(beneath[0])
-
-    def covered(self) -> Policy | None:
-        """The policy that the innermost entry here covers; without one, that of the process."""
-        beneath = self.thread.stack[-2:-1]
-        return self._resolved(beneath[0]) if beneath else self.process
-
-    def _said(self) -> Entry | None:
-        """The innermost entry here that is no region of torch.autocast."""
-        for entry in reversed(self.thread.stack):
-            if entry.block.kind != REGION:
-                return entry
-        return None
-
-    def _resolved(self, entry: Entry) -> Policy | None:
-        return self.process if entry.policy is FOLLOW else entry.policy
-
     def watch(self, change: int) -> None:
         """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
 
         A thread's own policy is one, and so is an observer that wants to see each cast.
         """
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
             self.reasons += change
             self.per_thread = self.reasons > 0
             return

@@ -2,16 +2,14 @@
 
 A policy belongs to a thread, as torch's grad mode does: what other generators
 or tasks run in the thread while one of them is suspended inside a `with` block
-is under that block too.  A decorated generator or coroutine is under the policy
-only while it runs itself.
+is under that block too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..types import Called
@@ -25,104 +23,48 @@ if TYPE_CHECKING:
 class PolicyContext:
     """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
-    Decorates functions, generator functions, `async` functions and `async` generators.
+    `call`: the user's call that has made it, as written; None: it is a block of ampatch's own.
     """
 
-    __slots__ = ("_block", "_by_user", "_choose", "_state")
+    __slots__ = ("_block", "_call", "_choose", "_state")
 
     def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], by_user: bool
+        self, state: CastState, choose: Callable[[], Policy | None], call: str | None
     ) -> None:
         self._state = state
         self._choose = choose
-        self._by_user = by_user
-        self._block = Block(state, USER if by_user else BLOCK)
+        self._call = call
+        self._block = Block(state, BLOCK if call is None else USER)
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        says = self._by_user and state.casts_here()
-        self._block.enter(policy, state.instead_of_torch() if says else ())
+        ends_torchs = self._call is not None and state.casts_here()
+        self._block.enter(policy, state.instead_of_torch() if ends_torchs else ())
 
     def __exit__(self, *exception: object) -> None:
         self._block.leave()
 
     def __call__(self, function: Called) -> Called:
-        decorated: Any = functools.wraps(function)(self._decorated(function))
-        return decorated
+        if _runs_later(function):
+            name = getattr(function, "__qualname__", repr(function))
+            raise TypeError(
+                f"{self._call} cannot decorate {name}: a generator or coroutine function returns "
+                f"before it runs. Write `with {self._call}:` inside of it, around what is meant; "
+                "no `yield` or `await` belongs inside the block."
+            )
 
-    def _again(self) -> PolicyContext:
-        return PolicyContext(self._state, self._choose, self._by_user)
-
-    def _decorated(self, function: Callable) -> Callable:
-        for matches, decorated in _STEPWISE:
-            if matches(function):
-                return decorated(self._again, function)
-
+        @functools.wraps(function)
         def in_context(*args: Any, **kwargs: Any) -> Any:
-            with self._again():
+            with PolicyContext(self._state, self._choose, self._call):
                 return function(*args, **kwargs)
 
-        return in_context
+        decorated: Any = in_context
+        return decorated
 
 
-def _driven(again: Callable[[], PolicyContext], steps: Any) -> Generator:
-    """`yield from steps`, each step under a block of its own."""
-    advance, sent = steps.send, None
-    while True:
-        try:
-            with again():
-                value = advance(sent)
-        except StopIteration as end:
-            return end.value
-        try:
-            advance, sent = steps.send, (yield value)
-        except GeneratorExit:
-            with again():
-                steps.close()
-            raise
-        except BaseException as error:
-            advance, sent = steps.throw, error
-
-
-_awaited = types.coroutine(_driven)
-
-
-def _generator(again: Callable[[], PolicyContext], function: Callable) -> Callable:
-    def generator(*args: Any, **kwargs: Any) -> Generator:
-        return (yield from _driven(again, function(*args, **kwargs)))
-
-    return generator
-
-
-def _coroutine(again: Callable[[], PolicyContext], function: Callable) -> Callable:
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await _awaited(again, function(*args, **kwargs))
-
-    return coroutine
-
-
-def _async_generator(again: Callable[[], PolicyContext], function: Callable) -> Callable:
-    async def generator(*args: Any, **kwargs: Any) -> AsyncGenerator:
-        steps = function(*args, **kwargs)
-        step = steps.asend(None)
-        while True:
-            try:
-                value = await _awaited(again, step)
-            except StopAsyncIteration:
-                return
-            try:
-                step = steps.asend((yield value))
-            except GeneratorExit:
-                await _awaited(again, steps.aclose())
-                raise
-            except BaseException as error:
-                step = steps.athrow(error)
-
-    return generator
-
-
-_STEPWISE = (
-    (inspect.isgeneratorfunction, _generator),
-    (inspect.iscoroutinefunction, _coroutine),
-    (inspect.isasyncgenfunction, _async_generator),
-)
+def _runs_later(function: Any) -> bool:
+    return (
+        inspect.isgeneratorfunction(function)
+        or inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+    )

@@ -18,7 +18,6 @@ from .autocast_words import AutocastWords
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import fresh_tables
-from .library_ops import LibraryOps
 from .patches import PatchSet
 from .places import NAMESPACES, has, places_of, public_name, raw_attribute, resolve
 from .replacements import Replacements
@@ -58,7 +57,6 @@ class Installation:
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastWords(state)
-        self._library_ops = LibraryOps(state, self._patches)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
         self._has_apex_rows = False
         self._warned: set[str] = set()
@@ -93,7 +91,6 @@ class Installation:
             *self.autocast.places(),
         ):
             self._put_if_there(where, name, make)
-        self._library_ops.install()
         fresh_tables(self._patches)
         self._patches.on_undo(self._state.tables.give_back)
 
@@ -120,13 +117,15 @@ class Installation:
         self._warned.clear()
         self.has_rows = self.has_tables = self.has_more = self._has_apex_rows = False
 
-    def ensure(self, function: Callable) -> None:
-        """Patch `function` where torch keeps it, so that overrides for it can act."""
-        if self.replacements.of(function) is None:
+    def ensure(self, functions: Iterable[Callable]) -> None:
+        """Patch these functions where torch keeps them, so that overrides for them can act."""
+        missing = [one for one in functions if self.replacements.of(one) is None]
+        for function in missing:
             self.has_more = True
             self._dynamo.keep()
             for owner, name in places_of(function):
                 self.replacements.put(owner, name, self._maker(never), shared=True)
+        if missing:
             self.replacements.rebind()
 
     def can_patch(self, function: Callable) -> bool:
@@ -172,21 +171,22 @@ class Installation:
             self.missing.append(f"{where}.{name}")
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
-        make = _MORE_THAN_CASTS.get(row.rule)
-        if make is not None:
-            return lambda original: make(original, self._state)
-        rule = None if row in APEX else _AT_EVERY_LEVEL.get((row.where, name))
-        uncast = None if rule is None else special_ops.float_inside(CHOOSERS[rule])
-        return self._maker(self._chooser(row, name), uncast=uncast)
-
-    def _chooser(self, row: Row, name: str) -> Choose:
-        if row.rule in (Rule.BANNED, Rule.REFUSE_IN_PLACE):
-            place = public_name(f"{row.where}.{name}")
-            message = f"{place} was called with a half precision argument. {row.why}"
-            return banned(message, self._warn_once) if row.rule is Rule.BANNED else refused(message)
-        if row in APEX:
-            return APEX_CHOOSERS[row.rule]
-        return (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
+        """What a row puts in one of its places: decided here for all rows."""
+        rule, uncast = row.rule, None
+        if rule is Rule.POWER:
+            return lambda original: special_ops.matrix_power(original, self._state)
+        message = f"{public_name(f'{row.where}.{name}')} was called with a half precision argument."
+        if rule is Rule.BANNED:
+            choose = banned(f"{message} {row.why}", self._warn_once)
+        elif rule is Rule.REFUSE_IN_PLACE:
+            choose = refused(f"{message} {row.why}")
+        elif row in APEX:
+            choose = APEX_CHOOSERS[rule]
+        else:
+            choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
+        if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
+            uncast = special_ops.float_inside(CHOOSERS[_AT_EVERY_LEVEL[row.where, name]])
+        return self._maker(choose, uncast=uncast)
 
     def _maker(
         self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None
@@ -202,6 +202,3 @@ class Installation:
 
 
 _AT_EVERY_LEVEL = {(row.where, name): row.rule for row in EVERY_LEVEL for name in row.names}
-_MORE_THAN_CASTS: dict[Rule, Callable[[Callable, CastState], Callable]] = {
-    Rule.POWER: special_ops.matrix_power,
-}

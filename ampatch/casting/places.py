@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import wrapt
@@ -80,8 +79,3 @@ def resolve_user_place(owner: Any) -> Any:
         return sys.modules[owner]
     parent, _, name = owner.rpartition(".")
     return getattr(sys.modules[parent], name, None) if parent in sys.modules else None
-
-
-def when_imported(module: str, action: Callable[[Any], None]) -> None:
-    """Run `action(module)` as soon as the module is imported."""
-    wrapt.register_post_import_hook(action, module)

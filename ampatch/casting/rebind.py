@@ -10,12 +10,10 @@ dictionaries: asking some modules for an attribute makes them load others.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from .patches import PatchSet
 
@@ -27,7 +25,7 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
     wanted = frozenset(functions)
     found = []
-    for namespace in _namespaces():
+    for namespace in _namespaces() if wanted else ():
         # Thousands of modules, few hits.  In C throughout: no other thread can import during it.
         if not wanted.isdisjoint(map(id, namespace.values())):
             found += [
@@ -38,61 +36,15 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     return found
 
 
-Bind = Callable[[dict, str, Any], None]
-"""`bind(globals, name, value)`."""
+def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
+    """Bind each global that is an original (its id) to its replacement, until `patches.undo`.
 
-
-class _Exchange(NamedTuple):
-    """Globals to exchange: new values by ids of old ones, which `alive` keeps from being reused."""
-
-    new_of: Mapping[int, Any]
-    bind: Bind
-    alive: Any
-
-
-class _Searches(threading.local):
-    def __init__(self) -> None:
-        self.waiting: list[_Exchange] | None = None  # in the order they came; None: no `one_search`
-
-
-_searches = _Searches()
-
-
-@contextlib.contextmanager
-def one_search() -> Iterator[None]:
-    """Context manager: `rebind` and `give_back` inside share one search, made when it ends."""
-    if _searches.waiting is not None:
-        yield
-        return
-    waiting = _searches.waiting = []
-    try:
-        yield
-    finally:
-        _searches.waiting = None
-        _search(waiting)
-
-
-def _search(exchanges: list[_Exchange]) -> None:
-    """Do these exchanges in one search, with the outcome of one search for each, in turn."""
-    ids = {key for exchange in exchanges for key in exchange.new_of}
-    for namespace, name, found in bound(ids) if ids else ():
-        value = found
-        for exchange in exchanges:
-            if id(value) in exchange.new_of:
-                value = exchange.new_of[id(value)]
-                exchange.bind(namespace, name, value)
-
-
-def _exchange(exchange: _Exchange) -> None:
-    if _searches.waiting is None:
-        _search([exchange])
-    else:
-        _searches.waiting.append(exchange)
-
-
-def rebind(patches: PatchSet, replacements: Mapping[int, Any]) -> None:
-    """Bind each global that is an original (its id) to its replacement, until `patches.undo`."""
-    _exchange(_Exchange(dict(replacements), patches.rebind, patches))
+    By an original's id: these patches, and the replacement, which may be replaced in turn.
+    """
+    for namespace, name, value in bound(replacements):
+        while id(value) in replacements:
+            patches, value = replacements[id(value)]
+            patches.rebind(namespace, name, value)
 
 
 def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -101,9 +53,11 @@ def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
     To be called when the patches are out.  Containers, classes and functions that hold a
     replacement keep it: no policy is in force any more, and it calls the original.
     """
-    pairs = list(pairs)
+    pairs = list(pairs)  # which keep the ids from being reused
     originals = {id(replacement): original for replacement, original in pairs}
-    _exchange(_Exchange(originals, dict.__setitem__, pairs))
+    for namespace, name, value in bound(originals):
+        while id(value) in originals:
+            value = namespace[name] = originals[id(value)]
 
 
 _passed_by: set[str] = set()  # titles of modules of `NOT_SEARCHED`, most of what is imported

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import wrapt
+
 from ..log import logger
 from . import user_functions
 from .install import Installation
-from .places import parse_place, raw_attribute, resolve_user_place, when_imported
+from .places import parse_place, raw_attribute, resolve_user_place
 from .tables import Rule
 
 
@@ -93,7 +95,7 @@ class RegisteredFunctions:
         elif place.owner not in self._awaited:
             self._awaited.add(place.owner)
             logger.info("%s will be patched when %s is imported.", place, place.owner)
-            when_imported(place.owner, lambda module: self._arrived(place.owner))
+            wrapt.register_post_import_hook(lambda _: self._arrived(place.owner), place.owner)
 
     def _arrived(self, title: str) -> None:
         self._awaited.discard(title)

@@ -65,8 +65,8 @@ class Replacements:
 
     def rebind(self, *originals: Any) -> None:
         """Have modules that bound these originals before use replacements; none given: all."""
-        chosen = {id(one): self._by_original[id(one)] for one in originals}
-        rebind.rebind(self._patches, chosen or self._by_original)
+        chosen = map(id, originals) if originals else self._by_original
+        rebind.rebind({key: (self._patches, self._by_original[key]) for key in chosen})
 
     def give_back(self) -> None:
         """The patches are undone: give originals to the user's modules that hold replacements."""

@@ -35,7 +35,7 @@ CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class NoHalfKernel(Exception):
+class _NoHalfKernel(Exception):
     """An argument is compressed sparse on the CPU, whose kernels know no half: FP32 it is."""
 
 
@@ -49,7 +49,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
         if value.layout is not torch.strided and _must_stay_float(value, to):
-            raise NoHalfKernel
+            raise _NoHalfKernel
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         return value.to(to)
@@ -86,38 +86,31 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
-    """New arguments with their castable tensors in `to`."""
-    return (
-        [cast(arg, to, policy) for arg in args],
-        {name: cast(arg, to, policy) for name, arg in kwargs.items()},
-    )
+    """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
+    try:
+        cast_args = [arg if type(arg) in SCALARS else cast(arg, to, policy) for arg in args]
+        return cast_args, {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+    except _NoHalfKernel:
+        return cast_call(args, kwargs, torch.float32, policy)
+
+
+def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
+    """A tensor's dtype and type of device, for which no handler is asked: no call of the user's."""
+    if type(value) not in TENSORS and wants_to_see(value):
+        with unhandled():
+            return value.dtype, value.device.type
+    return value.dtype, value.device.type
 
 
 def castable(value: Tensor, policy: Policy) -> bool:
     """Whether the rules may touch this tensor at all."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():  # this look is no call of the user's code
-            dtype, device = value.dtype, value.device
-        return dtype in CASTABLE and (policy.devices is None or device.type in policy.devices)
-    return value.dtype in CASTABLE and (
-        policy.devices is None or value.device.type in policy.devices
-    )
+    dtype, device = kind_of(value)
+    return dtype in CASTABLE and policy.casts_on(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype, which no handler is asked for."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():
-            return value.dtype
-    return value.dtype
-
-
-def device_of(value: Tensor) -> str:
-    """The type of a tensor's device, for which no handler is asked."""
-    if type(value) not in TENSORS and wants_to_see(value):
-        with unhandled():
-            return value.device.type
-    return value.device.type
+    return kind_of(value)[0]
 
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -158,7 +151,7 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 as `_single` on the CPU; elsewhere the widest."""
-    if any(device_of(value) == "cpu" for value in tensors_in((*args, *kwargs.values()))):
+    if any(kind_of(value)[1] == "cpu" for value in tensors_in((*args, *kwargs.values()))):
         return torch.float32
     return widest(args, kwargs, policy)
 

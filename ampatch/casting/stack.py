@@ -47,9 +47,6 @@ class Entry(NamedTuple):
     caller: FrameType | None  # while it runs so does the call of the module
 
 
-_make = tuple.__new__
-
-
 class Block:
     """Something that runs under a policy; as a `with` block, without casts.
 
@@ -83,22 +80,13 @@ class Block:
             new = found
         if self.kind == CALL:
             if not is_compiled:
-                caller = sys._getframe(1)  # as `calling_frame`, without the price of a call
-                while caller.f_globals.get("__name__", "").startswith(_OURS):
-                    caller = caller.f_back
+                caller = calling_frame()
             elif new is found:
                 return  # strict export warns of every write, even of one that is taken back
-        entry = (self, new, off, caller)  # a constructor is a Python call, which Dynamo knows best
-        thread.stack.append(Entry(*entry) if is_compiled else _make(Entry, entry))
-        if new is FOLLOW:
-            return
-        thread.policy = new
-        if is_compiled:  # Dynamo traces attributes, not locks, and runs one thread
+        thread.stack.append(Entry(self, new, off, caller))
+        if new is not FOLLOW:
+            thread.policy = new
             state.watch(+1)
-            return
-        with state.lock:
-            state.reasons += 1
-            state.per_thread = True
 
     def leave(self, *exception: object) -> None:
         """Back to what is beneath; nothing, if this is not in the stack of this thread."""
@@ -118,12 +106,7 @@ class Block:
             switch_on(off)
         if policy is not FOLLOW:
             thread.policy = stack[-1].policy if stack else FOLLOW
-            if is_dynamo_compiling():
-                state.watch(-1)
-            else:
-                with state.lock:
-                    state.reasons -= 1
-                    state.per_thread = state.reasons > 0
+            state.watch(-1)
 
     def _hand_up(self, stack: list[Entry], place: int, off: Sequence[str]) -> None:
         """To what is above, and ends later.

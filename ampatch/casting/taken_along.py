@@ -122,13 +122,19 @@ def _forwards_copies(context: Any) -> Iterator[None]:
             setattr(context, _LENT, lent)
 
 
+def _setting(state: CastState) -> tuple[Policy | None, str]:
+    """The policy to take along from here, and the kind of block that it holds as later."""
+    policy, (setting, is_user_s) = state.of_forward(), state.innermost_setting()
+    return policy, USER if is_user_s and policy is setting else BLOCK
+
+
 def _along(
     function: Callable,
     state: CastState,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable:
     """`function` under the policy of now, in `around()`; torch's autocast is as it finds it."""
-    policy, kind = state.of_forward(), USER if state.under_user_control() else BLOCK
+    policy, kind = _setting(state)
 
     def along(*args: Any, **kwargs: Any) -> Any:
         block = Block(state, kind)
@@ -162,33 +168,23 @@ class _Recompute:
     So it is in the forward, where the user's is entered under that policy.
     """
 
-    def __init__(self, state: CastState, policy: Policy | None, users: Any) -> None:
-        self._block = Block(state, USER if state.under_user_control() else BLOCK)
-        self._policy, self._users = policy, users
-        self._apart: Any = None if policy is None else policy.cache.apart()
+    def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:
+        self._state, self._setting, self._users = state, setting, users
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._block.enter(self._policy)
-        if self._apart is not None:
-            self._apart.__enter__()
-        try:
-            self._users.__enter__()
-        except BaseException:
-            self._leave()
-            raise
+        policy, kind = self._setting
+        with ExitStack() as stack:
+            block = Block(self._state, kind)
+            block.enter(policy)
+            stack.callback(block.leave)
+            if policy is not None:
+                stack.enter_context(policy.cache.apart())
+            stack.enter_context(self._users)
+            self._entered = stack.pop_all()
 
     def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._users.__exit__(*error)
-        finally:  # `_leave`, without the price of a call
-            if self._apart is not None:
-                self._apart.__exit__()
-            self._block.leave()
-
-    def _leave(self) -> None:
-        if self._apart is not None:
-            self._apart.__exit__()
-        self._block.leave()
+        return self._entered.__exit__(*error)
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
@@ -198,12 +194,12 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        policy = state.of_forward()
+        setting = policy, _ = _setting(state)
         contexts = kwargs[CONTEXTS] if place is None else args[place]
 
         def in_recompute() -> tuple[Any, Any]:
             forward, recompute = contexts()
-            return forward, _Recompute(state, policy, recompute)
+            return forward, _Recompute(state, setting, recompute)
 
         if place is None:
             kwargs[CONTEXTS] = in_recompute

@@ -5,8 +5,7 @@ By the functions that torch had when this module was imported, not by their repl
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,17 +25,6 @@ def nesting() -> int:
     """How many regions of it this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
-
-
-@contextlib.contextmanager
-def autocast_on(devices: Sequence[str]) -> Iterator[None]:
-    """Switch it on for these device types, without entering a region."""
-    off = [device for device in devices if not is_enabled(device)]
-    switch_on(off)
-    try:
-        yield
-    finally:
-        switched_off(off)
 
 
 def switched_off(devices: Sequence[str]) -> Sequence[str]:

@@ -3,8 +3,7 @@
 `replacement(original, choose, state)` returns a plain function (torch.compile sees
 through plain functions; it silently unwraps wrapt's proxies) that asks for the policy
 in force, casts the arguments to the dtype that the rule chooses, and calls the original.
-Each Python call costs as much as a small kernel: for the usual kinds of arguments
-there is none.
+The native part does the last two for the usual kinds of arguments.
 
 Calls with `out=` are never cast.
 """
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
@@ -26,18 +24,7 @@ from .cast_state import CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import opaque_call
-from .rules import (
-    CASTABLE,
-    SCALARS,
-    TENSORS,
-    Choose,
-    NoHalfKernel,
-    cast,
-    cast_call,
-    choose_float,
-    choose_half,
-    widest,
-)
+from .rules import SCALARS, TENSORS, Choose, cast, cast_call, widest
 from .stack import BLOCK, FOLLOW, Block
 
 if native.part is None:
@@ -58,18 +45,17 @@ def replacement(
     `is_whole`: what the function calls itself is not cast, as of a function with an override.
     `uncast(call, *args, **kwargs)` makes calls that are not cast here, if it is given.
     """
-    is_half, is_float = choose is choose_half, choose is choose_float
     as_object = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, call, is_traced = state.process, original, None
+        policy, call = state.process, original
         if state.per_thread:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
             own = state.thread.policy
             if own is not FOLLOW:
-                policy, is_traced = own, is_dynamo_compiling()
-                if is_traced:
+                policy = own
+                if is_dynamo_compiling():
                     call = as_object
             if observers and not is_dynamo_compiling():
                 call = ObservedCall(original, args, kwargs)
@@ -85,10 +71,6 @@ def replacement(
             return overridden(
                 call, original, choose, is_whole, patched, args, kwargs, policy, state
             )
-        elif is_half:
-            to = policy.half_to
-        elif is_float:
-            to = policy.float_to
         else:
             to = choose(args, kwargs, policy)
         if policy is None or to is None:
@@ -97,47 +79,15 @@ def replacement(
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
-        if _call_cast is not None and not (
-            is_dynamo_compiling() if is_traced is None else is_traced
-        ):
+        if _call_cast is not None and not is_dynamo_compiling():
             result = _call_cast(call, args, kwargs, to, policy.cache, policy.devices)
             if result is not _UNUSUAL:
                 return result
         try:
-            cast_args = []
-            for arg in args:
-                kind = type(arg)
-                if kind in TENSORS:  # as `cast`, without the price of a call
-                    if arg.dtype is to:
-                        pass
-                    elif (
-                        arg.dtype not in CASTABLE
-                        or arg.layout is not torch.strided
-                        or (policy.devices is not None and arg.device.type not in policy.devices)
-                    ):
-                        arg = cast(arg, to, policy)
-                    elif kind is Tensor:
-                        arg = arg.to(to)
-                    else:
-                        if is_traced is None:
-                            is_traced = is_dynamo_compiling()
-                        arg = arg.to(to) if is_traced else policy.cache.cast(arg, to)
-                elif kind is tuple:  # of numbers, mostly: a shape, a stride
-                    for item in arg:
-                        if type(item) not in SCALARS:
-                            arg = cast(arg, to, policy)
-                            break
-                elif kind not in SCALARS:
-                    arg = cast(arg, to, policy)
-                cast_args.append(arg)
-            cast_kwargs = {}
-            for name, arg in kwargs.items():
-                cast_kwargs[name] = arg if type(arg) in SCALARS else cast(arg, to, policy)
+            cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
         except Handled:
             return call_handlers(state, patched, original, args, kwargs)
-        except NoHalfKernel:
-            return call_in(to, call, args, kwargs, policy)
-        return call(*cast_args, **cast_kwargs) if cast_kwargs else call(*cast_args)
+        return call(*cast_args, **cast_kwargs)
 
     return patched
 
@@ -152,10 +102,7 @@ def call_in(
     """`original` with its arguments cast to `to`, if any."""
     if to is None:
         return original(*args, **kwargs)
-    try:
-        cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
-    except NoHalfKernel:
-        cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, policy)
+    cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
     return original(*cast_args, **cast_kwargs)
 
 

@@ -1,8 +1,5 @@
-"""Methods of tensors: hooks, `parameter.data`, copies and pickles.
+"""Methods of tensors: `parameter.data`, copies and pickles.
 
-* `tensor.register_hook`: a node that casts many weights would hand a hook on the graph that a
-  forward builds its gradient too late, so the weight cache casts one weight at a time from the hook
-  on, until the forward ends.
 * `parameter.data`: a write through it does not raise the weight's version, so the weight is cast
   anew.
 * Who copies or pickles a module while a forward of an O2 model runs (a momentum encoder made at the
@@ -17,26 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..casting.patches import Replacement
 from ..models.lent_weights import parameter_behind
-
-
-def hooks(note: Callable[[], None]) -> list[Replacement]:
-    """What to replace: `note()` is called before each hook that is put on a tensor."""
-
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def register_hook(tensor: Tensor, hook: Callable) -> Any:
-            if not is_dynamo_compiling():
-                note()
-            return original(tensor, hook)
-
-        return register_hook
-
-    return [(Tensor, "register_hook", make)]
 
 
 def data(listener: Callable[[Tensor], None]) -> list[Replacement]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
-from ..casting.batched_casts import Plan
+from ..casting.batched_casts import LastForward
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.kept_copies import KeptCopies
@@ -109,7 +109,9 @@ class ManagedModel:
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies = ModelCopies(model)
-        self._plan = Plan(model) if policy is not None and policy.follows_tables else None
+        self._last = None  # of its forwards, where they cast weights
+        if policy is not None and policy.follows_tables:
+            self._last = LastForward(model, policy.half_to)
 
     # Put in, take out
 
@@ -308,7 +310,7 @@ class ManagedModel:
             self._block.enter(policy)
         if policy is not None and not is_compiled:
             is_kept = self.kept.is_open and lent is None
-            policy.cache.open(self, self._plan, self.kept if is_kept else None)
+            policy.cache.open(self, self._last, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         if lent is not None and not is_traced_by_fx(args, kwargs):
@@ -348,7 +350,7 @@ class ManagedModel:
         if state.thread.stack:
             self._block.leave()
         if self.policy is not None and not is_compiled:
-            self.policy.cache.close(self, is_whole=output is not None)
+            self.policy.cache.close(self)
         if self._inputs is not None and not is_compiled:
             self._inputs.write_back()
             if self._parts is not None:

@@ -12,8 +12,8 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *misses, *cast, *plan,
-      *bucket_of, *touched, *alone, *kept, *is_compiling;
+  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
+      *kept, *is_compiling;
 };
 Names names;
 
@@ -143,7 +143,7 @@ class Caster {
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
       if (PyErr_Occurred()) throw python_error();
-      return is_cast_alone(weight, id) ? cast_alone(weight, tensor, copies, id, in_graph) : nullptr;
+      return is_cast_here(id) ? cast_here(weight, tensor, copies, id) : nullptr;
     }
     PyObject* half = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
@@ -153,32 +153,23 @@ class Caster {
     }
     if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
     THPObjectPtr result(Py_NewRef(half));
-    if (in_graph) note(names.used, id);
+    note_use(id, weight);
     ++hits_;
     return result.release();
   }
 
-  // Whether it is known here that no other weight is cast with this one, as
-  // `weight_cache._together` says, and that its copy is kept.
-  bool is_cast_alone(PyObject* weight, PyObject* id) {
+  // Whether it is known here that a copy that is made now is kept.
+  bool is_cast_here(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
       return false;
     }
     THPObjectPtr touched(got(forward_, names.touched));
-    if (PySet_Contains(touched, id) != 0) return false;
-    THPObjectPtr plan(got(forward_, names.plan));
-    if (plan.get() == Py_None) return true;
-    THPObjectPtr bucket_of(got(plan, names.bucket_of));
-    if (PyDict_GetItemWithError(bucket_of, id) != nullptr) return has_hooks(weight);
-    THPObjectPtr alone(got(forward_, names.alone));
-    if (PyErr_Occurred() || PyDict_SetDefault(alone, id, weight) == nullptr) throw python_error();
-    return true;
+    return PySet_Contains(touched, id) == 0;
   }
 
-  // As `WeightCache._make` for one weight.
-  PyObject* cast_alone(
-      PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id, bool in_graph) {
+  // As `WeightCache._make`.
+  PyObject* cast_here(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
     THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
     Tensor made;
     {
@@ -191,7 +182,7 @@ class Caster {
     if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
       throw python_error();
     }
-    if (in_graph) note(names.used, id);
+    note_use(id, weight);
     ++misses_;
     return half.release();
   }
@@ -210,9 +201,9 @@ class Caster {
     return flag.get() == Py_True;
   }
 
-  void note(PyObject* name, PyObject* id) {
-    THPObjectPtr ids(got(forward_, name));
-    if (PySet_Add(ids, id) != 0) throw python_error();
+  void note_use(PyObject* id, PyObject* weight) {
+    THPObjectPtr used(got(forward_, names.used));
+    if (PyDict_SetDefault(used, id, weight) == nullptr) throw python_error();
   }
 
   void add(PyObject* name, int64_t more) {

@@ -29,7 +29,6 @@ PyMethodDef methods[] = {
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
     {"grads_of", grads_of, METH_O, nullptr},
-    {"on_missing", on_missing, METH_O, nullptr},
     {"put_entries_in", fast(put_entries_in), METH_FASTCALL, nullptr},
     {"share_attributes", fast(share_attributes), METH_FASTCALL, nullptr},
     {"take_entries_out", fast(take_entries_out), METH_FASTCALL, nullptr},
@@ -58,10 +57,7 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
       {&names.hits, "hits"},
       {&names.misses, "misses"},
       {&names.cast, "cast"},
-      {&names.plan, "plan"},
-      {&names.bucket_of, "bucket_of"},
       {&names.touched, "touched"},
-      {&names.alone, "alone"},
       {&names.kept, "kept"},
       {&names.is_compiling, "_is_compiling_flag"},
   };

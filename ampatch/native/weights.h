@@ -11,8 +11,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-PyObject* note_missing = nullptr;  // called with a plan's number and the ids of weights
-
 constexpr c10::DispatchKeySet kWrappers({
     c10::DispatchKey::Python,
     c10::DispatchKey::Functionalize,
@@ -34,52 +32,24 @@ bool is_traced() {
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // by compiled autograd
 
-  // Autograd's own way to make the node; `with_node` is a faster one.
-  static variable_list forward(
-      AutogradContext* ctx, at::TensorList weights, int64_t dtype, int64_t plan,
-      const std::vector<int64_t>& ids) {
-    prepare(ctx, plan, ids);
+  // Autograd's own way to make the node; `in_graph` has a faster one.
+  static variable_list forward(AutogradContext* ctx, at::TensorList weights, int64_t dtype) {
+    ctx->set_materialize_grads(false);
     return copies_of(weights, static_cast<ScalarType>(dtype));
   }
 
-  static void prepare(AutogradContext* ctx, int64_t plan, const std::vector<int64_t>& ids) {
-    ctx->set_materialize_grads(false);
-    if (plan < 0) return;
-    ctx->saved_data["plan"] = plan;
-    ctx->saved_data["ids"] = ids;
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+  static variable_list backward(AutogradContext*, variable_list grads) {
     variable_list widened;
     if (!at::GradMode::is_enabled() && !is_traced() &&
         std::all_of(grads.begin(), grads.end(), is_plain)) {
       widened = copies_of(grads, at::kFloat);
     } else {
-      tell_missing(ctx, grads);
       for (const Tensor& grad : grads) {
         widened.push_back(grad.defined() ? grad.to(at::kFloat) : Tensor());
       }
     }
-    widened.resize(widened.size() + 3);  // for the arguments of `forward` that are no tensors
+    widened.push_back(Tensor());  // for the argument of `forward` that is no tensor
     return widened;
-  }
-
-  static void tell_missing(AutogradContext* ctx, const variable_list& grads) {
-    const auto plan = ctx->saved_data.find("plan");
-    if (plan == ctx->saved_data.end()) return;
-    const auto ids = ctx->saved_data.at("ids").toIntVector();
-    pybind11::gil_scoped_acquire gil;
-    THPObjectPtr missing(PyList_New(0));
-    if (!missing) throw python_error();
-    for (size_t i = 0; i < grads.size(); ++i) {
-      if (grads[i].defined()) continue;
-      THPObjectPtr id(PyLong_FromLongLong(ids[i]));
-      if (!id || PyList_Append(missing, id) != 0) throw python_error();
-    }
-    if (PyList_GET_SIZE(missing.get()) == 0) return;
-    THPObjectPtr done(PyObject_CallFunction(
-        note_missing, "LO", static_cast<long long>(plan->second.toInt()), missing.get()));
-    if (!done) throw python_error();
   }
 };
 
@@ -90,35 +60,26 @@ using EdgeTarget = decltype(torch::autograd::Edge::function);
 // Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
 // keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
 template <typename Target>
-variable_list in_graph(
-    const variable_list& weights, ScalarType dtype, int64_t plan, const std::vector<int64_t>& ids) {
+variable_list in_graph(const variable_list& weights, ScalarType dtype) {
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
     auto halves = copies_of(weights, dtype);
     auto node = c10::make_intrusive<CastNode>();
-    CastTogether::prepare(&node->ctx_, plan, ids);
+    node->ctx_.set_materialize_grads(false);
     node->is_variable_input_.assign(weights.size(), true);
     node->set_ctx_grad_fn(node);
     node->set_next_edges(torch::autograd::collect_next_edges(weights));
     torch::autograd::set_history(halves, node);
     return halves;
   } else {
-    return CastTogether::apply(
-        at::TensorList(weights), static_cast<int64_t>(dtype), plan, ids);
+    return CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
   }
 }
 
-// Half copies of the tensors of a list, in the graph with a node that knows the list's ids, if there
-// is a plan to be told of them.
-std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype, int64_t plan) {
+// Half copies of the tensors of a list, in the graph.
+std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype) {
   const std::vector<Tensor> weights = tensors_of(list);
-  std::vector<int64_t> ids;
-  if (plan >= 0) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-      ids.push_back(reinterpret_cast<int64_t>(PyList_GET_ITEM(list, i)));
-    }
-  }
   pybind11::gil_scoped_release no_gil;
-  return in_graph<EdgeTarget>(weights, dtype, plan, ids);
+  return in_graph<EdgeTarget>(weights, dtype);
 }
 
 // The same outside the graph.
@@ -132,25 +93,24 @@ ScalarType scalar_type_of(PyObject* dtype) {
   return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
 }
 
-// cast_together(weights, dtype, plan): half copies of a list of FP32 weights, in the graph.
-// `plan` is the number that `note_missing` is called with, or -1.
+// cast_together(weights, dtype): half copies of a list of FP32 weights, in the graph.
 PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyLong_Check(args[2]),
-      "cast_together(weights: list, dtype: torch.dtype, plan: int)");
-  return list_of(cast_in_graph(args[0], scalar_type_of(args[1]), PyLong_AsLongLong(args[2])));
+      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
+      "cast_together(weights: list, dtype: torch.dtype)");
+  return list_of(cast_in_graph(args[0], scalar_type_of(args[1])));
   END_HANDLE_TH_ERRORS
 }
 
-// cast_into(copies, weights, dtype, in_graph, plan): as the two; each half copy is entered under
-// its weight's id, with the version that it was made from.
+// cast_into(copies, weights, dtype, in_graph): as the two; each half copy is entered under its
+// weight's id, with the version that it was made from.
 PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 5 && PyDict_CheckExact(args[0]) && PyList_CheckExact(args[1]) &&
-          THPDtype_Check(args[2]) && PyBool_Check(args[3]) && PyLong_Check(args[4]),
-      "cast_into(copies: dict, weights: list, dtype: torch.dtype, in_graph: bool, plan: int)");
+      count == 4 && PyDict_CheckExact(args[0]) && PyList_CheckExact(args[1]) &&
+          THPDtype_Check(args[2]) && PyBool_Check(args[3]),
+      "cast_into(copies: dict, weights: list, dtype: torch.dtype, in_graph: bool)");
   PyObject* weights = args[1];
   const ScalarType dtype = scalar_type_of(args[2]);
   const Py_ssize_t size = PyList_GET_SIZE(weights);
@@ -158,9 +118,8 @@ PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < size; ++i) {  // before the cast: another thread may write meanwhile
     versions.push_back(THPVariable_Unpack(PyList_GET_ITEM(weights, i))._version());
   }
-  auto halves = args[3] == Py_True
-      ? cast_in_graph(weights, dtype, PyLong_AsLongLong(args[4]))
-      : cast_outside_graph(weights, dtype);
+  auto halves =
+      args[3] == Py_True ? cast_in_graph(weights, dtype) : cast_outside_graph(weights, dtype);
   for (Py_ssize_t i = 0; i < size; ++i) {
     THPObjectPtr id(PyLong_FromVoidPtr(PyList_GET_ITEM(weights, i)));
     THPObjectPtr half(THPVariable_Wrap(std::move(halves[i])));
@@ -215,13 +174,6 @@ PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
-}
-
-// on_missing(function): have `function(plan, ids)` called for weights that a pass did not reach.
-PyObject* on_missing(PyObject*, PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(note_missing, function);
-  Py_RETURN_NONE;
 }
 
 PyObject* observers = nullptr;

@@ -15,7 +15,6 @@ from ..casting.cast_state import CastState
 from ..casting.install import Installation
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
-from ..casting.rebind import one_search
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
@@ -156,22 +155,20 @@ class Registry:
         tables_change |= not casting and installed.has_more
         is_new = needs.tables and not installed.has_tables
         self.state.process = None
-        with one_search():
-            self._tools.take_out_unneeded(needs)
-            if tables_change:
-                self._tools.take_out_over_tables()
-                installed.undo()
-        with one_search():
-            if tables_change and has_rows:
+        self._tools.take_out_unneeded(needs)
+        if tables_change:
+            self._tools.take_out_over_tables()
+            installed.undo()
+            if has_rows:
                 installed.install(is_whole=needs.tables)
-            if is_new:
-                self.user_functions.put_all()
-            for session, policy in casting:
-                self._apply_special(session, policy)
-            self.state.process = outside
-            if is_new:
-                installed.autocast.begin()
-            self._tools.put_in(needs)
+        if is_new:
+            self.user_functions.put_all()
+        for session, policy in casting:
+            self._apply_special(session, policy)
+        self.state.process = outside
+        if is_new:
+            installed.autocast.begin()
+        self._tools.put_in(needs)
         self._await(dynamo_inputs, needs.half_models)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
@@ -193,11 +190,14 @@ class Registry:
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
-        for function, precision in session.policies.function_rules.items():
-            original = self.installation.replacements.original(function)
-            self.installation.ensure(original)
+        original_of, rules = (
+            self.installation.replacements.original,
+            session.policies.function_rules,
+        )
+        self.installation.ensure(map(original_of, rules))
+        for function, precision in rules.items():
             dtype = torch.float32 if precision == "float" else session.properties.dtype
-            session.policies.tables.override(original, dtype)
+            session.policies.tables.override(original_of(function), dtype)
 
     def _await(self, tool: Any, is_needed: bool) -> None:
         """Replace functions of a module of torch once it is imported; `tool` knows which."""
@@ -236,9 +236,8 @@ class Registry:
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            with one_search():
-                self._tools.take_out_over_tables()
-                self.installation.undo()
+            self._tools.take_out_over_tables()
+            self.installation.undo()
             self.refresh()
 
 

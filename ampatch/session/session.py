@@ -324,8 +324,7 @@ class Session:
 
     def casts_on(self) -> AbstractContextManager[None]:
         """The policy in force around the step that is running, for the forward in a closure."""
-        state = registry.state
-        return state.under(state.covered, state.covered_by_user())
+        return registry.state.casts_on()
 
     def before_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers begins."""

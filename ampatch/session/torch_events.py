@@ -66,11 +66,6 @@ class TorchEvents:
             if managed.kept.is_open:
                 managed.kept.forget()
 
-    def note_hook(self) -> None:
-        """A hook was put on a tensor of the graph that this thread is building."""
-        for session in self._registry.sessions:
-            session.policies.cache.note_hook()
-
     def forget_copies(self) -> None:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
         for session in self._registry.sessions:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..casting import taken_along
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.rebind import give_back, one_search, rebind
+from ..casting.rebind import give_back, rebind
 from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
@@ -21,7 +21,7 @@ from ..interop import (
     torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
-from ..torch_private import dynamo_inputs, layer_forwards
+from ..torch_private import dynamo_inputs
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -108,11 +108,6 @@ def tools(registry: Registry) -> list[Tool]:
             lambda: tensor_methods.data(events.note_data_access),
         ),
         Tool(
-            "tensor.register_hook: weights are cast one by one from there on",
-            lambda needs: needs.tables,
-            lambda: tensor_methods.hooks(events.note_hook),
-        ),
-        Tool(
             "torch.jit.script: a warning",
             lambda needs: needs.casts,
             lambda: torchscript.replacements(registry.state),
@@ -136,11 +131,6 @@ def tools(registry: Registry) -> list[Tool]:
             "DataLoader: data are prepared without casts",
             lambda needs: needs.casts,
             lambda: data_loading.replacements(registry.state),
-        ),
-        Tool(
-            "forwards of nn.Linear and convolutions: weights read without a call",
-            lambda needs: needs.casts or needs.half_models,
-            layer_forwards.replacements,
         ),
         Tool(
             "copies and pickles made within a forward: of the parameters, not of lent copies",
@@ -210,12 +200,11 @@ class TorchTools:
     def put_in(self, needs: Needs) -> None:
         """Replace what is needed and not replaced yet; to be called when the tables are in."""
         new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
-        with one_search():
-            for kept in new:
-                for owner, name, make in kept.tool.replacements():
-                    original = kept.patches.replace(owner, name, make)
-                    kept.pairs.append((vars(owner)[name], original))
-                rebind(kept.patches, {id(original): put for put, original in kept.pairs})
+        for kept in new:
+            for owner, name, make in kept.tool.replacements():
+                original = kept.patches.replace(owner, name, make)
+                kept.pairs.append((vars(owner)[name], original))
+        rebind({id(original): (kept.patches, put) for kept in new for put, original in kept.pairs})
         for watch in self._watches:
             watch.keep(watch.is_needed(needs))
 

@@ -25,11 +25,6 @@ from .lookup import of_torch
 
 _accelerator = of_torch("torch.accelerator", None)
 
-_name_of_private_backend = of_torch(
-    "torch._C._get_privateuse1_backend_name",
-    lambda: "privateuseone",  # before it is renamed
-)
-
 # Every torch has these kernels on CUDA.
 _types_with_fused_optimizers = of_torch(
     "torch.utils._foreach_utils._get_fused_kernels_supported_devices", lambda: ["cuda"]
@@ -82,22 +77,6 @@ def devices_to_start_from() -> set[str] | None:
     Where there is only one kind of device no call needs to ask.
     """
     return None if accelerator() is None else {"meta"}
-
-
-def autocast_keys() -> dict[str, str]:
-    """The types of devices by torch's names of their dispatch keys for autocast."""
-    return {
-        "AutocastCPU": "cpu",
-        "AutocastCUDA": "cuda",
-        "AutocastHPU": "hpu",
-        "AutocastIPU": "ipu",
-        "AutocastMAIA": "maia",
-        "AutocastMPS": "mps",
-        "AutocastMTIA": "mtia",
-        "AutocastXLA": "xla",
-        "AutocastXPU": "xpu",
-        "AutocastPrivateUse1": _name_of_private_backend(),
-    }
 
 
 # Memory

@@ -19,13 +19,10 @@ def _unseen(tensor: Tensor) -> Any:
     return ()
 
 
-backward_hooks_of: Callable[[Tensor], Any] = _unseen
-late_hooks_of: Callable[[Tensor], Any] = _unseen
 hooks_of: Callable[[Tensor], Any] = _unseen
-"""Hooks on a tensor's gradient, those that run when it has arrived, and a pair of both."""
+"""Hooks on a tensor's gradient, and those that run when it has arrived."""
 
 if TENSOR_HOOKS_CAN_BE_SEEN:
-    backward_hooks_of, late_hooks_of = map(operator.attrgetter, _HOOKS)
     hooks_of = operator.attrgetter(*_HOOKS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import threading
 
 import pytest
@@ -37,108 +36,40 @@ def frames() -> list:
 # Decorated generators and coroutines
 
 
-@ampatch.disable_casts()
-def counting(stop: int):
-    """Its docstring."""
-    found = []
-    try:
-        for number in range(stop):
-            found.append((yield number, now()))
-    except KeyError:
-        yield "caught", now()
-    finally:
-        found.append(now())
-    return found
+def rows():
+    yield now()
 
 
-def test_a_decorated_generator_runs_without_casts_and_its_caller_with_them():
-    for number, (yielded, inside) in enumerate(counting(3)):
-        assert (yielded, inside, now()) == (number, FP32, H)
-    assert inspect.isgeneratorfunction(counting) and counting.__doc__ == "Its docstring."
+async def awaited():
+    return now()
 
 
-def test_a_decorated_generator_is_sent_to_thrown_at_and_closed():
-    steps = counting(2)
-    assert next(steps) == (0, FP32) and steps.send("a") == (1, FP32)
-    with pytest.raises(StopIteration) as end:
-        steps.send("b")
-    assert end.value.value == ["a", "b", FP32]
-    steps = counting(2)
-    next(steps)
-    assert steps.throw(KeyError()) == ("caught", FP32)
-    steps.close()
-    assert steps.gi_frame is None and now() is H and not frames()
-    with pytest.raises(ZeroDivisionError):
-        failing = counting(2)
-        next(failing)
-        failing.throw(ZeroDivisionError())
+async def stream():
+    yield now()
+
+
+class Loader:
+    def rows(self):
+        yield now()
+
+
+@pytest.mark.parametrize("function", [rows, awaited, stream, Loader.rows, asyncio.sleep])
+@pytest.mark.parametrize(
+    "block, written",
+    [
+        (ampatch.disable_casts, "ampatch.disable_casts()"),
+        (lambda: ampatch.precision("float"), "ampatch.precision('float')"),
+    ],
+)
+def test_what_runs_after_it_has_returned_is_not_decorated(function, block, written):
+    with pytest.raises(TypeError) as error:
+        block()(function)
+    assert str(error.value) == (
+        f"{written} cannot decorate {function.__qualname__}: a generator or coroutine function "
+        f"returns before it runs. Write `with {written}:` inside of it, around what is meant; "
+        "no `yield` or `await` belongs inside the block."
+    )
     assert now() is H and not frames()
-
-
-async def seen() -> list:
-    found = [now()]
-    for _ in range(3):
-        await asyncio.sleep(0)
-        found.append(now())
-    return found
-
-
-def test_a_decorated_coroutine_leaves_other_tasks_their_casts():
-    plain = ampatch.disable_casts()(seen)
-
-    async def fails():
-        await asyncio.sleep(0)
-        raise KeyError
-
-    async def main():
-        failing = asyncio.create_task(ampatch.disable_casts()(fails)())
-        found = await asyncio.gather(plain(), seen(), ampatch.precision("half")(seen)(), plain())
-        with pytest.raises(KeyError):
-            await failing
-        return found
-
-    assert asyncio.run(main()) == [[FP32] * 4, [H] * 4, [H] * 4, [FP32] * 4]
-    assert inspect.iscoroutinefunction(plain) and now() is H and not frames()
-
-
-def test_a_cancelled_task_leaves_nothing_behind():
-    async def main():
-        task = asyncio.create_task(ampatch.disable_casts()(asyncio.sleep)(10))
-        await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert now() is H and not frames()
-
-
-def test_a_decorated_async_generator():
-    closed = []
-
-    @ampatch.disable_casts()
-    async def rows():
-        try:
-            for _ in range(3):
-                await asyncio.sleep(0)
-                yield now()
-        finally:
-            closed.append(now())
-
-    async def main():
-        found = [(inside, now()) async for inside in rows()]
-        steps = rows()
-        await steps.__anext__()
-        await steps.aclose()
-        broken = rows()
-        await broken.asend(None)
-        with pytest.raises(KeyError):
-            await broken.athrow(KeyError())
-        return found
-
-    assert inspect.isasyncgenfunction(rows)
-    assert asyncio.run(main()) == [(FP32, H)] * 3
-    assert closed == [FP32] * 3 and now() is H and not frames()
 
 
 # Blocks that end in another order than they began

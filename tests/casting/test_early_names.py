@@ -233,7 +233,6 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         *(("torch", name) for name in AUTOCAST_S),
         *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),
         *(("torch.overrides", name) for name in OVERRIDES),
-        ("torch.library", "register_autocast"),
         ("torch._dynamo.trace_rules", "get_tensor_method"),  # if another test imported Dynamo
         ("torch._dynamo.trace_rules", "is_callable_allowed"),
         ("torch._dynamo.trace_rules", "load_object"),

@@ -74,23 +74,14 @@ def test_our_casts_do_not_count_as_autocast_where_there_are_none():
     assert torch.is_autocast_enabled("cpu")
 
 
-@torch.library.custom_op("ampatch_scopes::same", mutates_args=())
-def same(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-same.register_autocast("cpu", torch.float16)
-
-
-def test_registered_operators_and_functions_follow_the_scope():
+def test_registered_functions_follow_the_scope():
     ampatch.register_half_function(torch, "dot")
     try:
         start()
-        assert same(X).dtype is torch.dot(X[0], X[0]).dtype is FP32
-        assert same(X.to(H)).dtype is FP16
+        assert torch.dot(X[0], X[0]).dtype is FP32
         ampatch.deactivate()
         start(patch_scope="process")
-        assert same(X).dtype is FP16 and torch.dot(X[0], X[0]).dtype is H
+        assert torch.dot(X[0], X[0]).dtype is H
     finally:
         ampatch.deactivate()
         ampatch.unregister_function(torch, "dot")

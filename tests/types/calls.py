@@ -241,11 +241,6 @@ def exact(x: Tensor) -> tuple[Tensor, int]:
     return x, 1
 
 
-@amp.precision("float")
-async def later(x: Tensor) -> Tensor:
-    return x
-
-
 @amp.float_function
 class Exponential(torch.autograd.Function):
     @staticmethod
@@ -291,10 +286,6 @@ def decorated() -> None:
     amp.precision("double")  # type: ignore[arg-type]
     amp.register_half_function(3, "linear")  # type: ignore[arg-type]
     amp.register_half_function(torch.nn.functional, 3)  # type: ignore[arg-type]
-
-
-async def awaited() -> Tensor:
-    return await later(loss)
 
 
 def blocks(stack: contextlib.ExitStack) -> Tensor:
