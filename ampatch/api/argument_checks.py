@@ -80,7 +80,7 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
         raise ValueError(
             f"{call}(optimizers=[...]): the same object is listed twice. List each once."
         )
-    listed = list(map(registry.table.stood_for, listed))
+    listed = list(map(registry.table.optimizer_behind, listed))
     return list({id(optimizer): optimizer for optimizer in listed}.values())
 
 

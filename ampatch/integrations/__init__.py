@@ -1,7 +1,7 @@
 """Today's frameworks: one line of theirs turns ampatch on.
 
 Each module is for one framework and imports it; of the rest of ampatch the sweep alone imports this
-package, by `brought_in.py`.
+package, by `framework_patches.py`.
 Above the public API: these modules use `ampatch` as a script does, and the declared facade.
 
 * Lightning's Trainer and Fabric: `lightning/`
@@ -9,7 +9,7 @@ Above the public API: these modules use `ampatch` as a script does, and the decl
 * accelerate: `accelerate.py`
 * timm's train.py: `timm.py`
 * ignite's engines: `ignite.py`
-* any of the first four, put in from outside for a sweep: `brought_in.py`
+* any of the first four, put in from outside for a sweep: `framework_patches.py`
 * what is replaced in a framework's classes, and comes back: `replaced.py`
 * gloo's threads, for scripts that end no process group: `process_end.py`
 """

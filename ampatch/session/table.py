@@ -61,10 +61,10 @@ class Table:
 
     def find_optimizer(self, given: Any) -> tuple[Session, Any] | None:
         """As `find`, for an optimizer, or for what frameworks hand out in its place."""
-        found = self.find(self.stood_for(given))
+        found = self.find(self.optimizer_behind(given))
         return None if found is None or isinstance(found[1], ManagedModel) else found
 
-    def stood_for(self, given: Any) -> Any:
+    def optimizer_behind(self, given: Any) -> Any:
         """The optimizer of a session that `given` stands for, else `given` itself.
 
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer

@@ -31,8 +31,8 @@ What is where:
   `written_files.py`), what is read from the script's output, the machine, and the record of a
   trial (`record.py`).
 * `report/`: figures and verdicts (`judge.py`, `margin.py`, `pace.py`, `recommendation.py`) made of
-  the records, and the format of the results (`results.py`). `starts.py` says whether rows start
-  alike, `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How results
+  the records, and the format of the results (`results.py`). `start_check.py` says whether rows
+  start alike, `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How results
   are shown: `table.py` has the columns for `terminal.py`, `page.py` and `summary_files.py`;
   `templates/` the documents, which `documents.py` fills; `plots.py` the pictures, made of
   `curves.py` by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.

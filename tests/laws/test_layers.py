@@ -43,7 +43,7 @@ ALLOWED = {
     "integrations": ABOVE,
     "launch": ABOVE | {"auto", "compat"},
     "diagnose": ABOVE | {"launch"},
-    "sweep": ABOVE | {"auto", "launch", "diagnose.speed", "integrations.brought_in"},
+    "sweep": ABOVE | {"auto", "launch", "diagnose.speed", "integrations.framework_patches"},
     "tune": ABOVE | {"launch", "sweep"},
     "cli": ABOVE | {"launch", "diagnose", "sweep", "tune"},
     "__main__": {"cli"},

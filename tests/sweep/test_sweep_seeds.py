@@ -10,7 +10,7 @@ from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.seeding import OwnSeeds
 from ampatch.sweep.measure.record import Measured, Run, SeedCall
-from ampatch.sweep.report.own_seeds import constant_seeds
+from ampatch.sweep.report.seed_check import constant_seeds
 from ampatch.sweep.trial import BASE, Trial
 
 pytestmark = pytest.mark.usefixtures("warm_trials")

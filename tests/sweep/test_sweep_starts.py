@@ -14,7 +14,7 @@ from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.starts import other_starts
+from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial
 

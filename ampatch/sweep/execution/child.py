@@ -26,7 +26,7 @@ import torch
 
 import ampatch
 from ampatch.config import environment
-from ampatch.integrations import brought_in
+from ampatch.integrations import framework_patches
 from ampatch.launch import children
 from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks
@@ -166,7 +166,7 @@ class _Watched:
             children.start(False)
             plain = PlainTraining(self.recorder, AUTOCAST)
             plain.start()
-            brought_in.tell_losses(plain.inside)
+            framework_patches.tell_losses(plain.inside)
             return
         is_base = case.opt_level == BASE.opt_level
         automatic = script.is_plain and not is_base
@@ -188,7 +188,7 @@ class _Watched:
             if "eps" in dict(case.settings):
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
-                brought_in.bring_in(script.framework)
+                framework_patches.bring_in(script.framework)
             stop_untouched()
 
     def _report(self, steps: int, loss: float | None) -> None:

@@ -10,11 +10,11 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report import own_seeds, paired
+from ampatch.sweep.report import paired, seed_check
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.starts import checked, other_starts
-from ampatch.sweep.report.starts import note as starts_note
+from ampatch.sweep.report.start_check import checked, other_starts
+from ampatch.sweep.report.start_check import note as starts_note
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
@@ -103,11 +103,11 @@ def _seed_notes(
     if plan.seeds == 1:
         return {}
     of_first_row = [run for run in runs if run.case == plan.cases[0] and not run.trial.short]
-    constant = own_seeds.constant_seeds(of_first_row, arguments)
-    notice = own_seeds.notice(script, constant, options.override_seeds)
+    constant = seed_check.constant_seeds(of_first_row, arguments)
+    notice = seed_check.notice(script, constant, options.override_seeds)
     if seeds_matter(runs):
         return {"seeds": notice}
-    not_reached = own_seeds.not_reached(constant, options.override_seeds)
+    not_reached = seed_check.not_reached(constant, options.override_seeds)
     return {"seeds": notice, "their effect": not_reached}
 
 

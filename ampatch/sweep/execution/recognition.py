@@ -13,7 +13,7 @@ from typing import Any
 
 import ampatch
 from ampatch.errors import AmpatchError
-from ampatch.integrations import brought_in
+from ampatch.integrations import framework_patches
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.plain_training import PlainTraining
 from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, LATE, NO_AMP, TORCH_AMP, Kind
@@ -45,8 +45,8 @@ class Recognition:
         ampatch.observe(self)
         ampatch.observe(self._recorder)
         self._plain.start()
-        brought_in.leave_precision_out(self._off.note)
-        brought_in.tell_losses(self._plain.inside)
+        framework_patches.leave_precision_out(self._off.note)
+        framework_patches.tell_losses(self._plain.inside)
 
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):

@@ -2,7 +2,7 @@
 
 A row is recommended only if all of this was shown:
 
-* it starts as O0 does (`starts.py`);
+* it starts as O0 does (`start_check.py`);
 * neither the judged quantity nor the last loss is worse than O0's by what matters (`margin.py`);
 * the interval of the judged quantity shows it: its end is within the margin, by default 1 % of
   O0's value;

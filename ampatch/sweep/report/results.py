@@ -129,7 +129,7 @@ class Row:
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
     outcome: str = "untested"  # or baseline, within, better, small, worse, failed
-    start: str = ""  # how a first loss differs from O0's with the same seed; see `starts.py`
+    start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`
     verdict: str = ""
 
     @property

@@ -34,7 +34,7 @@ from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import pace_of, reach_of
 from ampatch.sweep.report.results import Row, Spread
-from ampatch.sweep.report.starts import other_starts
+from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 Milliseconds = Callable[[Measured | None, int | None], float | None]  # of the first N steps
