@@ -105,7 +105,7 @@ casting/weight_cache.py
 casting/weight_cache.py
 |             forward.graphed, forward.plain = {}, {}
 |             pass
-| casting/test_weight_changes.py laws/test_situations.py
+| casting/test_weight_changes.py
 
 casting/kept_copies.py
 |         return self._stores[torch.is_inference_mode_enabled()]

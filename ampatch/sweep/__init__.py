@@ -32,8 +32,8 @@ What is where:
   trial (`record.py`).
 * `report/`: figures and verdicts (`judge.py`, `margin.py`, `pace.py`, `recommendation.py`) made of
   the records, and the format of the results (`results.py`). `start_check.py` says whether rows
-  start alike, `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How results
-  are shown: `table.py` has the columns for `terminal.py`, `page.py` and `summary_files.py`;
+  start alike, `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How
+  results are shown: `table.py` has the columns for `terminal.py`, `page.py` and `summary_files.py`;
   `templates/` the documents, which `documents.py` fills; `plots.py` the pictures, made of
   `curves.py` by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
 """

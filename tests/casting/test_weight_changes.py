@@ -51,6 +51,33 @@ def test_pruned_weights_get_gradients_of_their_new_shape(level, rows):
         assert [g.grad.shape[0] for g in list(ampatch.master_params(optimizer))[-2:]] == [5, 5]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_within_the_forward_is_seen(fused):
+    """A fused step raises no version."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            before = self.layer(x)
+            optimizer.step()
+            return before, self.layer(x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        before, after = model(x)
+        halves = [one.to(H) for one in (x, *model.parameters())]
+        assert torch.equal(after, nn.functional.linear(*halves)) and not torch.equal(after, before)
+
+
 def test_a_weight_frozen_and_freed_within_the_forward_gets_what_it_would():
     class Model(nn.Module):
         def __init__(self):
