@@ -6,7 +6,7 @@ Where to look first:
 * what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`;
 * what is in force, and for which thread: `policy`, `cast_state`; what pushes a policy of its own,
   and whether a forward still runs: `stack`; the user's blocks: `contexts`; recomputations, custom
-  Functions' backward and replicas: `taken_along`;
+  Functions' backward and replicas: `context_propagation`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
   `kept_copies` (of several forwards);
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
@@ -14,6 +14,6 @@ Where to look first:
 * the user's functions: `user_functions`, `registered_functions`;
 * torch.compile: `dynamo_tables`, `recording`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
-* torch.autocast beside ampatch: `autocast_words`, `torch_autocast`;
+* torch.autocast beside ampatch: `autocast_interop`, `torch_autocast`;
 * what is reported: `cast_observers`, `dtype_errors`.
 """

@@ -57,10 +57,10 @@ class CastState:
             return self.thread.policy
         return self.process
 
-    def of_forward(self) -> Policy | None:
+    def forward_policy(self) -> Policy | None:
         """The policy of a forward that begins here and now, and of what repeats it in backward."""
         policy = self.current()
-        return policy if policy is None or policy.of_forwards is None else policy.of_forwards
+        return policy if policy is None or policy.in_forwards is None else policy.in_forwards
 
     def table_policy(self) -> Policy | None:
         """`current()` if it follows the tables; None: rows cast nothing here and now."""
@@ -70,9 +70,9 @@ class CastState:
     def policy_on(self, device: str) -> Policy | None:
         """`table_policy()`, if calls with tensors on `device` are cast under it here and now."""
         policy = self.table_policy()
-        if policy is not None and policy.of_forwards is not None:
+        if policy is not None and policy.in_forwards is not None:
             in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
-            policy = None if in_backward else policy.of_forwards
+            policy = None if in_backward else policy.in_forwards
         if policy is None or device not in (policy.devices or device_types()):
             return None
         return policy
@@ -93,14 +93,13 @@ class CastState:
         """A managed forward begins inside something: `block` is in force until it is left.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
-        torch.autocast do not: the innermost wins.  One that is enabled agrees that there are
-        casts, and says the half type.
+        torch.autocast do not: the innermost wins.  One that is enabled gives the half type.
         """
         if not is_dynamo_compiling():
             self.drop_ended()
-        setting, is_user_s = self.innermost_setting()
+        setting, by_user = self.innermost_setting()
         on: list[str] = []
-        if is_user_s:
+        if by_user:
             if self.thread.stack[-1].block.kind == USER or devices_on():  # by a region inside it
                 return
             policy = setting

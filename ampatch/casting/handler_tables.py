@@ -110,7 +110,7 @@ class _Search:
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             values.append(value)
-            if isinstance(value, ModuleType) and not _is_torch_s(value.__name__):
+            if isinstance(value, ModuleType) and not _is_of_torch(value.__name__):
                 values.extend(vars(value)[inner] for inner in names & vars(value).keys())
         self.into_values(values, depth)
 
@@ -118,7 +118,7 @@ class _Search:
         for value in list(values):
             value = getattr(value, "__func__", value)
             if isinstance(value, FunctionType) and value not in self._pair:
-                if depth < _DEEP and not _is_torch_s(value.__module__ or ""):
+                if depth < _DEEP and not _is_of_torch(value.__module__ or ""):
                     self.into_function(value, depth + 1)
             elif isinstance(value, list) and self._is_logging:
                 continue  # a record of calls, not a table of functions
@@ -168,5 +168,5 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_torch_s(module: str) -> bool:
+def _is_of_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"

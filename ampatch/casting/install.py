@@ -14,7 +14,7 @@ import torch
 
 from ..log import logger
 from . import special_ops, user_functions
-from .autocast_words import AutocastWords
+from .autocast_interop import AutocastInterop
 from .cast_state import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import fresh_tables
@@ -56,7 +56,7 @@ class Installation:
         self._ask_state = ask_state
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
-        self.autocast = AutocastWords(state)
+        self.autocast = AutocastInterop(state)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
         self._has_apex_rows = False
         self._warned: set[str] = set()

@@ -27,7 +27,7 @@ class Policy:
     False these are the only functions that cast: the rows count for nothing.
     `apex_tables`: the rows that only apex's tables have count too.
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
-    `of_forwards`, where a policy is not in force in backward passes: what a forward that runs
+    `in_forwards`, where a policy is not in force in backward passes: what a forward that runs
     under it, and all that repeats this forward in a backward pass, is under.
     `recorded_attention`: see `special_ops.whole_in_graphs`.
     """
@@ -41,7 +41,7 @@ class Policy:
     allow_banned: bool = True
     apex_tables: bool = False
     half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
-    of_forwards: Policy | None = None
+    in_forwards: Policy | None = None
     recorded_attention: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
@@ -51,7 +51,7 @@ class Policy:
 
     def outside_passes(self) -> Policy:
         """This policy, except that nothing is cast in a backward pass: hooks compute there."""
-        return dataclasses.replace(self, gate=_outside_passes(self.gate), of_forwards=self)
+        return dataclasses.replace(self, gate=_outside_passes(self.gate), in_forwards=self)
 
     def in_type(self, half: torch.dtype) -> Policy:
         """The tables with another half type.
@@ -89,7 +89,7 @@ class Policy:
             float_to=dtype,
             gate=None,
             special={},
-            of_forwards=None,
+            in_forwards=None,
             recorded_attention=None,
             cache=WeightCache(),
         )

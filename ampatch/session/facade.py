@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..casting.autocast_words import silence
+from ..casting.autocast_interop import silence
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..casting import taken_along
+from ..casting import context_propagation
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
@@ -115,17 +115,17 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "activation checkpoints: the recompute has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: taken_along.checkpoints(registry.state),
+            lambda: context_propagation.checkpoints(registry.state),
         ),
         Tool(
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: taken_along.functions(registry.state),
+            lambda: context_propagation.functions(registry.state),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
             lambda needs: needs.tables,
-            lambda: taken_along.replicas(registry.state),
+            lambda: context_propagation.replicas(registry.state),
         ),
         Tool(
             "DataLoader: data are prepared without casts",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting import taken_along
+from ampatch.casting import context_propagation
 from ampatch.session.registry import registry
 from ampatch.torch_private import checkpoints
 
@@ -105,7 +105,7 @@ def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword)
     def contexts():
         return "the forward's", recompute()
 
-    replaced = taken_along._without_reentry(named if is_keyword else placed, registry.state)
+    replaced = context_propagation._without_reentry(named if is_keyword else placed, registry.state)
     if is_keyword:
         options = {"preserve_rng_state": False, "context_fn": contexts, "debug": True}
         list(replaced(len, ("x",), {"y": 1}, **options))
@@ -117,7 +117,7 @@ def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword)
     assert forward == "the forward's" and not entered
     with around:
         assert entered == [1]
-    assert isinstance(around, taken_along._Recompute)
+    assert isinstance(around, context_propagation._Recompute)
 
 
 def test_a_held_checkpoint_stays_in_one_graph():

@@ -147,4 +147,4 @@ def test_each_use_of_a_half_copy_counts_as_a_hit():
     before = ampatch.cache_info()
     model(X)
     after = ampatch.cache_info()
-    assert (after.hits - before.hits, after.misses - before.misses) == (1, 2)  # bias; both
+    assert (after.hits - before.hits, after.misses - before.misses) == (2, 2)  # weight and bias

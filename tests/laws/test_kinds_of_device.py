@@ -18,7 +18,7 @@ HOME = "torch_private/devices.py"
 KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 
 ALLOWED = {
-    "casting/autocast_words.py": "torch's functions that name no device mean CUDA",
+    "casting/autocast_interop.py": "torch's functions that name no device mean CUDA",
     "sweep/options.py": "an example in the help of --devices",
     "sweep/execution/autocast_off.py": "the same",
     "native/loading.py": "which build of torch a native part was built for",

@@ -244,7 +244,7 @@ def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     monkeypatch.undo()
-    assert registry.sessions == [older] and registry.state.of_forward() is older.policy()
+    assert registry.sessions == [older] and registry.state.forward_policy() is older.policy()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 

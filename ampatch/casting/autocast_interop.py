@@ -1,22 +1,23 @@
-"""torch's words about precision, while ampatch casts: `torch.autocast` and questions.
+"""torch.autocast beside ampatch: its regions, its switch, and questions about it.
 
 *A region* of `torch.autocast` is an entry in the thread's stack.  One that is disabled casts
-nothing on its device type.  One that is enabled inside a managed forward at O1 says the half type:
-ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
-casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
-again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of a
-forward enters regions too: what it runs in them takes its policy along (`taken_along`), which is
-the inner word.  Those of checkpoints, one or two in each recompute, are not even entries.
+nothing on its device type.  One that is enabled inside a managed forward at O1 gives the half
+type: ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's
+autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
+policy again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of
+a forward enters regions too.  What it runs in them takes its policy along
+(`context_propagation`), which is the innermost setting.  Regions of checkpoints, one or two in
+each recompute, are not even entries.
 
-*`torch.set_autocast_enabled`*, by the user's code, sets torch's autocast and leaves ampatch's casts
-as they are; a warning says so.
+*`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
+ampatch's casts as they are; a warning names the cure.
 
 *`torch.is_autocast_enabled` and `get_autocast_dtype`* answer True and the policy's half type, if
-calls on the device are cast: libraries ask in order to act as under autocast, and `custom_fwd`
-does.  Torch's other modules get torch's answer, since they save the state to restore it, guard on
-it or choose kernels by it.
+calls on the device are cast: libraries ask in order to act as under autocast, and so does
+`custom_fwd`.  Torch's other modules get torch's answer, since they save the state to restore it,
+guard on it or choose kernels by it.
 
-So one question is put to the frame of the caller: *does torch's own code ask for the state, or set
+So the frame of the caller decides one question: *does torch's own code ask for the state, or set
 it?*  It stands between `set_` and `is_autocast_enabled` and their callers only.  Tried instead:
 answers as to everybody else, which `autocast.__enter__`, checkpoints and Dynamo restore as a state
 of torch's, and which keep transformer layers and CUDA graphs from their fast ways; a flag that is
@@ -50,15 +51,15 @@ Make = Callable[[Callable], Callable]
 _ENABLED = 2
 """The position of `enabled` among the arguments of torch.autocast."""
 
-_ELSEWHERE = "_ampatch_elsewhere"
-"""Attribute of a region that says nothing: it was to cast on a device which this machine lacks, a
-checkpoint restores a state by it, or `silence` was told so."""
+_IGNORED = "_ampatch_ignored"
+"""Attribute of a region that changes no casts of ampatch: it was to cast on a device which this
+machine lacks, a checkpoint restores a state by it, or `silence` was called for it."""
 
 _EARLIER = "regions that were entered before the patches"
 
 
-class AutocastWords:
-    """What torch's words do to ampatch's casts, in the thread that says them."""
+class AutocastInterop:
+    """What torch.autocast does to ampatch's casts, thread by thread."""
 
     def __init__(self, state: CastState) -> None:
         self._state = state
@@ -106,7 +107,7 @@ class AutocastWords:
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
             entered = original(region)
-            if not hasattr(region, _ELSEWHERE) and not is_compiling():
+            if not hasattr(region, _IGNORED) and not is_compiling():
                 self._put_under(region, region.device, is_enabled(region.device), region.fast_dtype)
             return entered
 
@@ -154,7 +155,7 @@ class AutocastWords:
             original(*args, **kwargs)
             if is_dynamo_compiling():
                 return
-            if _is_torch_s(_module(sys._getframe(1))):  # a region of torch.autocast begins or ends
+            if _is_of_torch(_module(sys._getframe(1))):  # a region of torch.autocast begins or ends
                 if self._state.thread.stack and nesting() == 0:
                     self._leave(_EARLIER)
             elif self._state.policy_on(device := _device_of(args, kwargs, usual)) is not None:
@@ -171,7 +172,7 @@ class AutocastWords:
             asking = None if is_dynamo_compiling() else sys._getframe(1)
             if asking is not None and _asks_for_torch(asking):
                 return False
-            return self._told(asking, _device_of(args, kwargs, usual)) is not None
+            return self._answer(asking, _device_of(args, kwargs, usual)) is not None
 
         return is_autocast_enabled
 
@@ -181,15 +182,16 @@ class AutocastWords:
             if asking is not None and _asks_for_torch(asking):
                 return original(*args, **kwargs)
             device = _device_of(args, kwargs, usual)
-            policy = None if is_enabled(device) else self._told(asking, device)
+            policy = None if is_enabled(device) else self._answer(asking, device)
             return original(*args, **kwargs) if policy is None else policy.half_type
 
         return get_autocast_dtype
 
-    def _told(self, asking: FrameType | None, device: str) -> Policy | None:
-        """The policy for calls on `device`, if who asks is told of its casts.
+    def _answer(self, asking: FrameType | None, device: str) -> Policy | None:
+        """The policy that the answer about `device` is of; None: the answer is torch's.
 
-        Where only some calls are cast the others are not to be; `custom_fwd` is one of the former.
+        Where only some calls are cast, libraries are not to cast the others: `custom_fwd` alone
+        hears of that policy.
         """
         policy = self._state.policy_on(device)
         if policy is None or policy.gate is None:
@@ -204,14 +206,14 @@ def _note(original: Callable) -> Callable:
         asked = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
         restores = not is_dynamo_compiling() and _module(sys._getframe(1)) == CHECKPOINTS
         if restores or (asked and region.device not in device_types()):
-            setattr(region, _ELSEWHERE, True)
+            setattr(region, _IGNORED, True)
 
     return __init__
 
 
 def silence(region: Any) -> None:
     """Have a region of torch.autocast change no casts of ampatch when it is entered."""
-    setattr(region, _ELSEWHERE, True)
+    setattr(region, _IGNORED, True)
 
 
 def _module(frame: FrameType) -> Any:
@@ -220,14 +222,14 @@ def _module(frame: FrameType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)  # a C call
-def _is_torch_s(module: Any) -> bool:
+def _is_of_torch(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == "torch"
 
 
 def _asks_for_torch(frame: FrameType) -> bool:
     """Whether the frame is of torch's own code that keeps the state, in order to restore it."""
     module = _module(frame)
-    if not _is_torch_s(module) or module in ASK_TO_CAST:
+    if not _is_of_torch(module) or module in ASK_TO_CAST:
         return False
     return module != AUTOCAST or isinstance(frame.f_locals.get("self"), torch.autocast)
 

@@ -74,7 +74,7 @@ def _noting(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         is_plain = state.process is None and not state.per_thread  # the answer, without two calls
-        policy = None if is_plain else state.of_forward()
+        policy = None if is_plain else state.forward_policy()
         setattr(self, _POLICY, policy)
         if policy is not None and policy.gate is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
@@ -124,8 +124,8 @@ def _forwards_copies(context: Any) -> Iterator[None]:
 
 def _setting(state: CastState) -> tuple[Policy | None, str]:
     """The policy to take along from here, and the kind of block that it holds as later."""
-    policy, (setting, is_user_s) = state.of_forward(), state.innermost_setting()
-    return policy, USER if is_user_s and policy is setting else BLOCK
+    policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
+    return policy, USER if by_user and policy is setting else BLOCK
 
 
 def _along(
@@ -157,15 +157,15 @@ def _with_own_copies(function: Callable, state: CastState) -> Callable:
 
 def _repeatable(function: Callable, state: CastState) -> Callable:
     """`function` under the policy of now, with half copies of weights of its own."""
-    policy = state.of_forward()
+    policy = state.forward_policy()
     apart = nullcontext if policy is None else policy.cache.apart
     return _along(_with_own_copies(function, state), state, apart)
 
 
 class _Recompute:
-    """The context of a recompute: the policy of now, then the user's own, which is the inner word.
+    """The context of a recompute: the policy of the forward, and in it the user's own context.
 
-    So it is in the forward, where the user's is entered under that policy.
+    So it is in the forward, where the user's context is entered under that policy.
     """
 
     def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:
