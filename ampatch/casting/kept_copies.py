@@ -36,20 +36,20 @@ class Store(NamedTuple):
 
 
 class KeptCopies:
-    """The copies of one model, while `blocks` are open.  `at_end` is closed when they end."""
+    """The copies of one model, while `blocks` are there.  `at_end` is closed when they end."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = 0
-        self.is_open = False
+        self.blocks: list[object] = []
         self.at_end = contextlib.ExitStack()
         self._model = model
         self._stores = Store({}, []), Store({}, [])  # the second is of inference mode
         self._watch([])
 
-    def begin(self) -> None:
+    def begin(self, block: object) -> None:
         """From now on forwards use these copies, and weights may not change."""
-        self._watch([one for one in self._model.parameters() if _is_watched(one)])
-        self.is_open = True
+        if not self.blocks:
+            self._watch([one for one in self._model.parameters() if _is_watched(one)])
+        self.blocks.append(block)
 
     def _watch(self, weights: list[Tensor]) -> None:
         self._weights = weights
@@ -103,8 +103,8 @@ class KeptCopies:
 
     def refuse_step(self, optimizer: Any) -> None:
         """An optimizer is about to step.  Raise `AmpatchError` if it has weights of the model."""
-        groups = optimizer.param_groups
-        if not self._ids.isdisjoint(id(one) for group in groups for one in group["params"]):
+        own = (id(one) for group in optimizer.param_groups for one in group["params"])
+        if self.blocks and not self._ids.isdisjoint(own):
             raise AmpatchError(
                 f"{type(optimizer).__name__}.step() inside ampatch.cached_weights"
                 f"({type(self._model).__name__}): forwards inside use the half copies that were "
@@ -147,7 +147,7 @@ class KeptCopies:
 
         With `is_checked` raise `AmpatchError` if they are no longer those of the weights.
         """
-        self.is_open = False
+        self.blocks.clear()
         self.at_end.close()
         try:
             if is_checked:

@@ -88,17 +88,17 @@ class Block:
                     caller = caller.f_back
             elif new is found:
                 return  # strict export warns of every write, even of one that is taken back
+        # Counted first: Ctrl-C may leave a reason too many, which costs time, but none too few.
+        if new is not FOLLOW and is_compiled:  # Dynamo traces attributes, not locks
+            state.watch(+1)
+        elif new is not FOLLOW:
+            with state.lock:
+                state.reasons += 1
+                state.per_thread = True
         entry = (self, new, off, caller)  # a constructor is a Python call, which Dynamo knows best
         thread.stack.append(Entry(*entry) if is_compiled else _make(Entry, entry))
-        if new is FOLLOW:
-            return
-        thread.policy = new
-        if is_compiled:  # Dynamo traces attributes, not locks, and runs one thread
-            state.watch(+1)
-            return
-        with state.lock:
-            state.reasons += 1
-            state.per_thread = True
+        if new is not FOLLOW:
+            thread.policy = new
 
     def leave(self, *exception: object) -> None:
         """Back to what is beneath; nothing, if this is not in the stack of this thread."""

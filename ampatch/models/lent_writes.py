@@ -64,7 +64,7 @@ class LentWrites:
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
-        if self._kept.is_open:
+        if self._kept.blocks:
             self._kept.settle()
         if not self._has_warned:
             self._has_warned = True

@@ -156,6 +156,7 @@ class ManagedModel:
                 *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
                 at_change=self._look_at_buffers,
             )
+            self.lent.open()
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -313,7 +314,9 @@ class ManagedModel:
         if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
-        if lent is not None and state.thread.lent and lent.is_joined(model):
+        if not is_compiled and state.thread.lent:
+            state.end_interrupted()
+        if lent is not None and lent.is_joined(model):
             return None
         if self._step is not None and not is_compiled and self._step.enters():
             return None
@@ -324,8 +327,8 @@ class ManagedModel:
             taken = self._inputs.take(args, kwargs)
             if self._parts is not None and not is_compiled:
                 self._parts.step_aside()
-        if lent is not None and lent.has_changed and not is_compiled:
-            lent.look()
+        if lent is not None and not is_traced_by_fx(args, kwargs):
+            lent.begin(model, is_compiled)
         policy = self.policy
         # Nothing is entered where it would change nothing and cover nothing.
         if state.thread.stack:
@@ -333,12 +336,10 @@ class ManagedModel:
         elif policy is not state.process:
             self._block.enter(policy)
         if policy is not None and not is_compiled:
-            is_kept = self.kept.is_open and lent is None
+            is_kept = bool(self.kept.blocks) and lent is None
             policy.cache.open(self, self._plan, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
-        if lent is not None and not is_traced_by_fx(args, kwargs):
-            lent.begin(model, is_compiled)
         return taken
 
     @contextlib.contextmanager

@@ -62,16 +62,15 @@ class ModuleOverride:
         self._running = Running()
         self._last_wanted = out_dtype
 
-    def install(self, running: Running) -> list[Any]:
-        """Hang the hooks on the submodule; returns their handles."""
+    def install(self, running: Running) -> Iterator[Any]:
+        """Hang the hooks on the submodule; gives their handles."""
         self._running = running
         record_attention(self._policy, self._state)
         if isinstance(self.module, torch.jit.RecursiveScriptModule):  # it takes no hooks
-            return [_AroundForward(self.module, self._enter, self._leave)]
-        return [
-            self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
-            self.module.register_forward_hook(Hook(self._leave), always_call=True),
-        ]
+            yield _AroundForward(self.module, self._enter, self._leave)
+            return
+        yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
+        yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():

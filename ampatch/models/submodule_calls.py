@@ -10,7 +10,9 @@ out, so that they cost it nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +20,10 @@ import torch.fx
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from .. import native
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from ..torch_private.probes import current_backward_pass
-from . import entries
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_weights import LentWeights, lenders
@@ -101,12 +103,11 @@ class SubmoduleCalls:
         self._ids: list[int] = []
         self._hooks: list[Any] = []
 
-    def install(self, lent: Collection[int] | None) -> list[Any]:
+    def install(self, lent: Collection[int] | None) -> Iterator[Any]:
         """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
 
-        Returns their handles.
+        Gives each handle at once: what follows may raise.
         """
-        handles: list[Any] = []
         for name, module in self._whole.model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -117,15 +118,13 @@ class SubmoduleCalls:
                 continue
             self._inputs[id(module)] = self._whole.inputs_of(name)
             before, after = Hook(self._enter), Hook(self._leave)
-            pre = module.register_forward_pre_hook(before, with_kwargs=True)
-            post = module.register_forward_hook(after, always_call=True)
-            handles += (pre, post)
+            yield (pre := module.register_forward_pre_hook(before, with_kwargs=True))
+            yield (post := module.register_forward_hook(after, always_call=True))
             tables = forward_tables(module)
             if tables is not None:  # else they stay in, which only takes time
                 self._tables += tables
                 self._ids += (pre.id, post.id)
                 self._hooks += (before, after)
-        return handles
 
     def forget(self) -> None:
         """The handles have been removed."""
@@ -145,11 +144,11 @@ class SubmoduleCalls:
         self._here.outermost, self._here.again = None, 0
         self._threads.add(threading.get_ident())
         if len(self._threads) == 1 or self._whole.lent is None:
-            entries.take_out(self._tables, self._ids)
+            take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
-        entries.put_in(self._tables, self._ids, self._hooks)
+        put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
@@ -159,8 +158,9 @@ class SubmoduleCalls:
         else:
             if self._whole.is_inside(module) or id(module) in lenders:
                 return None
-            if here.outermost is not None:
-                here.again += here.outermost is module
+            outermost = here.outermost
+            if outermost is not None and self._inputs[id(outermost)].is_taken:
+                here.again += outermost is module
                 return None
             if lent is None and current_backward_pass() != -1:
                 return None  # a recomputation of converted weights: its inputs are the forward's
@@ -169,7 +169,7 @@ class SubmoduleCalls:
             self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
         if not is_traced:
-            here.outermost = module
+            here.outermost, here.again = module, 0
         self._whole.enter_part(module, is_traced)
         return taken
 
@@ -191,3 +191,17 @@ class SubmoduleCalls:
         # Lent weights are FP32 in the code around, beside what a part returns.
         result = here.result if lent is None else torch.float32
         return None if result is None else cast_tensors(output, result)
+
+
+def put_in(tables: list[OrderedDict], ids: list[int], hooks: list[Any]) -> None:
+    """Add hooks, behind all others of their tables."""
+    deque(map(OrderedDict.__setitem__, tables, ids, hooks), maxlen=0)
+
+
+def take_out(tables: list[OrderedDict], ids: list[int]) -> None:
+    """Remove hooks, where they are there."""
+    deque(map(OrderedDict.pop, tables, ids, repeat(None)), maxlen=0)
+
+
+if native.part is not None:
+    put_in, take_out = native.part.put_entries_in, native.part.take_entries_out

@@ -26,20 +26,26 @@ class CachedWeights:
         self._entered: list[list[KeptCopies]] = []
 
     def __enter__(self) -> None:
-        found = [managed for model in self._models for managed in _managed(model)]
-        with _changing:
-            self._entered.append([_keep(managed.kept) for managed in found])
+        found = [managed.kept for model in self._models for managed in _managed(model)]
+        self._entered.append(found)
+        try:
+            with _changing:
+                for kept in found:
+                    _keep(kept, found)
+        except BaseException as error:  # Ctrl-C: weights may change again
+            self.__exit__(type(error))
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        ended = []
-        with _changing:
-            for kept in self._entered.pop():
-                kept.blocks -= 1
-                if kept.blocks == 0:
-                    ended.append(kept)
         with contextlib.ExitStack() as stack:  # all end, whichever raises
-            for kept in ended:
-                stack.callback(kept.end, is_checked=kind is None)
+            with _changing:
+                block = self._entered[-1]
+                for kept in block:
+                    if block in kept.blocks:
+                        kept.blocks.remove(block)
+                    if not kept.blocks:
+                        stack.callback(kept.end, is_checked=kind is None)
+                self._entered.pop()
 
 
 def _managed(model: nn.Module) -> list[ManagedModel]:
@@ -62,8 +68,8 @@ def _managed(model: nn.Module) -> list[ManagedModel]:
     ]
 
 
-def _keep(kept: KeptCopies) -> KeptCopies:
-    if not kept.is_open:
+def _keep(kept: KeptCopies, block: object) -> None:
+    if not kept.blocks:
 
         def refuse(optimizer: Any, *rest: object) -> None:
             kept.refuse_step(optimizer)
@@ -71,6 +77,4 @@ def _keep(kept: KeptCopies) -> KeptCopies:
         # The first is asked before a managed optimizer has done anything.
         kept.at_end.callback(registry.observers.add(SimpleNamespace(on_step_begin=refuse)))
         kept.at_end.callback(register_optimizer_step_pre_hook(refuse).remove)
-        kept.begin()
-    kept.blocks += 1
-    return kept
+    kept.begin(block)

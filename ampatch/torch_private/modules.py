@@ -65,6 +65,12 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
 
 
+def part_table(module: nn.Module) -> dict[str, Any]:
+    """Its submodules by name, as it looks them up; none where torch or TorchScript has others."""
+    table = vars(module).get("_modules", {})
+    return table if isinstance(table, dict) else {}
+
+
 REPLICA = "_is_replica"
 """In `vars` of a module that `nn.DataParallel` made for one forward: its weights are plain
 attributes.
