@@ -88,11 +88,6 @@ class ModelInputs:
             }
         return args, kwargs
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether a forward that took its inputs here runs in this thread."""
-        return bool(self._running())
-
     def _running(self) -> list[_Given]:
         """What forwards of this thread were given, but for those that Ctrl-C has ended."""
         given = self._open.given

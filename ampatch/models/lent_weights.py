@@ -51,6 +51,7 @@ from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import (
     REPLICA,
+    exchange_parametrized,
     list_weights,
     register_load_hook,
     register_state_dict_hook,
@@ -153,11 +154,12 @@ class Lending:
         self.is_in_place = False  # all are
         self._is_in_graph = torch.is_grad_enabled()
         self._late: list[Lending] = []  # of parts that the forward has made
+        self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self.copies = owner.copies_of(tree)
         tree.share_attributes(self.copies)
         self._versions = list(map(_version_of, self.copies))
         self._values: dict[int, Tensor] = {}
-        if self._is_in_graph or owner.writes.compared:
+        if self.copies and (self._is_in_graph or owner.writes.compared):
             self._values = owner.writes.look(tree.parameters, self.copies)
 
     @functools.cached_property
@@ -183,6 +185,8 @@ class Lending:
         self.is_lent = True
         for one in (self, *self._late):
             one.tree.put(one.copies)
+        if self.copies:
+            self._parametrized = exchange_parametrized({})
         self.is_in_place = True
 
     def take_back(self) -> None:
@@ -190,7 +194,14 @@ class Lending:
         self.is_in_place = False
         for one in (*reversed(self._late), self):
             one.tree.put(one.tree.parameters, instead_of=one.copies)
+        self._put_parametrized_back()
         self.is_lent = False
+
+    def _put_parametrized_back(self) -> None:
+        """Weights of FP32 parameters are not those of half copies."""
+        if self._parametrized is not None:
+            exchange_parametrized(self._parametrized)
+            self._parametrized = None
 
     def carry(self) -> None:
         """What the forward wrote into copies goes to the parameters."""
@@ -214,7 +225,8 @@ class Lending:
         lendings = (self, *self._late)
         found: list[list[Any]] = []
         try:
-            self.owner.take_turn()
+            if self.tree.parameters:
+                self.owner.take_turn()
             self.thread, self.caller = threading.get_ident(), _frame_around()
             self.owner.note(self)  # what is called and noted here is as within the forward
             found += [one.tree.found() for one in lendings]
@@ -224,6 +236,7 @@ class Lending:
             self.is_in_place = False
             for one, before in zip(lendings, found, strict=bool(found)):
                 one.tree.put_found(before)
+            self._put_parametrized_back()
             self.is_lent = False
             self.owner.forget(self)
 
@@ -233,6 +246,9 @@ class LentWeights:
 
     Weights of modules for which `stays_float` is true are left out, and those in `leave()` (ids).
     `at_change()` is called before a forward of a model that has got other parameters or parts.
+    `computes_in()` is the dtype of the part of the forward that runs now.
+
+    A model with half weights (O3) has nothing to lend: here is noted that its forward runs.
     """
 
     def __init__(
@@ -244,6 +260,7 @@ class LentWeights:
         state: CastState,
         kept: KeptCopies,
         at_change: Callable[[], object],
+        computes_in: Callable[[], torch.dtype],
     ) -> None:
         self._model = model
         self.dtype = dtype
@@ -252,6 +269,7 @@ class LentWeights:
         self._excluded_ids: Collection[int] = ()
         self._state = state
         self._at_change = at_change
+        self.computes_in = computes_in
         self._trees: dict[int, Tree] = {}  # by the ids of their roots
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.has_changed = False  # the model has got parameters or parts since
@@ -266,10 +284,12 @@ class LentWeights:
         self._hooked: dict[nn.Module, list[Any]] = {}
 
     def open(self) -> None:
-        """From now on forwards of the model lend; until `close`."""
-        lenders[id(self._model)] = self
+        """From now on forwards of the model lend, what is FP32 now; until `close`."""
+        if id(self._model) not in lenders:
+            lenders[id(self._model)] = self
+            weakref.finalize(self, _watch_registrations)
         _watch_registrations()
-        weakref.finalize(self, _watch_registrations)
+        self._trees.clear()
         self._tree_of(self._model)
 
     # Where the weights are
@@ -366,7 +386,8 @@ class LentWeights:
         `is_traced`: by Dynamo.
         """
         if is_traced:
-            self._begin_traced(root)
+            if self.known:
+                self._begin_traced(root)
             return
         if REPLICA in vars(root):
             self._lend_to_replica(root)
@@ -379,7 +400,8 @@ class LentWeights:
                     return
         made: Lending | None = None
         try:
-            self.take_turn()
+            if self.known:
+                self.take_turn()
             if self._kept.blocks:
                 self._kept.check()
             made = Lending(self, self._tree_of(root), root)
@@ -395,7 +417,8 @@ class LentWeights:
     def end(self, root: nn.Module, is_traced: bool) -> None:
         """A call has ended."""
         if is_traced:
-            self._end_traced()
+            if self.traced:
+                self._end_traced()
             return
         for lending in self._here():
             if any(one is root for one in lending.roots):
@@ -449,7 +472,7 @@ class LentWeights:
                 self.forget(lending)
 
     def is_joined(self, module: nn.Module) -> bool:
-        """Whether the model, or a part of it, is in another one that lends in this thread.
+        """Whether the model is in another one whose forward, or a recompute, runs in this thread.
 
         That one casts what goes in and out.
         """
@@ -458,6 +481,40 @@ class LentWeights:
             if key in lending.tree.modules and not (lending.roots and lending.owner is self):
                 return True
         return False
+
+    def is_inside(self, part: nn.Module) -> bool:
+        """Whether a forward, or a recompute, runs in this thread that the part belongs to.
+
+        That is the model's own, or that of a model which shares the part.
+        """
+        key = id(part)
+        if not any(key in lending.tree.modules for lending in self._state.thread.lent):
+            return False
+        roots = self._roots_here()
+        if roots and roots[-1] is part:  # it calls itself
+            roots.append(part)
+        return True
+
+    def is_end_of(self, part: nn.Module, is_traced: bool) -> bool:
+        """Whether a call of a part from outside ends."""
+        if is_traced:
+            return bool(self.traced) and self.traced[-1][0] is part
+        roots = self._roots_here()
+        if not roots or roots[-1] is not part:
+            return False
+        if len(roots) > 1:
+            roots.pop()
+            return False
+        return True
+
+    def _roots_here(self) -> list[nn.Module]:
+        """The calls that compute with what is lent now."""
+        return next((lending.roots for lending in self._here() if lending.roots), [])
+
+    def dtype_around(self) -> torch.dtype | None:
+        """What the forward computes in that goes on here; None: no half model's forward runs."""
+        lent = self._state.thread.lent
+        return lent[-1].owner.computes_in() if lent else None
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -476,6 +533,8 @@ class LentWeights:
 
     def copies_of(self, tree: Tree) -> list[Tensor]:
         """Half copies of the parameters of a tree, in their order."""
+        if not tree.parameters:
+            return []
         if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
             with torch.inference_mode(False), torch.no_grad():
                 return self.copies_of(tree)

@@ -124,10 +124,9 @@ class ManagedModel:
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
             self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
-        if self.properties.lends_weights or shared:
-            self._lend()
         if dtype not in HALF_TYPES:
             return
+        self._lend()
         lost = [
             name
             for name, buffer in self._look_at_buffers().items()
@@ -150,13 +149,22 @@ class ManagedModel:
         return buffers
 
     def _lend(self) -> None:
-        if self.lent is None and self.in_dtype in HALF_TYPES:
+        if self.in_dtype not in HALF_TYPES:
+            return
+        if self.lent is None:
             leave = functools.partial(sharded_parameters, self.model)
             self.lent = LentWeights(
                 *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
                 at_change=self._look_at_buffers,
+                computes_in=self._computes_in,
             )
-            self.lent.open()
+        self.lent.open()
+
+    def _computes_in(self) -> torch.dtype:
+        """The dtype of the part of a forward that runs now in this thread."""
+        assert self.in_dtype is not None
+        overrides = self._running.overrides
+        return overrides[-1].dtype if overrides else self.in_dtype
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -290,11 +298,6 @@ class ManagedModel:
         mix = functools.partial(self._owner.mix, self)
         return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
 
-    def is_inside(self, part: nn.Module) -> bool:
-        """Whether a forward runs in this thread that the part belongs to."""
-        taken = self._inputs is not None and self._inputs.is_taken
-        return taken or (self.lent is not None and self.lent.is_joined(part))
-
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
         """A part is called from outside."""
         self._block.enter(self.policy)
@@ -380,7 +383,10 @@ class ManagedModel:
             self._inputs.write_back()
             if self._parts is not None:
                 self._parts.come_back()
-        return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+        to = self.out_dtype
+        if not is_compiled and state.thread.lent and self.properties.cast_model_outputs is None:
+            to = state.thread.lent[-1].owner.computes_in()  # another model's forward goes on
+        return None if to is None else cast_tensors(output, to)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level

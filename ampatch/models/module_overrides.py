@@ -56,7 +56,7 @@ class ModuleOverride:
         self._state = state
         self._block = Block(state)
         self._policy = policy
-        self._dtype = dtype
+        self.dtype = dtype
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
         self._running = Running()
@@ -97,9 +97,9 @@ class ModuleOverride:
         """The dtype that the code around this call wants; None: any."""
         running = self._running.overrides
         if is_dynamo_compiling():
-            return running[-1]._dtype if running else self._out_dtype
+            return running[-1].dtype if running else self._out_dtype
         if running:
-            self._last_wanted = running[-1]._dtype
+            self._last_wanted = running[-1].dtype
         elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
             self._last_wanted = self._out_dtype
         return self._last_wanted

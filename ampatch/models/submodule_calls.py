@@ -21,9 +21,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import forward_tables
-from ..torch_private.probes import current_backward_pass
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_weights import LentWeights, lenders
@@ -34,16 +33,11 @@ class Whole(Protocol):
     """The model that the parts are of."""
 
     model: nn.Module
+    properties: Properties
     lent: LentWeights | None
 
     def inputs_of(self, name: str) -> ModelInputs:
         """What casts the inputs of a part."""
-
-    def is_inside(self, part: nn.Module) -> bool:
-        """Whether a forward that the part belongs to runs in this thread.
-
-        That is the model's own, or that of a model which shares the part.
-        """
 
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
         """Put the model's policy in force and lend the weights of a part."""
@@ -78,8 +72,6 @@ class Step:
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.outermost: nn.Module | None = None  # the part that a call from outside has entered
-        self.again = 0  # how often it is inside itself
         self.result: torch.dtype | None = None  # of what a part returns; None: as it is
 
 
@@ -96,6 +88,7 @@ class SubmoduleCalls:
 
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
+        self._lends = whole.properties.lends_weights
         self._threads = {threading.get_ident()}  # that have called the model, or made this
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
@@ -141,9 +134,8 @@ class SubmoduleCalls:
         Not where weights are lent and several threads call the model or its parts: these are to
         wait for each other.
         """
-        self._here.outermost, self._here.again = None, 0
         self._threads.add(threading.get_ident())
-        if len(self._threads) == 1 or self._whole.lent is None:
+        if len(self._threads) == 1 or not self._lends:
             take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
@@ -151,45 +143,31 @@ class SubmoduleCalls:
         put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        lent, is_traced = self._whole.lent, is_dynamo_compiling()
+        if lent is None:
+            return None
         if is_traced:
-            if lent is None or lent.traced:
+            if lent.traced or not self._lends:
                 return None
+        elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
+            return None
         else:
-            if self._whole.is_inside(module) or id(module) in lenders:
-                return None
-            outermost = here.outermost
-            if outermost is not None and self._inputs[id(outermost)].is_taken:
-                here.again += outermost is module
-                return None
-            if lent is None and current_backward_pass() != -1:
-                return None  # a recomputation of converted weights: its inputs are the forward's
-            if is_traced_by_fx(args, kwargs):
-                return None
             self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
-        if not is_traced:
-            here.outermost, here.again = module, 0
         self._whole.enter_part(module, is_traced)
         return taken
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        lent, is_traced = self._whole.lent, is_dynamo_compiling()
+        if lent is None or not lent.is_end_of(module, is_traced):
+            return None
+        self._whole.leave_part(module, is_traced)
         if is_traced:
-            if lent is None or not lent.traced or lent.traced[-1][0] is not module:
-                return None
-            self._whole.leave_part(module, is_traced)
-        else:
-            if here.outermost is not module:
-                return None
-            if here.again:
-                here.again -= 1
-                return None
-            here.outermost = None
-            self._whole.leave_part(module, is_traced)
-            self._inputs[id(module)].write_back()
-        # Lent weights are FP32 in the code around, beside what a part returns.
-        result = here.result if lent is None else torch.float32
+            return cast_tensors(output, torch.float32)
+        self._inputs[id(module)].write_back()
+        # Outside of forwards lent weights are FP32, beside what a part returns.
+        result = torch.float32 if self._lends else self._here.result
+        result = lent.dtype_around() or result
         return None if result is None else cast_tensors(output, result)
 
 

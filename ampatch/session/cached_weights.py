@@ -74,7 +74,9 @@ def _keep(kept: KeptCopies, block: object) -> None:
         def refuse(optimizer: Any, *rest: object) -> None:
             kept.refuse_step(optimizer)
 
-        # The first is asked before a managed optimizer has done anything.
-        kept.at_end.callback(registry.observers.add(SimpleNamespace(on_step_begin=refuse)))
+        # It is asked before a managed optimizer has done anything.
+        observer = SimpleNamespace(on_step_begin=refuse)
+        kept.at_end.callback(registry.observers.remove, observer)
+        registry.observers.add(observer)
         kept.at_end.callback(register_optimizer_step_pre_hook(refuse).remove)
     kept.begin(block)

@@ -29,9 +29,10 @@ class Observers:
         """Notify `observer` from now on; returns the function that ends it."""
         self._observers.append(observer)
         self.are_there = True
-        return lambda: self._remove(observer)
+        return lambda: self.remove(observer)
 
-    def _remove(self, observer: Any) -> None:
+    def remove(self, observer: Any) -> None:
+        """Notify it no longer."""
         if observer in self._observers:
             self._observers.remove(observer)
         self.are_there = bool(self._observers)
