@@ -40,7 +40,7 @@ from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lent_in
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import ShardedWeights, fits, sharded_parameters
-from .submodule_calls import Step, SubmoduleCalls, is_traced_by_fx
+from .submodule_calls import SubmoduleCalls, is_traced_by_fx
 from .values import cast_tensors, half_cannot_hold
 
 _SHOWN = 5  # weights named in a warning
@@ -60,6 +60,16 @@ class Owner(Protocol):
 
     def mix(self, managed: ManagedModel) -> None:
         """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
+
+
+class FrameworkStep(Protocol):
+    """One step of a framework, which may be a call of the model that is no forward."""
+
+    def enters(self) -> bool:
+        """The model is called; whether that is the step."""
+
+    def leaves(self) -> bool:
+        """A call of the model ends; whether that was the step."""
 
 
 class ManagedModel:
@@ -98,7 +108,7 @@ class ManagedModel:
             self._inputs = self.inputs_of()
             if self.in_dtype in HALF_TYPES:
                 self._parts = SubmoduleCalls(self)
-        self._step: Step | None = None
+        self._step: FrameworkStep | None = None
         self._overrides = overrides
         self._running = Running()
         self.sharded = ShardedWeights(model, properties)
@@ -346,15 +356,15 @@ class ManagedModel:
         return taken
 
     @contextlib.contextmanager
-    def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
-        """Context manager: a framework runs code around the model; see `Step`.
+    def in_step(self, step: FrameworkStep) -> Iterator[None]:
+        """Context manager: a framework runs code around the model.
 
         At levels without half weights it changes nothing.
         """
         if self._parts is None:
             yield
             return
-        before, self._step = self._step, Step(is_sent_through_call)
+        before, self._step = self._step, step
         results = self._parts.results_are(self.out_dtype)
         try:
             yield

@@ -126,13 +126,14 @@ def is_plain(model):
 
 
 @pytest.fixture(autouse=True)
-def the_stack_of_policies_is_empty():
-    """What a struck entry leaves in the stack of policies is not this test's: nothing, after it."""
+def nothing_is_left_for_other_tests():
+    """What costs time alone: a policy that was struck as it was left, an observer with no block."""
     yield
     ampatch.deactivate()
-    state = ampatch.session.session.registry.state
-    state.reasons, state.per_thread = 0, False
-    state.thread.__init__()
+    registry = ampatch.session.session.registry
+    registry.state.reasons, registry.state.per_thread = 0, False
+    registry.state.thread.__init__()
+    registry.observers.__init__()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
