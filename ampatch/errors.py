@@ -40,7 +40,8 @@ def type_name(value: object) -> str:
 class UndoAll:
     """Steps of an undo: each runs, whatever the others raise, and errors are raised at the end.
 
-    `what` is the user's call, with which the message of several errors begins.
+    A step that Ctrl-C has stopped runs again, from its beginning.  `what` is the user's call, with
+    which the message of several errors begins.
     """
 
     def __init__(self, what: str) -> None:
@@ -49,12 +50,15 @@ class UndoAll:
 
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
         """`action(*args)`, or None if that raises."""
-        try:
-            return action(*args)
-        except BaseException as error:
-            if not any(_are_alike(error, known) for known in self._errors):
-                self._errors.append(error)
-            return None
+        for _ in range(2):
+            try:
+                return action(*args)
+            except BaseException as error:
+                if not any(_are_alike(error, known) for known in self._errors):
+                    self._errors.append(error)
+                if isinstance(error, Exception):
+                    break
+        return None
 
     def end(self) -> None:
         """Raise the errors: one as it is, several as an `ExceptionGroup`.

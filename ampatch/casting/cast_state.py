@@ -34,7 +34,6 @@ class _Thread(threading.local):
         self.policy: Any = FOLLOW  # of the innermost entry
         self.stack: list[Entry] = []  # innermost last
         self.lent: list[Any] = []  # half copies that are in the places of weights
-        self.itself: threading.Thread | None = None  # once half copies were lent in it
 
 
 class CastState:

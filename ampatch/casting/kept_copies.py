@@ -29,11 +29,10 @@ class Store(NamedTuple):
 
 
 class KeptCopies:
-    """The copies of one model, while `blocks` are open."""
+    """The copies of one model, while `blocks` are there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = 0
-        self.is_open = False
+        self.blocks: list[object] = []
         self._model = model
         self._stores = Store({}, []), Store({}, [])  # the second is of inference mode
         self._weights: list[Tensor] = []
@@ -41,15 +40,16 @@ class KeptCopies:
         self._seen: object = None
         self._latest: tuple[object, list[Tensor]] = (None, [])  # buckets, and all their copies
 
-    def begin(self) -> None:
-        """From now on forwards use these copies."""
-        self._weights = [one for one in self._model.parameters() if _is_watched(one)]
-        self._ids = set(map(id, self._weights))
-        self.is_open = True
+    def begin(self, block: object) -> None:
+        """From now on forwards use these copies, until the last block has ended."""
+        if not self.blocks:
+            self._weights = [one for one in self._model.parameters() if _is_watched(one)]
+            self._ids = set(map(id, self._weights))
+        self.blocks.append(block)
 
     def end(self) -> None:
         """Let go of the copies.  Harmless when there are none."""
-        self.is_open = False
+        self.blocks.clear()
         self._weights, self._ids = [], set()
         self.forget()
 

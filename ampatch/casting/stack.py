@@ -83,10 +83,12 @@ class Block:
                 caller = calling_frame()
             elif new is found:
                 return  # strict export warns of every write, even of one that is taken back
+        if new is not FOLLOW:
+            # Counted first: Ctrl-C may leave a reason too many, which costs time, but none too few.
+            state.watch(+1)
         thread.stack.append(Entry(self, new, off, caller))
         if new is not FOLLOW:
             thread.policy = new
-            state.watch(+1)
 
     def leave(self, *exception: object) -> None:
         """Back to what is beneath; nothing, if this is not in the stack of this thread."""

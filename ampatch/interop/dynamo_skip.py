@@ -19,8 +19,8 @@ from ..torch_private import dynamo
 _BEHIND_HOOKS = {
     "casting": "batched_casts cast_state contexts handlers kept_copies policy stack "
     "torch_autocast weight_cache",
-    "models": "conversion entries hooks io_casting lending lent_casts lent_places lent_weights "
-    "lent_writes managed_model module_overrides submodule_calls turns values",
+    "models": "conversion hooks io_casting lent_places lent_weights lent_writes managed_model "
+    "module_overrides submodule_calls values",
     "torch_private": "devices dtensors foreach modules nodes probes tensors torch_functions "
     "tracing_tensors",
 }

@@ -3,9 +3,8 @@
 Where to look first:
 
 * one model and its hooks: `managed_model`, `hooks`;
-* half copies of FP32 weights during a forward (O2): `lent_weights` says when, `lending` what one
-  call is lent; where they stand: `lent_places`, `entries`; how they are made: `lent_casts`; what a
-  forward writes into them: `lent_writes`; several threads: `turns`;
+* half copies of FP32 weights during a forward (O2): when, `lent_weights`; where, `lent_places`;
+  what a forward writes into them, `lent_writes`;
 * weights to half and back (O3): `conversion`;
 * casts of inputs and outputs: `values`, `io_casting`; calls of parts of a model, and a framework's
   steps: `submodule_calls`; parts in another precision: `module_overrides`;

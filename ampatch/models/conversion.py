@@ -105,12 +105,14 @@ class ConvertedWeights:
         for entry in self.entries.values():
             undo.do(_restore, entry)
         if self.entries:
-            _flatten_rnns(self._model)
+            undo.do(_flatten_rnns, self._model)
         self.entries.clear()
 
 
 def _restore(entry: Converted) -> None:
     tensor, dtype, original, grad = entry
+    if tensor.dtype is dtype:  # it is done
+        return
     if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
         tensor.grad = None
         exchange_data(tensor, original)

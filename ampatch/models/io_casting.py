@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
+from ..casting.stack import calling_frame, is_running
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
@@ -25,12 +27,13 @@ from .values import CASTABLE, caster, half_cannot_hold, map_tensors
 _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
 
-_Given = tuple[list[tuple[Tensor, Tensor]], list[tuple[Any, Any, Any]]]
-"""What one forward was given.
 
-The caller's tensors with what the forward got instead, and the caller's containers with their
-copies and the items that these began with.
-"""
+class _Given(NamedTuple):
+    """What one forward was given: the caller's own, and what the forward got instead."""
+
+    caller: FrameType | None  # while it runs so does the forward
+    tensors: list[tuple[Tensor, Tensor]]
+    containers: list[tuple[Any, Any, Any]]  # the third: the items that the copy began with
 
 
 class _Open(threading.local):
@@ -64,8 +67,8 @@ class ModelInputs:
         if is_dynamo_compiling() or is_recording():
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
-        given: _Given = ([], [])
-        self._open.given.append(given)
+        given = _Given(calling_frame(), [], [])
+        self._running().append(given)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast(args[0], 0, given),), kwargs
         place = -1
@@ -77,21 +80,26 @@ class ModelInputs:
                 return self._cast(tensor, place, given)
             return caster(self._dtype)(tensor)
 
-        args = tuple(map_tensors(arg, convert_next, given[1]) for arg in args)
+        args = tuple(map_tensors(arg, convert_next, given.containers) for arg in args)
         if kwargs:
-            kwargs = {name: map_tensors(kwargs[name], convert_next, given[1]) for name in kwargs}
+            kwargs = {
+                name: map_tensors(value, convert_next, given.containers)
+                for name, value in kwargs.items()
+            }
         return args, kwargs
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether a forward that took its inputs here runs in this thread."""
-        return bool(self._open.given)
+    def _running(self) -> list[_Given]:
+        """What forwards of this thread were given, but for those that Ctrl-C has ended."""
+        given = self._open.given
+        while given and not is_running(given[-1].caller):
+            given.pop()
+        return given
 
     def write_back(self) -> None:
         """The forward has ended: write what it wrote into its inputs into the caller's own."""
         if not self._open.given:  # it was recorded
             return
-        casts, containers = self._open.given.pop()
+        _, casts, containers = self._open.given.pop()
         for own, cast in casts:
             # An inference tensor cannot be written outside of that mode, and its cast begins with
             # a version of 1.  In that mode casts have no version.
@@ -121,7 +129,7 @@ class ModelInputs:
             saturates = is_later and self._saturates and not tensor.is_cpu
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_places.add(place)
-        given[0].append((tensor, cast))
+        given.tensors.append((tensor, cast))
         return cast
 
     def _stays_float(self, tensor: Tensor, place: int) -> bool:

@@ -1,16 +1,22 @@
-"""Where a model has the weights that are lent, and what is put there and taken back."""
+"""Where a model has the weights that are lent, and what is put there and taken back.
+
+Entries of many modules' tables are looked at and exchanged together; the native part does the same
+in one call for all of them.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from ..casting.batched_casts import below_hooks, divide, hook_tables
-from ..torch_private.modules import flat_weights, list_weights
-from . import entries
+from ..torch_private.modules import flat_weights, list_weights, part_table
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
@@ -51,16 +57,27 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
 class Tree:
     """A module and its parts: the places that are lent to, with their parameters in buckets.
 
-    Those in `leave` (ids) are left out.
+    Those in `leave` (ids) are left out.  `own`: the places, if not all of the tree's.
     """
 
-    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        stays_float: StaysFloat,
+        leave: Collection[int],
+        own: list[Place] | None = None,
+    ) -> None:
         self.root = root
         modules = list(root.modules())
         self.modules = set(map(id, modules))
         self.is_old = False  # a module in it has got a parameter or a submodule
-        seen = all_places(root, stays_float)
-        self._seen = _columns(seen)
+        seen = all_places(root, stays_float) if own is None else own
+        tables = list(map(part_table, modules))
+        parts: list[Any] = [Place(table, *item) for table in tables for item in table.items()]
+        # What `is_valid` compares: parameters and parts, and how many a table has.
+        self._seen = _columns([*seen, *parts])
+        self._all_tables = [*tables, *(one._parameters for one in modules)]
+        self._sizes = list(map(len, self._all_tables))
         places = lent_of(seen, leave)
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
@@ -74,7 +91,7 @@ class Tree:
         self.parameters = [one for weights, _ in self.groups for one in weights]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
-        self.attributes: list[dict] = list(map(vars, self.parameters))
+        self._attributes: list[dict] = list(map(vars, self.parameters))
         self.hook_tables = hook_tables(modules)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
@@ -94,9 +111,10 @@ class Tree:
         return below_hooks(list(self.root.modules()))
 
     def is_valid(self) -> bool:
-        """Whether the tables hold what was found there."""
-        tables, names, found = self._seen
-        return not self.is_old and entries.are(tables, names, found)
+        """Whether the tables hold what was found there, and nothing else."""
+        if self.is_old or list(map(len, self._all_tables)) != self._sizes:
+            return False
+        return entries_are(*self._seen)
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.
@@ -104,7 +122,7 @@ class Tree:
         With `instead_of` only where one of those is: what the user's code has put there stays.
         """
         place = self._tables, self._names, self._sources
-        if not entries.exchange(*place, tensors, instead_of):
+        if not exchange(*place, tensors, instead_of):
             assert instead_of is not None
             mixed = zip(self.found(), self._sources, strict=True)
             self.put_found([tensors[i] if one is instead_of[i] else one for one, i in mixed])
@@ -126,7 +144,43 @@ class Tree:
         """What is in the places now."""
         return list(map(dict.get, self._tables, self._names))
 
+    def share_attributes(self, tensors: list[Tensor]) -> None:
+        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
+        share_attributes(tensors, self._attributes)
+
 
 def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
     """Tables, names and parameters."""
     return tuple(map(list, zip(*places, strict=True))) or ([], [], [])  # type: ignore[return-value]
+
+
+def entries_are(tables: list[dict], names: list[str], values: list[Any]) -> bool:
+    """Whether each entry, a table and a name in it, is this very value."""
+    return all(map(operator.is_, map(dict.get, tables, names), values))
+
+
+def exchange(
+    tables: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
+) -> bool:
+    """Entry number i becomes `new[sources[i]]`.
+
+    With `old` only if each of them is `old[sources[i]]` now; else nothing is done.  Whether it was.
+    """
+    if old is not None:
+        found, known = map(dict.get, tables, names), map(old.__getitem__, sources)
+        if not all(map(operator.is_, found, known)):
+            return False
+    deque(map(dict.__setitem__, tables, names, map(new.__getitem__, sources)), maxlen=0)
+    return True
+
+
+def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
+    """Give tensors these dictionaries of attributes, but for those of other types than Tensor."""
+    for tensor, one in zip(tensors, attributes, strict=True):
+        if type(tensor) is Tensor:
+            tensor.__dict__ = one
+
+
+if native.part is not None:
+    entries_are, exchange = native.part.entries_are, native.part.exchange_entries
+    share_attributes = native.part.share_attributes

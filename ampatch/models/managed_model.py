@@ -40,7 +40,7 @@ from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lent_in
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import refuse_other_precision, sharded_parameters
-from .submodule_calls import Step, SubmoduleCalls, is_traced_by_fx
+from .submodule_calls import SubmoduleCalls, is_traced_by_fx
 from .values import cast_tensors, half_cannot_hold
 
 _SHOWN = 5  # weights named in a warning
@@ -60,6 +60,16 @@ class Owner(Protocol):
 
     def mix(self, managed: ManagedModel) -> None:
         """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
+
+
+class FrameworkStep(Protocol):
+    """One step of a framework, which may be a call of the model that is no forward."""
+
+    def enters(self) -> bool:
+        """The model is called; whether that is the step."""
+
+    def leaves(self) -> bool:
+        """A call of the model ends; whether that was the step."""
 
 
 class ManagedModel:
@@ -98,7 +108,7 @@ class ManagedModel:
             self._inputs = self.inputs_of()
             if self.in_dtype in HALF_TYPES:
                 self._parts = SubmoduleCalls(self)
-        self._step: Step | None = None
+        self._step: FrameworkStep | None = None
         self._overrides = overrides
         self._running = Running()
         self.conversions = ConvertedWeights(model)
@@ -125,10 +135,9 @@ class ManagedModel:
         shared = lent_in(self.model)
         if not self.properties.lends_weights:
             self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
-        if self.properties.lends_weights or shared:
-            self._lend()
         if dtype not in HALF_TYPES:
             return
+        self._lend()
         lost = [
             name
             for name, buffer in self._look_at_buffers().items()
@@ -158,12 +167,22 @@ class ManagedModel:
         return buffers
 
     def _lend(self) -> None:
-        if self.lent is None and self.in_dtype in HALF_TYPES:
+        if self.in_dtype not in HALF_TYPES:
+            return
+        if self.lent is None:
             leave = functools.partial(sharded_parameters, self.model)
             self.lent = LentWeights(
                 *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
                 at_change=self._look_at_buffers,
+                computes_in=self._computes_in,
             )
+        self.lent.open()
+
+    def _computes_in(self) -> torch.dtype:
+        """The dtype of the part of a forward that runs now in this thread."""
+        assert self.in_dtype is not None
+        overrides = self._running.overrides
+        return overrides[-1].dtype if overrides else self.in_dtype
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -265,11 +284,6 @@ class ManagedModel:
         mix = functools.partial(self._owner.mix, self)
         return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
 
-    def is_inside(self, part: nn.Module) -> bool:
-        """Whether a forward runs in this thread that the part belongs to."""
-        taken = self._inputs is not None and self._inputs.is_taken
-        return taken or (self.lent is not None and self.lent.is_joined(part))
-
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
         """A part is called from outside."""
         self._block.enter(self.policy)
@@ -289,7 +303,9 @@ class ManagedModel:
         if state.modes and not is_compiled and is_mode_on():
             with unseen():
                 return self._enter(model, args, kwargs)
-        if lent is not None and state.thread.lent and lent.is_joined(model):
+        if not is_compiled and state.thread.lent:
+            state.end_interrupted()
+        if lent is not None and lent.is_joined(model):
             return None
         if self._step is not None and not is_compiled and self._step.enters():
             return None
@@ -300,8 +316,8 @@ class ManagedModel:
             taken = self._inputs.take(args, kwargs)
             if self._parts is not None and not is_compiled:
                 self._parts.step_aside()
-        if lent is not None and lent.has_changed and not is_compiled:
-            lent.look()
+        if lent is not None and not is_traced_by_fx(args, kwargs):
+            lent.begin(model, is_compiled)
         policy = self.policy
         # Nothing is entered where it would change nothing and cover nothing.
         if state.thread.stack:
@@ -309,24 +325,22 @@ class ManagedModel:
         elif policy is not state.process:
             self._block.enter(policy)
         if policy is not None and not is_compiled:
-            is_kept = self.kept.is_open and lent is None
+            is_kept = bool(self.kept.blocks) and lent is None
             policy.cache.open(self, self._last, self.kept if is_kept else None)
             if policy.devices is not None:
                 self._note_device(policy.devices)
-        if lent is not None and not is_traced_by_fx(args, kwargs):
-            lent.begin(model, is_compiled)
         return taken
 
     @contextlib.contextmanager
-    def in_step(self, is_sent_through_call: bool) -> Iterator[None]:
-        """Context manager: a framework runs code around the model; see `Step`.
+    def in_step(self, step: FrameworkStep) -> Iterator[None]:
+        """Context manager: a framework runs code around the model.
 
         At levels without half weights it changes nothing.
         """
         if self._parts is None:
             yield
             return
-        before, self._step = self._step, Step(is_sent_through_call)
+        before, self._step = self._step, step
         results = self._parts.results_are(self.out_dtype)
         try:
             yield
@@ -355,7 +369,10 @@ class ManagedModel:
             self._inputs.write_back()
             if self._parts is not None:
                 self._parts.come_back()
-        return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+        to = self.out_dtype
+        if not is_compiled and state.thread.lent and self.properties.cast_model_outputs is None:
+            to = state.thread.lent[-1].owner.computes_in()  # another model's forward goes on
+        return None if to is None else cast_tensors(output, to)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level

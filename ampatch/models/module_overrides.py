@@ -55,22 +55,21 @@ class ModuleOverride:
         self._state = state
         self._block = Block(state)
         self._policy = policy
-        self._dtype = dtype
+        self.dtype = dtype
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
         self._running = Running()
         self._last_wanted = out_dtype
 
-    def install(self, running: Running) -> list[Any]:
-        """Hang the hooks on the submodule; returns their handles."""
+    def install(self, running: Running) -> Iterator[Any]:
+        """Hang the hooks on the submodule; gives their handles."""
         self._running = running
         record_attention(self._policy, self._state)
         if isinstance(self.module, torch.jit.RecursiveScriptModule):  # it takes no hooks
-            return [_AroundForward(self.module, self._enter, self._leave)]
-        return [
-            self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
-            self.module.register_forward_hook(Hook(self._leave), always_call=True),
-        ]
+            yield _AroundForward(self.module, self._enter, self._leave)
+            return
+        yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
+        yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
@@ -97,9 +96,9 @@ class ModuleOverride:
         """The dtype that the code around this call wants; None: any."""
         running = self._running.overrides
         if is_dynamo_compiling():
-            return running[-1]._dtype if running else self._out_dtype
+            return running[-1].dtype if running else self._out_dtype
         if running:
-            self._last_wanted = running[-1]._dtype
+            self._last_wanted = running[-1].dtype
         elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
             self._last_wanted = self._out_dtype
         return self._last_wanted

@@ -10,7 +10,9 @@ out, so that they cost it nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +20,9 @@ import torch.fx
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..config.opt_levels import HALF_TYPES
+from .. import native
+from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import forward_tables
-from ..torch_private.probes import current_backward_pass
-from . import entries
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_weights import LentWeights, lenders
@@ -32,16 +33,11 @@ class Whole(Protocol):
     """The model that the parts are of."""
 
     model: nn.Module
+    properties: Properties
     lent: LentWeights | None
 
     def inputs_of(self, name: str) -> ModelInputs:
         """What casts the inputs of a part."""
-
-    def is_inside(self, part: nn.Module) -> bool:
-        """Whether a forward that the part belongs to runs in this thread.
-
-        That is the model's own, or that of a model which shares the part.
-        """
 
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
         """Put the model's policy in force and lend the weights of a part."""
@@ -50,34 +46,8 @@ class Whole(Protocol):
         """End that."""
 
 
-class Step:
-    """One step of a framework, which calls the model or parts of it.
-
-    Lightning's `training_step` is a method of the model and computes the loss too.  Under
-    DistributedDataParallel the framework sends it through the model's own `__call__`
-    (`is_sent_through_call`): the first call is then not the model's forward, nothing is to be cast
-    around it.
-    """
-
-    def __init__(self, is_sent_through_call: bool) -> None:
-        self._is_sent = is_sent_through_call
-        self._calls: list[bool] = []  # that run now: whether it is the step
-
-    def enters(self) -> bool:
-        """The model is called; whether that is the step."""
-        self._calls.append(self._is_sent)
-        self._is_sent = False
-        return self._calls[-1]
-
-    def leaves(self) -> bool:
-        """A call of the model ends; whether that was the step."""
-        return bool(self._calls) and self._calls.pop()
-
-
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.outermost: nn.Module | None = None  # the part that a call from outside has entered
-        self.again = 0  # how often it is inside itself
         self.result: torch.dtype | None = None  # of what a part returns; None: as it is
 
 
@@ -94,6 +64,7 @@ class SubmoduleCalls:
 
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
+        self._lends = whole.properties.lends_weights
         self._threads = {threading.get_ident()}  # that have called the model, or made this
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
@@ -101,12 +72,11 @@ class SubmoduleCalls:
         self._ids: list[int] = []
         self._hooks: list[Any] = []
 
-    def install(self, lent: Collection[int] | None) -> list[Any]:
+    def install(self, lent: Collection[int] | None) -> Iterator[Any]:
         """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
 
-        Returns their handles.
+        Gives each handle at once: what follows may raise.
         """
-        handles: list[Any] = []
         for name, module in self._whole.model.named_modules():
             if not name or isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -117,15 +87,13 @@ class SubmoduleCalls:
                 continue
             self._inputs[id(module)] = self._whole.inputs_of(name)
             before, after = Hook(self._enter), Hook(self._leave)
-            pre = module.register_forward_pre_hook(before, with_kwargs=True)
-            post = module.register_forward_hook(after, always_call=True)
-            handles += (pre, post)
+            yield (pre := module.register_forward_pre_hook(before, with_kwargs=True))
+            yield (post := module.register_forward_hook(after, always_call=True))
             tables = forward_tables(module)
             if tables is not None:  # else they stay in, which only takes time
                 self._tables += tables
                 self._ids += (pre.id, post.id)
                 self._hooks += (before, after)
-        return handles
 
     def forget(self) -> None:
         """The handles have been removed."""
@@ -142,52 +110,52 @@ class SubmoduleCalls:
         Not where weights are lent and several threads call the model or its parts: these are to
         wait for each other.
         """
-        self._here.outermost, self._here.again = None, 0
         self._threads.add(threading.get_ident())
-        if len(self._threads) == 1 or self._whole.lent is None:
-            entries.take_out(self._tables, self._ids)
+        if len(self._threads) == 1 or not self._lends:
+            take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
-        entries.put_in(self._tables, self._ids, self._hooks)
+        put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        lent, is_traced = self._whole.lent, is_dynamo_compiling()
+        if lent is None:
+            return None
         if is_traced:
-            if lent is None or lent.traced:
+            if lent.traced or not self._lends:
                 return None
+        elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
+            return None
         else:
-            if self._whole.is_inside(module) or id(module) in lenders:
-                return None
-            if here.outermost is not None:
-                here.again += here.outermost is module
-                return None
-            if lent is None and current_backward_pass() != -1:
-                return None  # a recomputation of converted weights: its inputs are the forward's
-            if is_traced_by_fx(args, kwargs):
-                return None
             self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
-        if not is_traced:
-            here.outermost = module
         self._whole.enter_part(module, is_traced)
         return taken
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        here, lent, is_traced = self._here, self._whole.lent, is_dynamo_compiling()
+        lent, is_traced = self._whole.lent, is_dynamo_compiling()
+        if lent is None or not lent.is_end_of(module, is_traced):
+            return None
+        self._whole.leave_part(module, is_traced)
         if is_traced:
-            if lent is None or not lent.traced or lent.traced[-1][0] is not module:
-                return None
-            self._whole.leave_part(module, is_traced)
-        else:
-            if here.outermost is not module:
-                return None
-            if here.again:
-                here.again -= 1
-                return None
-            here.outermost = None
-            self._whole.leave_part(module, is_traced)
-            self._inputs[id(module)].write_back()
-        # Lent weights are FP32 in the code around, beside what a part returns.
-        result = here.result if lent is None else torch.float32
+            return cast_tensors(output, torch.float32)
+        self._inputs[id(module)].write_back()
+        # Outside of forwards lent weights are FP32, beside what a part returns.
+        result = torch.float32 if self._lends else self._here.result
+        result = lent.dtype_around() or result
         return None if result is None else cast_tensors(output, result)
+
+
+def put_in(tables: list[OrderedDict], ids: list[int], hooks: list[Any]) -> None:
+    """Add hooks, behind all others of their tables."""
+    deque(map(OrderedDict.__setitem__, tables, ids, hooks), maxlen=0)
+
+
+def take_out(tables: list[OrderedDict], ids: list[int]) -> None:
+    """Remove hooks, where they are there."""
+    deque(map(OrderedDict.pop, tables, ids, repeat(None)), maxlen=0)
+
+
+if native.part is not None:
+    put_in, take_out = native.part.put_entries_in, native.part.take_entries_out

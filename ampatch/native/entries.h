@@ -1,4 +1,4 @@
-// Entries of modules' tables, many in one call: `models/entries.py`.
+// Entries of modules' tables, many in one call: `models/lent_places.py, models/submodule_calls.py`.
 #pragma once
 
 #include "copies.h"

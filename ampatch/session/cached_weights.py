@@ -23,19 +23,24 @@ class CachedWeights:
 
     def __enter__(self) -> None:
         found = [managed.kept for model in self._models for managed in _managed(model)]
-        with _changing:
-            self._entered.append(found)
-            for kept in found:
-                kept.blocks += 1
-                if not kept.is_open:
-                    kept.begin()
+        self._entered.append(found)
+        try:
+            with _changing:
+                for kept in found:
+                    kept.begin(found)
+        except BaseException:  # Ctrl-C
+            self.__exit__()
+            raise
 
     def __exit__(self, *exception: object) -> None:
         with _changing:
-            for kept in self._entered.pop():
-                kept.blocks -= 1
-                if kept.blocks == 0:
+            block = self._entered[-1]
+            for kept in block:
+                if block in kept.blocks:
+                    kept.blocks.remove(block)
+                if not kept.blocks:
                     kept.end()
+            self._entered.pop()
 
 
 def _managed(model: nn.Module) -> list[ManagedModel]:

@@ -21,6 +21,7 @@ from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
+from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.closures import torch_optimizers
@@ -93,15 +94,15 @@ def release_model(model: nn.Module) -> None:
         registry.close_empty()
 
 
-def in_step(model: nn.Module, is_sent_through_call: bool) -> AbstractContextManager[None]:
+def in_step(model: nn.Module, step: FrameworkStep) -> AbstractContextManager[None]:
     """Context manager around a framework's step, a method of a managed model that calls its parts.
 
     At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
-    return FP32.  With `is_sent_through_call` the model's first call in it is the step itself, sent
-    through `DistributedDataParallel`.
+    return FP32.  `step` knows which call of the model is the step itself, sent through
+    `DistributedDataParallel`.
     """
     managed = registry.table.managed(model)
-    return contextlib.nullcontext() if managed is None else managed.in_step(is_sent_through_call)
+    return contextlib.nullcontext() if managed is None else managed.in_step(step)
 
 
 # Optimizers

@@ -63,7 +63,7 @@ class TorchEvents:
         for session in self._registry.sessions:
             session.policies.cache.forget(parameter)
         for managed in self._registry.models():
-            if managed.kept.is_open:
+            if managed.kept.blocks:
                 managed.kept.forget()
 
     def forget_copies(self) -> None:
@@ -71,5 +71,5 @@ class TorchEvents:
         for session in self._registry.sessions:
             session.policies.cache.forget_all()
         for managed in self._registry.models():
-            if managed.kept.is_open:
+            if managed.kept.blocks:
                 managed.kept.forget()

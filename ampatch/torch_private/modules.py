@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.utils.parametrize
 from torch import nn
 
 from .lookup import of_torch
@@ -63,6 +64,24 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     storages = {one.untyped_storage().data_ptr() for one in weights}
     alike = {(one.dtype, one.device, one.layout) for one in weights}
     return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
+
+
+_parametrize: Any = torch.nn.utils.parametrize
+_CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "_cache_enabled")
+
+
+def exchange_parametrized(cache: dict) -> dict | None:
+    """Have `parametrize.cached()` go on with `cache`; returns what it had, None outside of it."""
+    if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
+        return None
+    found, _parametrize._cache = _parametrize._cache, cache
+    return found
+
+
+def part_table(module: nn.Module) -> dict[str, Any]:
+    """Its submodules by name, as it looks them up; none where torch or TorchScript has others."""
+    table = vars(module).get("_modules", {})
+    return table if isinstance(table, dict) else {}
 
 
 REPLICA = "_is_replica"

@@ -87,7 +87,7 @@ def walk_of_a_lent_weight() -> set[str]:
 WALKS = {
     "The walk of a block": (walk_of_a_block, 7),
     "The walk of a weight": (walk_of_a_weight, 7),
-    "The walk of a lent weight": (walk_of_a_lent_weight, 5),
+    "The walk of a lent weight": (walk_of_a_lent_weight, 4),
 }
 
 

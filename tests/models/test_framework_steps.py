@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.integrations.framework_step import Step
 from ampatch.session import facade
 
 
@@ -31,7 +32,7 @@ def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
         return inputs.double()
 
     model.step = step
-    with facade.in_step(model, is_sent_through_call=True):
+    with facade.in_step(model, Step(is_sent_through_call=True)):
         assert model(torch.ones(2, 4)).dtype is torch.float64
     assert seen == [torch.float32] * 3
     outside = torch.bfloat16 if level == "O3" else torch.float32
@@ -45,6 +46,6 @@ def test_after_a_step_that_raised_calls_are_forwards_again():
         raise RuntimeError("the script's own")
 
     model.step = step
-    with pytest.raises(RuntimeError, match="own"), facade.in_step(model, True):
+    with pytest.raises(RuntimeError, match="own"), facade.in_step(model, Step(True)):
         model(torch.ones(2, 4))
     assert model(torch.ones(2, 4)).dtype is torch.float32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import native
-from ampatch.models import entries
+from ampatch.models import lent_places, submodule_calls
 
 A, B, C = object(), object(), object()
 
@@ -19,37 +19,37 @@ def test_entries_are_compared_by_identity():
     one, equal = torch.ones(2), torch.ones(2)
     tables = [{"a": one}, {"a": None}, OrderedDict(b=one)]
     names = ["a", "a", "b"]
-    assert entries.are(tables, names, [one, None, one])
-    assert not entries.are(tables, names, [one, None, equal])
-    assert not entries.are(tables, ["a", "a", "gone"], [one, None, one])
-    assert entries.are([], [], [])
+    assert lent_places.entries_are(tables, names, [one, None, one])
+    assert not lent_places.entries_are(tables, names, [one, None, equal])
+    assert not lent_places.entries_are(tables, ["a", "a", "gone"], [one, None, one])
+    assert lent_places.entries_are([], [], [])
 
 
 def test_one_tensor_goes_to_several_places():
     tables = [{"a": A, "b": B}, {"a": A}]
     every = [tables[0], tables[0], tables[1]], ["a", "b", "a"], [1, 0, 1]
-    assert entries.exchange(*every, [B, C], None)
+    assert lent_places.exchange(*every, [B, C], None)
     assert tables == [{"a": C, "b": B}, {"a": C}]
     assert list(tables[0]) == ["a", "b"]
 
 
 def test_with_others_in_the_places_nothing_is_exchanged():
     tables = [{"a": A}, {"a": B}]
-    assert not entries.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, C])
+    assert not lent_places.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, C])
     assert tables == [{"a": A}, {"a": B}]
     del tables[1]["a"]
-    assert not entries.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, B])
+    assert not lent_places.exchange(tables, ["a", "a"], [0, 1], [C, C], [A, B])
     assert tables == [{"a": A}, {}]
     tables[1]["a"] = B
-    assert entries.exchange(tables, ["a", "a"], [0, 1], [B, C], [A, B])
+    assert lent_places.exchange(tables, ["a", "a"], [0, 1], [B, C], [A, B])
     assert tables == [{"a": B}, {"a": C}]
 
 
 def test_hooks_go_out_and_come_back_behind_the_others():
     tables = [OrderedDict({1: A, 2: B}), OrderedDict({5: C})]
-    entries.take_out(tables, [1, 7])
+    submodule_calls.take_out(tables, [1, 7])
     assert tables == [OrderedDict({2: B}), OrderedDict({5: C})]
-    entries.put_in(tables, [1, 7], [A, B])
+    submodule_calls.put_in(tables, [1, 7], [A, B])
     assert [list(table.items()) for table in tables] == [[(2, B), (1, A)], [(5, C), (7, B)]]
     tables[0].move_to_end(1, last=False)  # it knows its entries
     assert list(tables[0]) == [1, 2]
@@ -59,7 +59,7 @@ def test_attributes_are_shared_with_plain_tensors_only():
     parameter, copy = nn.Parameter(torch.ones(2)), torch.ones(2)
     other = torch.Tensor._make_subclass(type("Other", (Tensor,), {}), torch.ones(2))
     parameter.lr_mult = 3
-    entries.share_attributes([copy, other], [vars(parameter), vars(parameter)])
+    lent_places.share_attributes([copy, other], [vars(parameter), vars(parameter)])
     assert copy.lr_mult == 3 and not hasattr(other, "lr_mult")
     copy.seen = True
     assert parameter.seen

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ampatch
 
 from ...session import facade
+from ..framework_step import Step
 from .packages import PACKAGES
 from .session import PluginSession, Settings
 
@@ -100,7 +101,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
         if self._module is None:
             return nullcontext()
-        return facade.in_step(self._module, self._is_wrapped)
+        return facade.in_step(self._module, Step(self._is_wrapped))
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 

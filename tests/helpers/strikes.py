@@ -1,0 +1,49 @@
+"""An exception at the n-th call that code of ampatch makes or gets: Ctrl-C, at its worst moments.
+
+Python looks for signals as a Python function begins and as a C function returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ampatch
+
+ROOT = str(Path(ampatch.__file__).parent)
+
+
+def calls(does: Callable[[], object], room: str = "") -> int:
+    """How many moments there are in a run: in all of ampatch, or in one room."""
+    return _run(does, -1, room)[0]
+
+
+def strike(does: Callable[[], object], number: int, room: str = "") -> str:
+    """Run with a KeyboardInterrupt at that moment; returns where that is."""
+    return _run(does, number, room)[1]
+
+
+def _run(does: Callable[[], object], number: int, room: str) -> tuple[int, str]:
+    seen, where = 0, ""
+    files = str(Path(ROOT, room))
+
+    def profile(frame, event, argument):
+        nonlocal seen, where
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(files):
+            return
+        seen += 1
+        if seen == number:
+            what = "at its start" if event == "call" else f"after {argument.__name__}"
+            code = frame.f_code
+            where = f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno} {code.co_name} {what}"
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        does()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return seen, where

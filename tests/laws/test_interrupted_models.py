@@ -1,0 +1,215 @@
+"""Ctrl-C at any call in ampatch's own code around models: what comes after is as without it.
+
+A `with` block whose `__exit__` is struck at its very start has not ended, as with torch's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import strikes
+import torch
+import torch.nn.functional as F
+from small_training import data, in_threads
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+HALF = torch.bfloat16
+LEVELS = ["O1", "O2", "O3"]
+LINEAR = F.linear
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def encode(self, x):
+        return torch.tanh(self.norm(self.first(x)))
+
+    is_checkpointed = False
+
+    def forward(self, x):
+        if self.is_checkpointed:
+            return self.second(checkpoint(self.encode, x, use_reentrant=False))
+        return self.second(self.encode(x))
+
+
+def start(level, **settings):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"dtype": HALF, "loss_scale": 1.0, "verbosity": 0, **settings}
+    ampatch.initialize(model, optimizer, opt_level=level, **settings)
+    return model, optimizer
+
+
+def cached(model):
+    with ampatch.cached_weights(model), torch.no_grad():
+        model(data()[0])
+
+
+def no_grad(model):
+    with torch.no_grad():
+        model(data()[0])
+
+
+def recompute(model):
+    model.is_checkpointed = True
+    try:
+        model(data()[0]).float().sum().backward()
+    finally:
+        model.is_checkpointed = False
+
+
+PHASES = {
+    "recompute": recompute,
+    "forward": lambda model: model(data()[0]),
+    "evaluation": no_grad,
+    "a part": lambda model: model.first(data()[0]),
+    "cached_weights": cached,
+    "state_dict": lambda model: model.state_dict(),
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "registration": lambda model: setattr(model, "first", model.first),
+}
+
+
+def look(model, optimizer, level):
+    """What one sees of a model: a step's gradients, parts, copies, another thread's forward."""
+    x, y = data(5)
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x).float(), y)
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), Net().parameters(), strict=True):
+            parameter.copy_(value)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    found += [loss.detach(), model.first(x).detach(), *model.state_dict().values()]
+    found += copy.deepcopy(model).state_dict().values()
+    (there,) = in_threads(lambda: model(x).detach())
+    assert isinstance(there, torch.Tensor), there
+    kept = torch.bfloat16 if level == "O3" else torch.float32
+    assert {value.dtype for value in model.state_dict().values()} == {kept}
+    assert all(type(one) is nn.Parameter for m in model.modules() for one in m._parameters.values())
+    return [*found, there]
+
+
+def differ(first, second):
+    return [
+        index
+        for index, (a, b) in enumerate(zip(first, second, strict=True))
+        if a.dtype is not b.dtype or not torch.equal(a, b)
+    ]
+
+
+def is_plain(model):
+    """After `deactivate`: FP32, without hooks, and torch without casts."""
+    x = data()[0]
+    assert torch.equal(model(x), Net.forward(copy.deepcopy(model), x))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not any(
+        getattr(module, table)
+        for module in model.modules()
+        for table in ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks")
+    )
+    assert not any(name.startswith("__") for name in vars(model))
+    assert F.linear is LINEAR and F.linear(x, model.first.weight).dtype is torch.float32
+    return True
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_for_other_tests():
+    """What costs time alone: a policy that was struck as it was left, an observer with no block."""
+    yield
+    ampatch.deactivate()
+    registry = ampatch.session.session.registry
+    registry.state.reasons, registry.state.per_thread = 0, False
+    registry.state.thread.__init__()
+    registry.observers.__init__()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c(phase, level, monkeypatch):
+    monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 2.0)
+    model, optimizer = start(level)
+    expected = look(model, optimizer, level)
+    assert not differ(look(model, optimizer, level), expected)
+
+    def does():
+        PHASES[phase](model)
+
+    does()
+    room = "models" if phase == "recompute" else ""  # what is taken along has tests of its own
+    bad = []
+    count = strikes.calls(does, room)
+    for number in range(1, count + 1, 1 + count // 250):
+        where = strikes.strike(does, number, room)
+        try:
+            wrong = differ(look(model, optimizer, level), expected)
+        except Exception as error:
+            wrong = repr(error)[:150]
+        if wrong and "cached_weights.py" in where and "__exit__ at its start" in where:
+            wrong = []
+            ampatch.deactivate()
+            model, optimizer = start(level)
+        if wrong:
+            bad.append(f"{number} {where}: {wrong}")
+            ampatch.deactivate()
+            model, optimizer = start(level)
+    assert not bad, "\n".join(bad)
+    ampatch.deactivate()
+    assert is_plain(model)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("phase", ["initialize", "deactivate"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_ctrl_c_as_a_session_begins_or_ends(level, phase):
+    """In what models do there.  After `deactivate` all is plain, and a session may begin anew."""
+    expected = look(*start(level), level)
+    ampatch.deactivate()
+    model = optimizer = None
+
+    def begin():
+        ampatch.initialize(
+            *(model, optimizer),
+            opt_level=level,
+            dtype=HALF,
+            loss_scale=1.0,
+            verbosity=0,
+        )
+
+    def prepare():
+        nonlocal model, optimizer
+        ampatch.deactivate()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if phase == "deactivate":
+            begin()
+
+    does = begin if phase == "initialize" else ampatch.deactivate
+    prepare()
+    count, bad = strikes.calls(does, "models"), []
+    for number in range(1, count + 1, -(-count // 60)):
+        prepare()
+        where = strikes.strike(does, number, "models")
+        try:
+            ampatch.deactivate()
+            assert is_plain(model)
+            begin()
+            wrong = differ(look(model, optimizer, level), expected)
+        except Exception as error:
+            wrong = repr(error)[:150]
+        if wrong:
+            bad.append(f"{number} {where}: {wrong}")
+    assert not bad, "\n".join(bad)

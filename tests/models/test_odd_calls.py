@@ -1,0 +1,232 @@
+"""Models, layers and parameters where a tree of modules does not show them, beside FP32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import Made, data, step
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+HALF = torch.bfloat16
+LEVELS = ["O1", "O2", "O3"]
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def train(make, level, steps=3, loss_of=None, change=None):
+    """The losses and final weights of a training; `make` gives a model, and models it calls."""
+    models = make()
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    if level != "FP32":
+        settings = {"dtype": HALF, "opt_level": level, "verbosity": 0, "loss_scale": 1.0}
+        ampatch.initialize(models[0], optimizer, **settings)
+        if models[1:]:
+            ampatch.initialize(list(models[1:]), **settings)
+    if change is not None:
+        change(models[0])
+    found = []
+    for number in range(steps):
+        x, y = data(number)
+        loss = loss_of(models[0], x, y) if loss_of else F.mse_loss(models[0](x)[:, :2].float(), y)
+        found.append(loss.detach())
+        if level == "FP32":
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            step(loss, optimizer)
+    found += [parameter.detach().float() for parameter in models[0].parameters()]
+    ampatch.deactivate()
+    return found
+
+
+def is_as_float(level, make, **settings):
+    expected = train(make, "FP32", **settings)
+    found = train(make, level, **settings)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
+    return True
+
+
+def with_a_teacher(how, checkpointed=False):
+    def forward(self, x):
+        teacher = self.teachers[0] if how == "list" else self.teachers()
+
+        def run(x):
+            return self.head(self.body(x) + teacher(x))
+
+        return checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+
+    def make():
+        teacher = net(1)
+        student = Made(forward, body=net(), head=nn.Linear(4, 4))
+        student.teachers = [teacher] if how == "list" else lambda: teacher
+        return student, teacher
+
+    return make
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["list", "closure"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_managed_model_that_another_one_calls(level, how, checkpointed):
+    """It is no part of the other; what it returns has the dtype that the other computes in."""
+    assert is_as_float(level, with_a_teacher(how, checkpointed))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_its_results_outside_are_as_ever(level):
+    student, teacher = with_a_teacher("list")()
+    ampatch.initialize([student, teacher], opt_level=level, dtype=HALF, verbosity=0)
+    student(data()[0])
+    out = teacher(data()[0])
+    assert out.dtype is (HALF if level == "O1" else torch.float32)
+
+
+@pytest.mark.parametrize("inner", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_of_two_levels(level, inner):
+    student, teacher = with_a_teacher("list")()
+    expected = copy.deepcopy(student)
+    expected.teachers = [copy.deepcopy(teacher)]
+    x = data()[0]
+    expected = expected(x)
+    ampatch.initialize(student, opt_level=level, dtype=HALF, verbosity=0)
+    ampatch.initialize(teacher, opt_level=inner, dtype=HALF, verbosity=0)
+    torch.testing.assert_close(student(x).float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_part_of_another_model(level):
+    """`teacher.encoder(x)` in the forward of a model that does not have it."""
+    teacher = net(1)
+    student = Made(lambda self, x: self.head(teacher[0](x)), head=nn.Linear(8, 2))
+    ampatch.initialize([student, teacher], opt_level=level, dtype=HALF, verbosity=0)
+    assert student(data()[0]).dtype is torch.float32
+    outside = torch.float32 if level == "O2" else HALF
+    assert teacher[0](data()[0]).dtype is outside
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_float_part_that_calls_a_managed_model(level):
+    teacher = net(1)
+    student = Made(lambda self, x: self.body(x), body=Made(lambda self, x: self.lin(teacher(x))))
+    student.body.lin = nn.Linear(4, 2)
+    rule = {"body": "float"}
+    ampatch.initialize(student, opt_level=level, dtype=HALF, verbosity=0, overrides=rule)
+    ampatch.initialize(teacher, opt_level=level, dtype=HALF, verbosity=0)
+    assert student(data()[0]).isfinite().all()
+
+
+def insert(model):
+    torch.manual_seed(5)
+    model.insert(1, nn.Linear(8, 8))
+
+
+def put(model):
+    torch.manual_seed(5)
+    model._modules["1"] = nn.Linear(8, 8)
+
+
+def lists(model):
+    torch.manual_seed(5)
+    model.layers.insert(1, nn.Linear(8, 8))
+
+
+def a_list():
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    return (Made(forward, layers=nn.ModuleList(net())),)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "make, change", [(lambda: (net(),), insert), (lambda: (net(),), put), (a_list, lists)]
+)
+def test_layers_that_are_put_in_without_registration(level, make, change):
+    assert is_as_float(level, make, change=change)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_layer_from_outside(level, reentrant):
+    def loss_of(model, x, y):
+        hidden = checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=reentrant)
+        return F.mse_loss(model[2](torch.tanh(hidden))[:, :2].float(), y)
+
+    assert is_as_float(level, lambda: (net(),), loss_of=loss_of)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_around_a_layer_within_the_forward(level):
+    """It is a call from inside, in the recompute too: FP32 inputs stay FP32."""
+    seen = []
+
+    def mixing(self, x):
+        seen.append(x.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.first, x.float(), use_reentrant=False))
+
+    def make():
+        torch.manual_seed(0)
+        first = Made(mixing, weight=nn.Parameter(torch.randn(4, 4)))
+        return (Made(forward, first=first, last=nn.Linear(4, 4)),)
+
+    assert is_as_float(level, make) and set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parametrize_cached_around_a_penalty_and_the_forward(level):
+    class Positive(nn.Module):
+        def forward(self, weight):
+            return weight.abs() * weight
+
+    def make():
+        model = net()
+        parametrize.register_parametrization(model[0], "weight", Positive())
+        return (model,)
+
+    def loss_of(model, x, y):
+        with parametrize.cached():
+            penalty = model[0].weight.square().mean()
+            return F.mse_loss(model(x)[:, :2].float(), y) + penalty + model[0].weight.mean()
+
+    assert is_as_float(level, make, loss_of=loss_of)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("in_no_grad", [False, True])
+def test_a_forward_that_assigns_a_new_parameter_before_using_it(level, in_no_grad):
+    def forward(self, x):
+        if not self.is_new:
+            self.is_new = True
+            with torch.set_grad_enabled(not in_no_grad):
+                self.first.weight = nn.Parameter(torch.linspace(-1, 1, 32).view(8, 4))
+        return self.last(self.first(x))
+
+    model = Made(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 2))
+    model.is_new = False
+    ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0)
+    x, y = data()
+    for _ in range(2):
+        model.zero_grad()
+        loss = F.mse_loss(model(x).float(), y)
+        loss.backward()
+        weight = model.first.weight
+        assert type(weight) is nn.Parameter and weight.dtype is torch.float32
+        assert weight.grad is not None and weight.grad.abs().sum() > 0
