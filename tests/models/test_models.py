@@ -9,6 +9,7 @@ import torch
 from small_training import dtypes, managed
 from small_training import train_with_norms as train
 from small_training import with_norms as build
+from torch import nn
 
 import ampatch
 
@@ -129,3 +130,27 @@ def test_state_dict_is_what_there_is(level, half):
     plain = build()
     plain.load_state_dict(state)  # a plain script reads it
     assert torch.equal(plain[0].weight, model[0].weight.float())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half):
+    """Angles that are made of FP32 buffers alone stay exact; what is half throughout stays half."""
+    seen = {}
+
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("places", torch.arange(4096.0)[:, None])
+            self.register_buffer("frequencies", torch.logspace(0, -4, 8)[None])
+
+        def forward(self, x):
+            seen["angles"] = self.places @ self.frequencies
+            seen["half"] = torch.softmax(self.layer(x), -1)
+            return self.layer(x) @ seen["angles"][:8].cos()
+
+    model = Rotary()
+    ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
+    model(torch.ones(2, 8))
+    assert torch.equal(seen["angles"], model.places @ model.frequencies)
+    assert seen["angles"].dtype is torch.float32 and seen["half"].dtype is half
