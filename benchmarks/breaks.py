@@ -170,7 +170,7 @@ models/lent_places.py
 models/lent_writes.py
 |             if copy._version != version:
 |             if False:
-| laws/test_situations.py laws/test_random_programs.py
+| models/test_lent_weights.py
 
 models/lent_writes.py
 |         is_due = in_graph and self._forwards >= self._next_look
@@ -308,7 +308,7 @@ session/policies.py
 session/policies.py
 |     return half and single
 |     return half or single
-| laws/test_situations.py models/test_odd_models.py casting/test_scopes.py laws/test_counts.py
+| models/test_models.py
 
 session/session.py
 |             changed |= managed.converted()

@@ -182,6 +182,23 @@ def test_a_write_within_the_forward_reaches_the_parameter(how):
         model.load_state_dict(before)
 
 
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_write_in_place_is_seen_by_its_version_in_every_forward(with_graph):
+    """Values are compared in forwards 1, 10, 100, ... with a graph alone."""
+    model, _ = start()
+    model(inputs())
+
+    def halve(model):
+        with torch.no_grad():
+            model.second.weight.mul_(0.5)
+
+    model.inside = halve
+    before = model.second.weight.detach().clone()
+    with torch.set_grad_enabled(with_graph):
+        model(inputs())
+    torch.testing.assert_close(model.second.weight, before / 2, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_has_the_copies_of_its_forward(reentrant):
     class Checkpointed(Net):
