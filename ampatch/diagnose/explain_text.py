@@ -51,7 +51,7 @@ def functions(found: CastReport) -> list[str]:
     together = found.batches
     if together.batches:
         lines.append(
-            "Weights are cast together where the first of a batch is used: "
+            "Weights are cast together as a forward begins: "
             f"{together.weights} casts in {together.batches} batches, {together.bytes} bytes."
         )
     return lines

@@ -1,4 +1,4 @@
-"""`checkpoint(..., context_fn=...)`: a context of the user's is the inner word in both passes."""
+"""`checkpoint(..., context_fn=...)`: the user's context is the innermost setting in both passes."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():
     with pytest.raises(ValueError, match="not now"):
         loss.backward()
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant):
+    """Also with a disabled region between: it holds as the block does."""
+    model = ampatch.initialize(nn.Linear(4, 4), opt_level="O1", dtype="bfloat16", verbosity=0)
+    seen = []
+    x = torch.ones(2, 4, requires_grad=True)
+    with ampatch.disable_casts(), torch.autocast("cpu", enabled=False):
+        run = lambda x: (y := model(x), seen.append(y.dtype))[0]  # noqa: E731
+        loss = checkpoint(run, x, use_reentrant=reentrant).sum()
+    loss.backward()
+    assert set(seen) == {torch.float32} and x.grad.dtype is torch.float32
