@@ -83,7 +83,7 @@ casting/wrapper.py
 | casting/test_casting.py casting/test_calls.py
 
 casting/policy.py
-| return dataclasses.replace(self, gate=_outside_passes(self.gate), of_forwards=self)
+| return dataclasses.replace(self, gate=_outside_passes(self.gate), in_forwards=self)
 | return self
 | casting/test_scopes.py casting/test_o1_hooks.py casting/test_blocks.py
 
@@ -128,8 +128,8 @@ casting/special_ops.py
 | casting/test_every_level.py
 
 casting/rebind.py
-|                 value = exchange.new_of[id(value)]
-|                 value = found
+|             patches.rebind(namespace, name, value)
+|             pass
 | casting/test_early_names.py
 
 models/io_casting.py
@@ -163,7 +163,7 @@ models/lent_places.py
 | laws/test_situations.py session/test_sharing.py session/test_pairs.py
 
 models/lent_places.py
-|         return not self.is_old and entries.are(tables, names, found)
+|         return entries_are(*self._seen)
 |         return True
 | models/test_coming_in.py models/test_lent_weights.py
 
@@ -193,7 +193,7 @@ models/copies.py
 | models/test_model_copies.py
 
 models/submodule_calls.py
-|         result = here.result if lent is None else torch.float32
+|         result = lent.dtype_around() or result
 |         result = None
 | laws/test_situations.py models/test_framework_steps.py laws/test_ways_of_running.py
 
@@ -203,7 +203,7 @@ models/module_overrides.py
 | models/test_overrides.py
 
 models/managed_model.py
-|         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+|         return None if to is None else cast_tensors(output, to)
 |         return None
 | laws/test_situations.py
 
