@@ -48,7 +48,6 @@ from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
-from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import (
     REPLICA,
     exchange_parametrized,
@@ -192,24 +191,28 @@ class Lending:
     def take_back(self) -> None:
         """Put the parameters back where copies are.  May be called again."""
         self.is_in_place = False
-        for one in (*reversed(self._late), self):
-            one.tree.put(one.tree.parameters, instead_of=one.copies)
-        self._put_parametrized_back()
+        for late in reversed(self._late):
+            late.take_back()
+        self.tree.put(self.tree.parameters, instead_of=self.copies)
+        if self._parametrized is not None:
+            self._put_parametrized_back()
         self.is_lent = False
 
     def _put_parametrized_back(self) -> None:
         """Weights of FP32 parameters are not those of half copies."""
-        if self._parametrized is not None:
-            exchange_parametrized(self._parametrized)
-            self._parametrized = None
+        found, self._parametrized = self._parametrized, None
+        if found is not None:
+            exchange_parametrized(found)
 
     def carry(self) -> None:
         """What the forward wrote into copies goes to the parameters."""
-        for one in (*reversed(self._late), self):
-            if one._values or list(map(_version_of, one.copies)) != one._versions:
-                values, one._values = one._values, {}
-                versions, one._versions = one._versions, list(map(_version_of, one.copies))
-                self.owner.writes.carry(one.tree.parameters, one.copies, versions, values)
+        for late in reversed(self._late):
+            late.carry()
+        now = list(map(_version_of, self.copies))
+        if self._values or now != self._versions:
+            values, self._values = self._values, {}
+            versions, self._versions = self._versions, now
+            self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -420,8 +423,9 @@ class LentWeights:
             if self.traced:
                 self._end_traced()
             return
-        for lending in self._here():
-            if any(one is root for one in lending.roots):
+        here = threading.get_ident()
+        for lending in reversed(self.lendings):
+            if lending.is_in_place and lending.thread == here and root in lending.roots:
                 while lending.roots.pop() is not root:
                     pass
                 if not lending.roots:
@@ -457,7 +461,8 @@ class LentWeights:
         lent = self._state.thread.lent
         if lending in self.lendings:
             self.lendings.remove(lending)
-        self._end_turn()
+        if self.known:
+            self._end_turn()
         if lending in lent:
             lent.remove(lending)
 
@@ -543,7 +548,7 @@ class LentWeights:
         in_graph = torch.is_grad_enabled()
         if self._kept.blocks and not in_graph:
             return self._kept.of_all(tree.groups, self.dtype)
-        alone = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
+        hooked = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
         are_together = in_graph and self._model.training and may_use_all(self._model)
         made: list[Tensor] = []
         for weights, in_block in tree.groups:
@@ -551,17 +556,15 @@ class LentWeights:
                 copies = cast_in_one_block(weights, self.dtype)
                 run_when_ready(copies[0])
                 made += copies
-            elif not in_graph:
-                made += cast_together(weights, self.dtype, in_graph=False)
-            elif are_together and not alone and are_alike(weights[0], weights):
+            elif not in_graph or (are_together and not hooked and are_alike(weights[0], weights)):
                 made += self._cast(weights)
             else:
-                made += self._apart(weights, alone if are_together else None)
+                made += self._cast_in_part(weights, hooked, are_together)
         return made
 
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
-        if weights[0].requires_grad:
+        if weights[0].requires_grad and torch.is_grad_enabled():
             made = cast_in_graph(weights, self.dtype)
             run_when_ready(made[0])
             return made
@@ -569,29 +572,25 @@ class LentWeights:
             return self._kept.of(weights, self.dtype)
         return cast_together(weights, self.dtype, in_graph=False)
 
-    def _apart(self, bucket: list[Tensor], alone: Collection[int] | None) -> list[Tensor]:
-        """Some of a bucket go by themselves: those with hooks, in `alone` (ids; None: all), ..."""
-        copies: dict[int, Tensor] = {}
-        frozen = [one for one in bucket if not one.requires_grad]
+    def _cast_in_part(
+        self, weights: list[Tensor], hooked: Collection[int], are_together: bool
+    ) -> list[Tensor]:
+        """Weights with hooks, and those in `hooked` (ids), have a node each."""
+        frozen = [one for one in weights if not one.requires_grad]
         group = [
             one
-            for one in bucket
-            if alone is not None
-            and one.requires_grad
-            and may_be_planned(one)
-            and id(one) not in alone
+            for one in weights
+            if are_together and one.requires_grad and may_be_planned(one) and id(one) not in hooked
         ]
-        for weights in (frozen, group):
-            if weights:
-                copies.update(zip(map(id, weights), self._cast(weights), strict=True))
-        return [copies[id(one)] if id(one) in copies else self._alone(one) for one in bucket]
-
-    def _alone(self, weight: Tensor) -> Tensor:
-        if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
-            return self._cast([weight])[0]
-        made = weight.to(self.dtype)
-        run_when_ready(made)
-        return made
+        copies: dict[int, Tensor] = {}
+        for alike in (frozen, group):
+            if alike:
+                copies.update(zip(map(id, alike), self._cast(alike), strict=True))
+        for one in weights:
+            if id(one) not in copies:
+                copies[id(one)] = made = one.to(self.dtype)
+                run_when_ready(made)
+        return [copies[id(one)] for one in weights]
 
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
