@@ -94,6 +94,14 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     return None
 
 
+def dtype_around(state: CastState) -> torch.dtype | None:
+    """What the forward computes in that goes on in this thread; None: no half model's does."""
+    for lending in reversed(state.thread.lent):
+        if lending.is_in_place:
+            return lending.owner.computes_in()
+    return None
+
+
 def _parameter_at(table: dict[str, Any], name: str) -> Tensor | None:
     """The parameter of a place, whichever forward begins or ends in another thread meanwhile."""
     while True:
@@ -151,6 +159,7 @@ class Lending:
         self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_lent = False  # copies may be in places
         self.is_in_place = False  # all are
+        self.is_repeated = False  # in a recompute
         self._is_in_graph = torch.is_grad_enabled()
         self._late: list[Lending] = []  # of parts that the forward has made
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
@@ -227,6 +236,7 @@ class Lending:
             return
         lendings = (self, *self._late)
         found: list[list[Any]] = []
+        self.is_repeated = True
         try:
             if self.tree.parameters:
                 self.owner.take_turn()
@@ -483,7 +493,8 @@ class LentWeights:
         """
         key = id(module)
         for lending in self._state.thread.lent:
-            if key in lending.tree.modules and not (lending.roots and lending.owner is self):
+            is_outside = lending.is_repeated or lending.owner is not self
+            if is_outside and lending.is_in_place and key in lending.tree.modules:
                 return True
         return False
 
@@ -493,7 +504,8 @@ class LentWeights:
         That is the model's own, or that of a model which shares the part.
         """
         key = id(part)
-        if not any(key in lending.tree.modules for lending in self._state.thread.lent):
+        lent = self._state.thread.lent
+        if not any(one.is_in_place and key in one.tree.modules for one in lent):
             return False
         roots = self._roots_here()
         if roots and roots[-1] is part:  # it calls itself
@@ -515,11 +527,6 @@ class LentWeights:
     def _roots_here(self) -> list[nn.Module]:
         """The calls that compute with what is lent now."""
         return next((lending.roots for lending in self._here() if lending.roots), [])
-
-    def dtype_around(self) -> torch.dtype | None:
-        """What the forward computes in that goes on here; None: no half model's forward runs."""
-        lent = self._state.thread.lent
-        return lent[-1].owner.computes_in() if lent else None
 
     def close(self) -> None:
         """Nothing is lent any more."""
