@@ -72,12 +72,11 @@ class Tree:
         self.modules = set(map(id, modules))
         self.is_old = False  # a module in it has got a parameter or a submodule
         seen = all_places(root, stays_float) if own is None else own
-        tables = list(map(part_table, modules))
-        parts: list[Any] = [Place(table, *item) for table in tables for item in table.items()]
-        # What `is_valid` compares: parameters and parts, and how many a table has.
+        # What `is_valid` compares: parameters and parts, and how many parts there are.
+        self._part_tables = list(filter(None, map(part_table, modules)))
+        self._sizes = list(map(len, self._part_tables))
+        parts: list[Any] = [Place(one, *item) for one in self._part_tables for item in one.items()]
         self._seen = _columns([*seen, *parts])
-        self._all_tables = [*tables, *(one._parameters for one in modules)]
-        self._sizes = list(map(len, self._all_tables))
         places = lent_of(seen, leave)
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
@@ -112,7 +111,7 @@ class Tree:
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there, and nothing else."""
-        if self.is_old or list(map(len, self._all_tables)) != self._sizes:
+        if self.is_old or list(map(len, self._part_tables)) != self._sizes:
             return False
         return entries_are(*self._seen)
 

@@ -48,7 +48,6 @@ from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
-from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import (
     REPLICA,
     exchange_parametrized,
@@ -92,6 +91,14 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
             found = lending.behind.get(id(tensor))
             if found is not None:
                 return found
+    return None
+
+
+def dtype_around(state: CastState) -> torch.dtype | None:
+    """What the forward computes in that goes on in this thread; None: no half model's does."""
+    for lending in reversed(state.thread.lent):
+        if lending.is_in_place:
+            return lending.owner.computes_in()
     return None
 
 
@@ -152,6 +159,7 @@ class Lending:
         self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
         self.is_lent = False  # copies may be in places
         self.is_in_place = False  # all are
+        self.is_repeated = False  # in a recompute
         self._is_in_graph = torch.is_grad_enabled()
         self._late: list[Lending] = []  # of parts that the forward has made
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
@@ -192,24 +200,28 @@ class Lending:
     def take_back(self) -> None:
         """Put the parameters back where copies are.  May be called again."""
         self.is_in_place = False
-        for one in (*reversed(self._late), self):
-            one.tree.put(one.tree.parameters, instead_of=one.copies)
-        self._put_parametrized_back()
+        for late in reversed(self._late):
+            late.take_back()
+        self.tree.put(self.tree.parameters, instead_of=self.copies)
+        if self._parametrized is not None:
+            self._put_parametrized_back()
         self.is_lent = False
 
     def _put_parametrized_back(self) -> None:
         """Weights of FP32 parameters are not those of half copies."""
-        if self._parametrized is not None:
-            exchange_parametrized(self._parametrized)
-            self._parametrized = None
+        found, self._parametrized = self._parametrized, None
+        if found is not None:
+            exchange_parametrized(found)
 
     def carry(self) -> None:
         """What the forward wrote into copies goes to the parameters."""
-        for one in (*reversed(self._late), self):
-            if one._values or list(map(_version_of, one.copies)) != one._versions:
-                values, one._values = one._values, {}
-                versions, one._versions = one._versions, list(map(_version_of, one.copies))
-                self.owner.writes.carry(one.tree.parameters, one.copies, versions, values)
+        for late in reversed(self._late):
+            late.carry()
+        now = list(map(_version_of, self.copies))
+        if self._values or now != self._versions:
+            values, self._values = self._values, {}
+            versions, self._versions = self._versions, now
+            self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -224,6 +236,7 @@ class Lending:
             return
         lendings = (self, *self._late)
         found: list[list[Any]] = []
+        self.is_repeated = True
         try:
             if self.tree.parameters:
                 self.owner.take_turn()
@@ -420,8 +433,9 @@ class LentWeights:
             if self.traced:
                 self._end_traced()
             return
-        for lending in self._here():
-            if any(one is root for one in lending.roots):
+        here = threading.get_ident()
+        for lending in reversed(self.lendings):
+            if lending.is_in_place and lending.thread == here and root in lending.roots:
                 while lending.roots.pop() is not root:
                     pass
                 if not lending.roots:
@@ -457,7 +471,8 @@ class LentWeights:
         lent = self._state.thread.lent
         if lending in self.lendings:
             self.lendings.remove(lending)
-        self._end_turn()
+        if self.known:
+            self._end_turn()
         if lending in lent:
             lent.remove(lending)
 
@@ -478,7 +493,8 @@ class LentWeights:
         """
         key = id(module)
         for lending in self._state.thread.lent:
-            if key in lending.tree.modules and not (lending.roots and lending.owner is self):
+            is_outside = lending.is_repeated or lending.owner is not self
+            if is_outside and lending.is_in_place and key in lending.tree.modules:
                 return True
         return False
 
@@ -488,7 +504,8 @@ class LentWeights:
         That is the model's own, or that of a model which shares the part.
         """
         key = id(part)
-        if not any(key in lending.tree.modules for lending in self._state.thread.lent):
+        lent = self._state.thread.lent
+        if not any(one.is_in_place and key in one.tree.modules for one in lent):
             return False
         roots = self._roots_here()
         if roots and roots[-1] is part:  # it calls itself
@@ -510,11 +527,6 @@ class LentWeights:
     def _roots_here(self) -> list[nn.Module]:
         """The calls that compute with what is lent now."""
         return next((lending.roots for lending in self._here() if lending.roots), [])
-
-    def dtype_around(self) -> torch.dtype | None:
-        """What the forward computes in that goes on here; None: no half model's forward runs."""
-        lent = self._state.thread.lent
-        return lent[-1].owner.computes_in() if lent else None
 
     def close(self) -> None:
         """Nothing is lent any more."""
@@ -543,7 +555,7 @@ class LentWeights:
         in_graph = torch.is_grad_enabled()
         if self._kept.blocks and not in_graph:
             return self._kept.of_all(tree.groups, self.dtype)
-        alone = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
+        hooked = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
         are_together = in_graph and self._model.training and may_use_all(self._model)
         made: list[Tensor] = []
         for weights, in_block in tree.groups:
@@ -551,17 +563,15 @@ class LentWeights:
                 copies = cast_in_one_block(weights, self.dtype)
                 run_when_ready(copies[0])
                 made += copies
-            elif not in_graph:
-                made += cast_together(weights, self.dtype, in_graph=False)
-            elif are_together and not alone and are_alike(weights[0], weights):
+            elif not in_graph or (are_together and not hooked and are_alike(weights[0], weights)):
                 made += self._cast(weights)
             else:
-                made += self._apart(weights, alone if are_together else None)
+                made += self._cast_in_part(weights, hooked, are_together)
         return made
 
     def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Weights that all want a gradient, or none of which does."""
-        if weights[0].requires_grad:
+        if weights[0].requires_grad and torch.is_grad_enabled():
             made = cast_in_graph(weights, self.dtype)
             run_when_ready(made[0])
             return made
@@ -569,29 +579,25 @@ class LentWeights:
             return self._kept.of(weights, self.dtype)
         return cast_together(weights, self.dtype, in_graph=False)
 
-    def _apart(self, bucket: list[Tensor], alone: Collection[int] | None) -> list[Tensor]:
-        """Some of a bucket go by themselves: those with hooks, in `alone` (ids; None: all), ..."""
-        copies: dict[int, Tensor] = {}
-        frozen = [one for one in bucket if not one.requires_grad]
+    def _cast_in_part(
+        self, weights: list[Tensor], hooked: Collection[int], are_together: bool
+    ) -> list[Tensor]:
+        """Weights with hooks, and those in `hooked` (ids), have a node each."""
+        frozen = [one for one in weights if not one.requires_grad]
         group = [
             one
-            for one in bucket
-            if alone is not None
-            and one.requires_grad
-            and may_be_planned(one)
-            and id(one) not in alone
+            for one in weights
+            if are_together and one.requires_grad and may_be_planned(one) and id(one) not in hooked
         ]
-        for weights in (frozen, group):
-            if weights:
-                copies.update(zip(map(id, weights), self._cast(weights), strict=True))
-        return [copies[id(one)] if id(one) in copies else self._alone(one) for one in bucket]
-
-    def _alone(self, weight: Tensor) -> Tensor:
-        if type(weight) is nn.Parameter and weight.is_leaf and not is_dtensor(weight):
-            return self._cast([weight])[0]
-        made = weight.to(self.dtype)
-        run_when_ready(made)
-        return made
+        copies: dict[int, Tensor] = {}
+        for alike in (frozen, group):
+            if alike:
+                copies.update(zip(map(id, alike), self._cast(alike), strict=True))
+        for one in weights:
+            if id(one) not in copies:
+                copies[id(one)] = made = one.to(self.dtype)
+                run_when_ready(made)
+        return [copies[id(one)] for one in weights]
 
     def _lend_to_replica(self, replica: nn.Module) -> None:
         """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""

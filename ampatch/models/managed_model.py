@@ -37,7 +37,7 @@ from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, lent_in
+from .lent_weights import LentWeights, dtype_around, lent_in
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import SubmoduleCalls, is_traced_by_fx
@@ -290,11 +290,12 @@ class ManagedModel:
         if self.lent is not None:
             self.lent.begin(part, is_traced)
 
-    def leave_part(self, part: nn.Module, is_traced: bool) -> None:
-        """That call ends."""
+    def leave_part(self, part: nn.Module, is_traced: bool) -> torch.dtype | None:
+        """That call ends.  Returns what the forward around it computes in; None: there is none."""
         if self.lent is not None:
             self.lent.end(part, is_traced)
         self._block.leave()
+        return None if is_traced else dtype_around(self._state)
 
     # Around a forward
 
@@ -371,7 +372,7 @@ class ManagedModel:
                 self._parts.come_back()
         to = self.out_dtype
         if not is_compiled and state.thread.lent and self.properties.cast_model_outputs is None:
-            to = state.thread.lent[-1].owner.computes_in()  # another model's forward goes on
+            to = dtype_around(state) or to
         return None if to is None else cast_tensors(output, to)
 
     def _why_half(self) -> str:

@@ -42,8 +42,8 @@ class Whole(Protocol):
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
         """Put the model's policy in force and lend the weights of a part."""
 
-    def leave_part(self, part: nn.Module, is_traced: bool) -> None:
-        """End that."""
+    def leave_part(self, part: nn.Module, is_traced: bool) -> torch.dtype | None:
+        """End that.  Returns what the forward around it computes in; None: there is none."""
 
 
 class _Here(threading.local):
@@ -137,13 +137,11 @@ class SubmoduleCalls:
         lent, is_traced = self._whole.lent, is_dynamo_compiling()
         if lent is None or not lent.is_end_of(module, is_traced):
             return None
-        self._whole.leave_part(module, is_traced)
-        if is_traced:
-            return cast_tensors(output, torch.float32)
-        self._inputs[id(module)].write_back()
+        around = self._whole.leave_part(module, is_traced)
+        if not is_traced:
+            self._inputs[id(module)].write_back()
         # Outside of forwards lent weights are FP32, beside what a part returns.
-        result = torch.float32 if self._lends else self._here.result
-        result = lent.dtype_around() or result
+        result = around or (torch.float32 if self._lends else self._here.result)
         return None if result is None else cast_tensors(output, result)
 
 

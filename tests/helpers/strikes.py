@@ -19,12 +19,21 @@ def calls(does: Callable[[], object], room: str = "") -> int:
     return _run(does, -1, room)[0]
 
 
-def strike(does: Callable[[], object], number: int, room: str = "") -> str:
-    """Run with a KeyboardInterrupt at that moment; returns where that is."""
-    return _run(does, number, room)[1]
+def stop() -> None:
+    """What Python does at Ctrl-C."""
+    raise KeyboardInterrupt
 
 
-def _run(does: Callable[[], object], number: int, room: str) -> tuple[int, str]:
+def strike(
+    does: Callable[[], object], number: int, room: str = "", action: Callable[[], object] = stop
+) -> str:
+    """Run, with that action at that moment; returns where that is."""
+    return _run(does, number, room, action)[1]
+
+
+def _run(
+    does: Callable[[], object], number: int, room: str, action: Callable[[], object] = stop
+) -> tuple[int, str]:
     seen, where = 0, ""
     files = str(Path(ROOT, room))
 
@@ -37,7 +46,7 @@ def _run(does: Callable[[], object], number: int, room: str) -> tuple[int, str]:
             what = "at its start" if event == "call" else f"after {argument.__name__}"
             code = frame.f_code
             where = f"{code.co_filename[len(ROOT) :]}:{frame.f_lineno} {code.co_name} {what}"
-            raise KeyboardInterrupt
+            action()
 
     sys.setprofile(profile)
     try:

@@ -6,6 +6,7 @@ A `with` block whose `__exit__` is struck at its very start has not ended, as wi
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -169,6 +170,41 @@ def test_ctrl_c(phase, level, monkeypatch):
     assert not bad, "\n".join(bad)
     ampatch.deactivate()
     assert is_plain(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_handler_that_calls_the_model(level, grad):
+    """Of a signal, or a `__del__`, at any call of ampatch's in a forward: both are right."""
+    model, _ = start(level)
+    x, bad, found = data()[0], [], []
+
+    def both():
+        found.clear()
+        with torch.set_grad_enabled(grad):
+            found.append(model(x))
+
+    def handler():
+        with torch.set_grad_enabled(grad):
+            found.append(model(x))
+
+    both()
+    (expected,) = found
+    count = strikes.calls(both)
+    for number in range(1, count + 1):
+        try:
+            where = strikes.strike(both, number, action=handler)
+            right = len(found) == 2 and all(torch.equal(one, expected) for one in found)
+            wrong = "" if right else repr(found)[:150]
+        except Exception as error:
+            wrong, where = repr(error)[:150], ""
+        both()
+        (there,) = in_threads(functools.partial(model, x))
+        if wrong or not torch.equal(found[0], expected) or not torch.equal(there, expected):
+            bad.append(f"{number} {where}: {wrong}")
+            ampatch.deactivate()
+            model, _ = start(level)
+    assert not bad, "\n".join(bad)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
