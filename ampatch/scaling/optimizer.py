@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,14 +16,12 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
 from .gradients import Gradients
-from .optimizers import zero
+from .optimizers import closures, zero
 from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
-from .optimizers.closures import Evaluations, with_closures
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.snapshots import Snapshot
-from .optimizers.state import states_of
+from .optimizers.state import Replaced
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
@@ -66,8 +65,8 @@ class ManagedOptimizer:
         self.gradients = Gradients(optimizer, owner.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
-        self.found_states = Snapshot()  # what `initialize` finds, should it fail
-        self.evaluations: Evaluations | None = None  # of the `step(closure)` that is running
+        self.replaced_state: Replaced = []  # by an `initialize` that runs, should it fail
+        self.is_evaluating = False  # a `step(closure)` runs
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self._has_warned = False
         self._steps = 0
@@ -79,7 +78,6 @@ class ManagedOptimizer:
 
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
-        self.found_states = Snapshot(states_of(self.optimizer), values=False)
         self._made_half()
         lost = lost_eps(self.optimizer)
         if lost is not None:
@@ -110,27 +108,46 @@ class ManagedOptimizer:
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        evaluations = None
         if args or kwargs:
-            evaluations, args, kwargs = with_closures(self, args, kwargs)
-        self.before_step(evaluates=evaluations is not None)
-        if evaluations is None:
-            result = self.step_on_gradients(original, args, kwargs)
-        else:
-            self.evaluations = evaluations
-            try:
-                with self.owner.casts_off:
-                    result = evaluations.step(original, args, kwargs)
-            finally:
-                self.evaluations = None
+            found, given, named = closures.replaced(args, kwargs, self._with_casts)
+            if found and closures.evaluates_first(self.optimizer):
+                with torch.enable_grad():
+                    loss = found[0]()
+                self._step(original, (), {})
+                return loss
+            if found:
+                return self._step_with_closures(original, given, named)
+        self.before_step()
+        result = self.step_on_gradients(original, args, kwargs)
         self.after_step()
         return result
 
-    def before_step(self, evaluates: bool = False) -> None:
-        """Bring gradients and scalers up to date.
+    def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.owner.looks_for_overflow():
+            closures.refuse(self.optimizer)
+        self.before_step()
+        self.is_evaluating = True
+        try:
+            with self.owner.casts_off:
+                result = original(*args, **kwargs)
+        finally:
+            self.is_evaluating = False
+        self.note_step(False)
+        self.after_step()
+        return result
 
-        A step that evaluates a closure looks at the gradients after that.
-        """
+    def _with_casts(self, closure: Callable) -> Callable:
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self.owner.casts_on():
+                loss = closure(*args, **kwargs)
+            self.gradients.finish()
+            return loss
+
+        return evaluate
+
+    def before_step(self) -> None:
+        """Bring gradients and scalers up to date."""
         self.owner.before_step(self)
         gradients = self.gradients
         if gradients.aside is not None:
@@ -142,8 +159,7 @@ class ManagedOptimizer:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
         gradients.finish()
-        if not evaluates:
-            self.settle_overflow()
+        self.settle_overflow()
 
     def settle_overflow(self) -> None:
         """Have the overflow flag be that of the gradients as they are now, and scalers know it.

@@ -23,7 +23,7 @@ from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
-from ..scaling.optimizers.state import fit_state
+from ..scaling.optimizers.state import Replaced, fit_state, put_back
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from . import policies, rank_settings, table
 from .policies import Policies
@@ -129,9 +129,9 @@ class Session:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
                 managed = registry.table.managed(given)
-                undo.do(self.release, given)
                 if isinstance(managed, ManagedOptimizer):
-                    undo.do(managed.found_states.restore)
+                    undo.do(put_back, managed.replaced_state)
+                undo.do(self.release, given)
             undo.end()
             raise
         registry.refresh()
@@ -159,8 +159,8 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
+            undo.do(put_back, optimizer.replaced_state)
             undo.do(_fit, optimizer, changed)
-            undo.do(optimizer.found_states.restore)
         for rows in self._rows:
             self._leave(rows, *rows)
         self.is_open = False
@@ -196,11 +196,11 @@ class Session:
         models, optimizers = self.models, self.optimizers
         converted = self._converted()
         for optimizer in optimizers:
-            _fit(optimizer, converted)
+            _fit(optimizer, converted, optimizer.replaced_state)
         for model in models:
             model.forget_originals()
         for optimizer in optimizers:
-            optimizer.found_states.forget()
+            optimizer.replaced_state.clear()
 
     def _converted(self) -> set[int]:
         """Ids of the tensors whose dtype a level has changed."""
@@ -391,10 +391,10 @@ def taken_over(*given: Any) -> Iterator[None]:
         raise
 
 
-def _fit(managed: ManagedOptimizer, converted: set[int]) -> None:
+def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
     """Parameters (ids) have got other dtypes: what the optimizer keeps of them fits again."""
     if converted:
-        fit_state(managed.optimizer, converted)
+        fit_state(managed.optimizer, converted, replaced)
         zero.settle(managed.optimizer)
 
 

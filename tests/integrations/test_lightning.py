@@ -217,7 +217,27 @@ def test_lbfgs_evaluates_its_closure(level):
             return torch.optim.LBFGS(self.net.parameters(), lr=0.05, max_iter=3)
 
     expected = fit(None, Lbfgs, limit_train_batches=4).losses
-    assert_near(fit(amp(level), Lbfgs, limit_train_batches=4).losses, expected)
+    static = amp(level, loss_scale=128.0)
+    assert_near(fit(static, Lbfgs, limit_train_batches=4).losses, expected)
+    with pytest.raises(ampatch.AmpatchError, match="under a dynamic loss scale"):
+        fit(amp(level), Lbfgs, limit_train_batches=4)
+
+
+class Own(torch.optim.SGD):
+    """No class of torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_other_optimizers_step_as_in_lightnings_mixed_precision(scale):
+    class Owned(Training):
+        def configure_optimizers(self) -> Any:
+            return Own(self.net.parameters(), lr=0.05)
+
+    expected = fit(None, Owned, limit_train_batches=4).losses
+    assert_near(fit(amp(loss_scale=scale), Owned, limit_train_batches=4).losses, expected)
 
 
 def test_schedulers_wait_while_steps_are_skipped():

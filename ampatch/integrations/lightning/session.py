@@ -74,9 +74,13 @@ class PluginSession:
 
     def hold(self, scheduler: Any) -> None:
         """Have a scheduler wait while steps are skipped, if steps can be."""
-        session = self._session()
-        if session is not None and any(scaler.is_dynamic for scaler in session.scalers):
+        if self.looks_for_overflow():
             ampatch.hold_scheduler(scheduler)
+
+    def looks_for_overflow(self) -> bool:
+        """Whether there is a dynamic loss scale."""
+        session = self._session()
+        return session is not None and session.looks_for_overflow()
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
