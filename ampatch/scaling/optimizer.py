@@ -204,12 +204,13 @@ class ManagedOptimizer:
         return result
 
     def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Any) -> Any:
-        self.optimizer.found_inf = found
-        self.optimizer.grad_scale = None
+        own = vars(self.optimizer)
         try:
+            own.update(found_inf=found, grad_scale=None)
             return original(*args, **kwargs)
         finally:
-            del self.optimizer.found_inf, self.optimizer.grad_scale
+            for name in ("found_inf", "grad_scale"):
+                own.pop(name, None)
 
     def note_step(self, skipped: bool | Tensor) -> None:
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
@@ -275,12 +276,14 @@ class ManagedOptimizer:
     # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        self.gradients.zeroed()
+        result = None
         if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
-            return original(*args, **kwargs)
-        for group in self.optimizer.param_groups:
-            drop_grads(group["params"])
-        return None
+            result = original(*args, **kwargs)
+        else:
+            for group in self.optimizer.param_groups:
+                drop_grads(group["params"])
+        self.gradients.zeroed()
+        return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """As the original; understands apex's layouts, whose masters' values the weights get."""
