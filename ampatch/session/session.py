@@ -28,6 +28,7 @@ from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharer
 from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
+from .running_statistics import RunningStatistics
 from .table import Rows, alive
 
 
@@ -58,6 +59,7 @@ class Session:
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
+        self.statistics: dict[int, RunningStatistics] = {}  # by the ids of models
         self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
@@ -98,6 +100,8 @@ class Session:
         for key in keys:
             if rows.pop(key, None) is not None:
                 registry.table.remove(key, self)
+            if key in self.statistics:
+                self.statistics.pop(key).close()
 
     # Put in, take out
 
@@ -229,6 +233,8 @@ class Session:
             managed.convert(module_overrides.stays_float(model, properties, found))
         managed.warn_of_half_weights()
         managed.install()
+        if self.looks_for_overflow():
+            self.statistics[id(model)] = RunningStatistics(model)
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
@@ -337,6 +343,8 @@ class Session:
         self.policies.cache.close()
         registry.state.drop_interrupted()
         self.has_trained = True
+        for statistics in self.statistics.values():
+            statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:
