@@ -38,7 +38,6 @@ else:
     )
     from .api.legacy_init import init
     from .api.training import (
-        hold_scheduler,
         load_state_dict,
         loss_scale,
         loss_scale_settings,
@@ -70,7 +69,6 @@ __all__ = [
     "float_function",
     "gradient_range",
     "half_function",
-    "hold_scheduler",
     "init",
     "initialize",
     "load_state_dict",

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
-from .optimizers import zero
 from .process_group import share_flag, sharers, trains_with_others, world_size
 from .scale_value import Flag, either, is_set
 from .tensor_lists import drop_grads, grads_of, put_back, with_grads
@@ -45,8 +44,8 @@ class Check:
 class Gradients:
     """What happens to the gradients of `optimizer`.
 
-    The ranks of `process_group` share their overflow flag in each block, those of `step_group`
-    at each step.  `owners` is what `owners_among` gave for all that are dealt with together.
+    The ranks of `process_group` share their overflow flag in each block.  `owners` is what
+    `owners_among` gave for all that are dealt with together.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
@@ -58,7 +57,6 @@ class Gradients:
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         self.had_block = False  # since the last step
         self.left_scaled = False  # a block for others has added scaled ones
-        self.step_group = zero.group_of(optimizer)
         self._process_group = process_group
         self.blocks = 0  # that have begun
 
@@ -234,18 +232,6 @@ class Gradients:
 
     # Steps and zeroes
 
-    def share_overflow(self) -> None:
-        """Have all ranks of `step_group` know of an overflow on one; each of them asks.
-
-        A rank whose gradients are none of this step (`Join`) decides as the others do.
-        """
-        self.check = self.check or Check()
-        seen = False if self.check.found is None else self.check.found
-        found = share_flag(seen, [self.step_group], self.parameters())
-        self.check.found = found
-        for deferred in self.waiting:
-            deferred.add([found])
-
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
         if self.check is not None and self.check.found is None:
@@ -253,9 +239,7 @@ class Gradients:
         if self.check is None:
             return None
         found, self.check.found = self.check.found, None
-        if self.step_group is not None or self.has_gradients():
-            return found
-        return None  # setting them to None takes the overflow away too
+        return found if self.has_gradients() else None  # setting them to None takes it away too
 
     def take_overflow(self) -> bool:
         """Whether the gradients gathered since the last look overflowed.  Waits for the device."""

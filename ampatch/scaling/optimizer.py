@@ -18,14 +18,12 @@ from ..torch_private.optimizers import note_skipped_step
 from .gradients import Gradients
 from .optimizers import closures, zero
 from .optimizers.apex_checkpoints import torch_layout
-from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
-from .tensor_lists import drop_grads
 
 
 class StepOwner(Protocol):
@@ -149,6 +147,8 @@ class ManagedOptimizer:
     def before_step(self) -> None:
         """Bring gradients and scalers up to date."""
         self.owner.before_step(self)
+        if self.owner.looks_for_overflow():
+            zero.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.aside is not None:
             raise AmpatchError(
@@ -162,18 +162,12 @@ class ManagedOptimizer:
         self.settle_overflow()
 
     def settle_overflow(self) -> None:
-        """Have the overflow flag be that of the gradients as they are now, and scalers know it.
-
-        The ranks that step together decide together.
-        """
+        """Have the overflow flag be that of the gradients as they are now, and scalers know it."""
         waiting = list(self.gradients.waiting)
         for deferred in waiting:
             deferred.look_again()
         if not waiting:
             self.gradients.look_again()
-        if self.gradients.step_group is not None and self.owner.looks_for_overflow():
-            zero.refuse_lead(self.optimizer)
-            self.gradients.share_overflow()
         for deferred in waiting:
             deferred.update()
 
@@ -196,10 +190,8 @@ class ManagedOptimizer:
         with self.owner.casts_off:
             if in_kernel:
                 result = self._step_in_kernel(original, args, kwargs, found)
-            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-                result = original(*args, **kwargs)
             else:
-                result = bare(self.optimizer)
+                result = original(*args, **kwargs)
         self.note_step(skipped)
         return result
 
@@ -276,12 +268,7 @@ class ManagedOptimizer:
     # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        result = None
-        if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
-            result = original(*args, **kwargs)
-        else:
-            for group in self.optimizer.param_groups:
-                drop_grads(group["params"])
+        result = original(*args, **kwargs)
         self.gradients.zeroed()
         return result
 

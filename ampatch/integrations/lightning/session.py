@@ -72,11 +72,6 @@ class PluginSession:
             if optimizer.param_groups:
                 ampatch.add_optimizers(optimizer)
 
-    def hold(self, scheduler: Any) -> None:
-        """Have a scheduler wait while steps are skipped, if steps can be."""
-        if self.looks_for_overflow():
-            ampatch.hold_scheduler(scheduler)
-
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
         session = self._session()

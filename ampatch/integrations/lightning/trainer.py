@@ -74,11 +74,9 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Manage the optimizers; schedulers that step with them wait while steps are skipped."""
+        """Manage the optimizers."""
         self._is_wrapped = model is not self._module  # in DistributedDataParallel
         self._run.add(optimizers)
-        for config in lr_schedulers:
-            self._run.hold(config.scheduler)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
