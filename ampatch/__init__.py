@@ -49,6 +49,7 @@ else:
         step_counts,
         step_was_skipped,
     )
+    from .compat import apex_checkpoints as _apex_checkpoints  # noqa: F401  # optimizers load them
     from .errors import AmpatchError, BannedFunctionError
 
 if TYPE_CHECKING:

@@ -17,13 +17,19 @@ from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
 from .gradients import Gradients
 from .optimizers import closures, zero
-from .optimizers.apex_checkpoints import torch_layout
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
+
+Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
+
+layouts: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
+"""Read checkpoints of other packages: `(state, optimizer, is_in_half)` to torch's layout of the
+state, and parameters with the FP32 values that were saved beside it.
+"""
 
 
 class StepOwner(Protocol):
@@ -273,13 +279,16 @@ class ManagedOptimizer:
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """As the original; understands apex's layouts, whose masters' values the weights get."""
+        """As the original; understands other `layouts`, whose values the weights get."""
         if args:
             state, args = args[0], args[1:]
         else:
             kwargs = dict(kwargs)
             state = kwargs.pop("state_dict")
-        state, values = torch_layout(state, self.optimizer, self.owner.computes_in_half)
+        values: list[tuple[Tensor, Tensor]] = []
+        for read in layouts:
+            state, more = read(state, self.optimizer, self.owner.computes_in_half)
+            values += more
         result = original(state, *args, **kwargs)
         with torch.no_grad():
             for param, value in values:

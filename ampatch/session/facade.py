@@ -22,7 +22,7 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.values import map_tensors
-from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
 from .registry import registry
 from .session import Session
@@ -34,6 +34,7 @@ __all__ = [
     "edit_tables",
     "evaluates_first",
     "in_step",
+    "layouts",
     "listed_function",
     "manage_optimizer",
     "map_tensors",
