@@ -38,7 +38,6 @@ else:
     )
     from .api.legacy_init import init
     from .api.training import (
-        hold_scheduler,
         load_state_dict,
         loss_scale,
         loss_scale_settings,
@@ -50,6 +49,7 @@ else:
         step_counts,
         step_was_skipped,
     )
+    from .compat import apex_checkpoints as _apex_checkpoints  # noqa: F401  # optimizers load them
     from .errors import AmpatchError, BannedFunctionError
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ __all__ = [
     "float_function",
     "gradient_range",
     "half_function",
-    "hold_scheduler",
     "init",
     "initialize",
     "load_state_dict",

@@ -55,16 +55,6 @@ class StandIn(Protocol):
         """Updates the parameters."""
 
 
-class Scheduler(Protocol):
-    """A learning-rate scheduler, as `hold_scheduler` takes them."""
-
-    optimizer: Any
-
-    @property
-    def step(self) -> Callable[..., object]:
-        """Changes the learning rate."""
-
-
 Owner = ModuleType | type[object] | str
 """Where a registered function lives; a string is a dotted name."""
 AnyOptimizer = Optimizer | StandIn
@@ -72,7 +62,6 @@ Model = TypeVar("Model", bound=nn.Module)
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
 """What `initialize` returns is what it was given: one model, or a list or tuple of them."""
 Optimizers = TypeVar("Optimizers", bound=AnyOptimizer | Sequence[AnyOptimizer])
-Held = TypeVar("Held", bound=Scheduler)
 Called = TypeVar("Called", bound=Callable[..., object])
 Function = TypeVar("Function", bound="Callable[..., object] | classmethod[Any, Any, Any]")
 """What a decorator is given, and returns."""

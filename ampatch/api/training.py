@@ -25,7 +25,7 @@ from ..scaling.step_counts import StepCounts
 from ..session.registry import registry
 from ..session.session import Session
 from ..session.table import alive
-from ..types import AnyOptimizer, Held, Optimizer
+from ..types import AnyOptimizer, Optimizer
 from . import argument_checks
 
 if TYPE_CHECKING:
@@ -332,33 +332,3 @@ def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """
     managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
-
-
-def hold_scheduler(scheduler: Held) -> Held:
-    """Let a learning-rate scheduler wait while steps are skipped; returns the scheduler.
-
-        scheduler = ampatch.hold_scheduler(StepLR(optimizer, 30))
-
-    Its `step()` then does nothing if the optimizer has skipped every step since the
-    scheduler's last one.  `scheduler` is any object with `step` and `optimizer`, built
-    before or after `initialize`.  Hold the outer one of a `SequentialLR` or
-    `ChainedScheduler`.  With a fused optimizer `scheduler.step()` waits for the device.
-    `deactivate` ends it.
-
-    Raises:
-        TypeError: the class of `scheduler` has no `step`, or `scheduler` no `optimizer`.
-        AmpatchError: its optimizer was not given to `initialize`.
-    """
-    if (
-        not callable(getattr(type(scheduler), "step", None))
-        or "step" in getattr(scheduler, "__dict__", {})
-        or not hasattr(scheduler, "optimizer")
-    ):
-        raise TypeError(
-            "ampatch.hold_scheduler(scheduler=...): expected an object with .optimizer whose class "
-            "has step(), such as a torch.optim.lr_scheduler.LRScheduler, got "
-            f"{type_name(scheduler)}."
-        )
-    if _managed(scheduler.optimizer, "hold_scheduler") is not None:
-        registry.schedulers.hold(scheduler)
-    return scheduler

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
-from .optimizers import zero
 from .process_group import share_flag, sharers, trains_with_others, world_size
 from .scale_value import Flag, either, is_set
 from .tensor_lists import drop_grads, grads_of, put_back, with_grads
@@ -29,10 +27,6 @@ from .tensor_lists import drop_grads, grads_of, put_back, with_grads
 Seen = tuple[int, list[Tensor | None], list[int]]
 
 _grad_of = operator.attrgetter("grad")
-_entering = threading.Lock()
-"""Held while an optimizer's gradients are looked at for another optimizer's block, and while
-a block of its own begins: its backward pass, in another thread, must not write them meanwhile.
-"""
 
 
 @dataclasses.dataclass
@@ -50,8 +44,8 @@ class Check:
 class Gradients:
     """What happens to the gradients of `optimizer`.
 
-    The ranks of `process_group` share their overflow flag in each block, those of `step_group`
-    at each step.  `owners` is what `owners_among` gave for all that are dealt with together.
+    The ranks of `process_group` share their overflow flag in each block.  `owners` is what
+    `owners_among` gave for all that are dealt with together.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
@@ -63,7 +57,6 @@ class Gradients:
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         self.had_block = False  # since the last step
         self.left_scaled = False  # a block for others has added scaled ones
-        self.step_group = zero.group_of(optimizer)
         self._process_group = process_group
         self.blocks = 0  # that have begun
 
@@ -92,7 +85,9 @@ class Gradients:
         """Complete the gradients before a block; returns the parameters that have some.
 
         What waits scaled is unscaled, unless new gradients of `scaler` may be added to it.
+        A block that was interrupted before its end is abandoned.
         """
+        self.abandon()
         if self.scaled is not None and not self.scaled.takes(scaler):
             self.finish()
         if self.left_scaled:
@@ -114,9 +109,8 @@ class Gradients:
         else:
             self.check = self.scaled = None
         self._owners = owners
-        with _entering:
-            self.aside = aside  # from here on there is something to put back
-            self.blocks += 1
+        self.aside = aside  # from here on there is something to put back
+        self.blocks += 1
         if stays and self.scaled is None:
             block.scale_up(list(map(_grad_of, held)))
             block.join(self)
@@ -125,29 +119,29 @@ class Gradients:
 
     def after_backward(self, scaler: Scaler, scale: Any) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        aside, owners = self.aside, self._owners
-        self.aside, self._owners = None, {}
-        found = self.unscale(scaler, scale, owners)
+        found = self.unscale(scaler, scale, self._owners)
+        aside = self._end_block()
         if aside:
             put_back(aside)
         return found
 
     def leave_scaled(self, block: Scaled) -> None:
         """`delay_unscale`: bring everything to the block's scale and leave it there."""
-        aside = self.aside or []
-        self.aside, self._owners = None, {}
+        aside = self._end_block() or []
         block.scale_up([grad for _, grad in aside])
         put_back(aside)
         block.join(self)
+
+    def _end_block(self) -> list[tuple[Tensor, Tensor]] | None:
+        aside, self.aside, self._owners = self.aside, None, {}
+        return aside
 
     def abandon(self) -> None:
         """The backward pass failed: drop what it left, put back what was there.
 
         Where backward added to earlier gradients, what it added stays in them, which is logged.
         """
-        aside, owners = self.aside, self._owners
-        self.aside, self._owners = None, {}
-        if aside is None:
+        if self.aside is None:
             return
         if self.scaled is not None:
             logger.warning(
@@ -157,16 +151,17 @@ class Gradients:
                 "the gradients of all micro-batches.",
                 type(self.optimizer).__name__,
             )
-            return
-        drop_grads(self._owned(self.parameters(), owners))
-        for param, grad in aside:
-            param.grad = grad
+        else:
+            drop_grads(self._owned(self.parameters(), self._owners))
+            for param, grad in self.aside:
+                param.grad = grad
+        self._end_block()
 
     def drop(self) -> None:
         """Drop all gradients, also those set aside: some may be unscaled and some not."""
-        self.aside, self._owners = None, {}
-        self.zeroed()
+        self._end_block()
         drop_grads(self.parameters())
+        self.zeroed()
 
     # Unscaling
 
@@ -226,28 +221,16 @@ class Gradients:
         check = self.check
         if check is None or self.scaled is not None or self.aside is not None:
             return None
-        if check.found is None:
-            self.check = None
-        elif check.is_everyones or not trains_with_others():
+        if check.found is not None and (check.is_everyones or not trains_with_others()):
             return None
         if check.scaler is None or not self.has_gradients():
+            if check.found is None:
+                self.check = None
             return None
         scale = check.scaler.peek()
         return self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
 
     # Steps and zeroes
-
-    def share_overflow(self) -> None:
-        """Have all ranks of `step_group` know of an overflow on one; each of them asks.
-
-        A rank whose gradients are none of this step (`Join`) decides as the others do.
-        """
-        self.check = self.check or Check()
-        seen = False if self.check.found is None else self.check.found
-        found = share_flag(seen, [self.step_group], self.parameters())
-        self.check.found = found
-        for deferred in self.waiting:
-            deferred.add([found])
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
@@ -256,9 +239,7 @@ class Gradients:
         if self.check is None:
             return None
         found, self.check.found = self.check.found, None
-        if self.step_group is not None or self.has_gradients():
-            return found
-        return None  # setting them to None takes the overflow away too
+        return found if self.has_gradients() else None  # setting them to None takes it away too
 
     def take_overflow(self) -> bool:
         """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
@@ -306,17 +287,21 @@ class Gradients:
 
         None: this one is in a block of its own, in another thread.
         """
-        with _entering:
-            return None if self.aside is not None else self._seen()
+        seen = self._seen()
+        return seen if self._is_outside(seen[0]) else None
 
     def after_others(self, before: Seen | None) -> None:
         """That block has ended.  Changes by a block of this optimizer's own do not count."""
-        with _entering:
-            if before is None or self.aside is not None or self.blocks != before[0]:
-                return
-            _, grads, versions = self._seen()
-            if versions != before[2] or not all(map(operator.is_, before[1], grads)):
-                self.left_scaled = True
+        if before is None:
+            return
+        _, grads, versions = self._seen()
+        changed = versions != before[2] or not all(map(operator.is_, before[1], grads))
+        if changed and self._is_outside(before[0]):
+            self.left_scaled = True
+
+    def _is_outside(self, blocks: int) -> bool:
+        """Whether no block has begun since `blocks` of them: asked after a look at gradients."""
+        return self.aside is None and self.blocks == blocks
 
     def _seen(self) -> Seen:
         """Gradients as backward has left them, and versions, to tell later what it changed."""
@@ -381,7 +366,14 @@ class Scaled:
         """
         waiting = [one for one in self._several if one.scaled is self and one.aside is None]
         owners = owners_among(waiting)
-        found = [one.unscale(self._scaler, self._scale, owners) for one in waiting]
+        found = []
+        try:
+            for one in waiting:
+                found.append(one.unscale(self._scaler, self._scale, owners))
+        except BaseException:  # some are unscaled and some not
+            for one in waiting:
+                one.drop()
+            raise
         update_scaler(self._scaler, [flag for flag in found if flag is not None], waiting)
 
 
@@ -420,9 +412,9 @@ class Deferred:
 
     def update(self) -> None:
         """The first of them steps: the scaler reacts to the flags that were kept."""
-        self.scaler.update([] if self._found is None else [self._found])
         for one in self._several:
-            one.waiting.remove(self)
+            one.waiting = [deferred for deferred in one.waiting if deferred is not self]
+        self.scaler.update([] if self._found is None else [self._found])
 
 
 def update_scaler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -15,18 +16,20 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
 from .gradients import Gradients
-from .optimizers import zero
-from .optimizers.apex_checkpoints import torch_layout
-from .optimizers.bare_calls import bare_step, is_bare_zero_grad
-from .optimizers.closures import Evaluations, with_closures
+from .optimizers import closures, zero
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.snapshots import Snapshot
-from .optimizers.state import states_of
+from .optimizers.state import Replaced
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
-from .tensor_lists import drop_grads
+
+Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
+
+layouts: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
+"""Read checkpoints of other packages: `(state, optimizer, is_in_half)` to torch's layout of the
+state, and parameters with the FP32 values that were saved beside it.
+"""
 
 
 class StepOwner(Protocol):
@@ -66,8 +69,8 @@ class ManagedOptimizer:
         self.gradients = Gradients(optimizer, owner.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
-        self.found_states = Snapshot()  # what `initialize` finds, should it fail
-        self.evaluations: Evaluations | None = None  # of the `step(closure)` that is running
+        self.replaced_state: Replaced = []  # by an `initialize` that runs, should it fail
+        self.is_evaluating = False  # a `step(closure)` runs
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self._has_warned = False
         self._steps = 0
@@ -79,7 +82,6 @@ class ManagedOptimizer:
 
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
-        self.found_states = Snapshot(states_of(self.optimizer), values=False)
         self._made_half()
         lost = lost_eps(self.optimizer)
         if lost is not None:
@@ -110,28 +112,49 @@ class ManagedOptimizer:
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        evaluations = None
         if args or kwargs:
-            evaluations, args, kwargs = with_closures(self, args, kwargs)
-        self.before_step(evaluates=evaluations is not None)
-        if evaluations is None:
-            result = self.step_on_gradients(original, args, kwargs)
-        else:
-            self.evaluations = evaluations
-            try:
-                with self.owner.casts_off:
-                    result = evaluations.step(original, args, kwargs)
-            finally:
-                self.evaluations = None
+            found, given, named = closures.replaced(args, kwargs, self._with_casts)
+            if found and closures.evaluates_first(self.optimizer):
+                with torch.enable_grad():
+                    loss = found[0]()
+                self._step(original, (), {})
+                return loss
+            if found:
+                return self._step_with_closures(original, given, named)
+        self.before_step()
+        result = self.step_on_gradients(original, args, kwargs)
         self.after_step()
         return result
 
-    def before_step(self, evaluates: bool = False) -> None:
-        """Bring gradients and scalers up to date.
+    def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.owner.looks_for_overflow():
+            closures.refuse(self.optimizer)
+        self.before_step()
+        self.is_evaluating = True
+        try:
+            with self.owner.casts_off:
+                result = original(*args, **kwargs)
+        finally:
+            self.is_evaluating = False
+        self.note_step(False)
+        self.after_step()
+        return result
 
-        A step that evaluates a closure looks at the gradients after that.
-        """
+    def _with_casts(self, closure: Callable) -> Callable:
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self.owner.casts_on():
+                loss = closure(*args, **kwargs)
+            self.gradients.finish()
+            return loss
+
+        return evaluate
+
+    def before_step(self) -> None:
+        """Bring gradients and scalers up to date."""
         self.owner.before_step(self)
+        if self.owner.looks_for_overflow():
+            zero.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.aside is not None:
             raise AmpatchError(
@@ -142,22 +165,15 @@ class ManagedOptimizer:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
         gradients.finish()
-        if not evaluates:
-            self.settle_overflow()
+        self.settle_overflow()
 
     def settle_overflow(self) -> None:
-        """Have the overflow flag be that of the gradients as they are now, and scalers know it.
-
-        The ranks that step together decide together.
-        """
+        """Have the overflow flag be that of the gradients as they are now, and scalers know it."""
         waiting = list(self.gradients.waiting)
         for deferred in waiting:
             deferred.look_again()
         if not waiting:
             self.gradients.look_again()
-        if self.gradients.step_group is not None and self.owner.looks_for_overflow():
-            zero.refuse_lead(self.optimizer)
-            self.gradients.share_overflow()
         for deferred in waiting:
             deferred.update()
 
@@ -180,20 +196,19 @@ class ManagedOptimizer:
         with self.owner.casts_off:
             if in_kernel:
                 result = self._step_in_kernel(original, args, kwargs, found)
-            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-                result = original(*args, **kwargs)
             else:
-                result = bare(self.optimizer)
+                result = original(*args, **kwargs)
         self.note_step(skipped)
         return result
 
     def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Any) -> Any:
-        self.optimizer.found_inf = found
-        self.optimizer.grad_scale = None
+        own = vars(self.optimizer)
         try:
+            own.update(found_inf=found, grad_scale=None)
             return original(*args, **kwargs)
         finally:
-            del self.optimizer.found_inf, self.optimizer.grad_scale
+            for name in ("found_inf", "grad_scale"):
+                own.pop(name, None)
 
     def note_step(self, skipped: bool | Tensor) -> None:
         """Record whether this step is left out; a scheduler must not think it was forgotten."""
@@ -259,21 +274,21 @@ class ManagedOptimizer:
     # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        result = original(*args, **kwargs)
         self.gradients.zeroed()
-        if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
-            return original(*args, **kwargs)
-        for group in self.optimizer.param_groups:
-            drop_grads(group["params"])
-        return None
+        return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """As the original; understands apex's layouts, whose masters' values the weights get."""
+        """As the original; understands other `layouts`, whose values the weights get."""
         if args:
             state, args = args[0], args[1:]
         else:
             kwargs = dict(kwargs)
             state = kwargs.pop("state_dict")
-        state, values = torch_layout(state, self.optimizer, self.owner.computes_in_half)
+        values: list[tuple[Tensor, Tensor]] = []
+        for read in layouts:
+            state, more = read(state, self.optimizer, self.owner.computes_in_half)
+            values += more
         result = original(state, *args, **kwargs)
         with torch.no_grad():
             for param, value in values:

@@ -46,7 +46,9 @@ class ScaledBackward:
     If the block raises (Ctrl-C among it), the gradients that were there before it
     are put back, those of a half-done backward pass are dropped, and the scale is
     left alone.  If the unscaling itself is interrupted, the optimizers have no
-    gradients afterwards: some would be scaled and some not.  `others` are
+    gradients afterwards: some would be scaled and some not.  Ctrl-C may strike before
+    the end of the block is reached at all: then the next block puts back what there
+    was before this one.  `others` are
     optimizers that the block was not given; if the backward pass reaches them, they
     log an error when they step.  With `together` an overflow in the gradients of one
     optimizer has all of them skip.
@@ -75,15 +77,9 @@ class ScaledBackward:
         self._delay_check = delay_overflow_check
         self._together = together and len(self._several) > 1
         self._scale: Any = None
+        self._numbers: list[int] = []  # of this block, for each of the optimizers
 
     def __enter__(self) -> Tensor:
-        for one in self._several:
-            if one.aside is not None:
-                raise AmpatchError(
-                    f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): this optimizer is "
-                    "already in an enclosing scale_loss block. Leave that block first; the "
-                    "gradients of several blocks add up until the step."
-                )
         try:
             held: list[list[Tensor]] = []
             for one in self._several:
@@ -95,27 +91,25 @@ class ScaledBackward:
             self._scaled = waits or Scaled(self._scaler, self._scale)
             for one, params in zip(self._several, held, strict=True):
                 one.make_room(params, self._scaled, self._owners)
+            self._numbers = [one.blocks for one in self._several]
             return scaled
         except BaseException:
             self._abandon()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        for one, before in self._others:
-            one.after_others(before)
-        if kind is not None:
-            self._abandon()
-            return
         try:
-            if self._delay_unscale:
-                for one in self._several:
-                    one.leave_scaled(self._scaled)
+            if kind is not None:
+                self._abandon()
             else:
-                self._unscale()
+                self._complete()
         except BaseException:
             for one in self._several:
                 one.drop()
             raise
+        finally:
+            for one, before in self._others:
+                one.after_others(before)
 
     __getattr__ = refuse_attribute
 
@@ -123,7 +117,19 @@ class ScaledBackward:
         for one in self._several:
             one.abandon()
 
-    def _unscale(self) -> None:
+    def _complete(self) -> None:
+        for one, number in zip(self._several, self._numbers, strict=True):
+            if one.blocks != number:
+                raise AmpatchError(
+                    f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
+                    "scale_loss block of this optimizer has begun inside this one, so its "
+                    "gradients were dropped. Leave a block before the next one; the gradients of "
+                    "several blocks add up until the step."
+                )
+        if self._delay_unscale:
+            for one in self._several:
+                one.leave_scaled(self._scaled)
+            return
         flags = []
         for one in self._several:
             found = one.after_backward(self._scaler, self._scale)

@@ -23,8 +23,8 @@ from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors
-from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers.closures import torch_optimizers
+from ..scaling.optimizer import ManagedOptimizer, layouts
+from ..scaling.optimizers.closures import evaluates_first
 from .registry import registry
 from .session import Session
 
@@ -33,8 +33,9 @@ __all__ = [
     "PatchSet",
     "Session",
     "edit_tables",
-    "evaluates_closure_once",
+    "evaluates_first",
     "in_step",
+    "layouts",
     "listed_function",
     "manage_optimizer",
     "map_tensors",
@@ -112,19 +113,10 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
     is_first = not session.optimizers
     managed = session.manage_optimizer(optimizer)
-    managed.found_states.forget()
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
-
-
-def evaluates_closure_once(optimizer: Any) -> bool:
-    """Whether `optimizer.step(closure)` does what the closure and then `step()` would do.
-
-    So it is with torch's own optimizers, but for LBFGS.
-    """
-    return type(optimizer) in torch_optimizers()
 
 
 # Casting

@@ -18,7 +18,6 @@ from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..errors import AmpatchError, UndoAll
-from ..interop.lr_scheduler import HeldSchedulers
 from ..torch_private import dynamo_inputs
 from .observers import Observers
 from .policies import limited, mixes
@@ -49,7 +48,6 @@ class Registry:
         self.table = Table()
         self.events = TorchEvents(self)
         self.ranks = RankSettings(self)
-        self.schedulers = HeldSchedulers(self.managed_optimizer)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
         self._awaited: set[ModuleType] = set()
@@ -88,7 +86,6 @@ class Registry:
             undo.do(session.close)
         self._closing_all = False
         undo.do(self.refresh)
-        undo.do(self.schedulers.release)
         undo.end()
 
     def latest(self, what: str) -> Session:
@@ -119,11 +116,6 @@ class Registry:
                 "that ampatch.initialize, add_models or add_optimizers was given."
             )
         return found[0]
-
-    def managed_optimizer(self, optimizer: Any) -> ManagedOptimizer | None:
-        """The managed counterpart of an optimizer, or of what stands for one, or None."""
-        found = self.table.find_optimizer(optimizer)
-        return None if found is None else found[1]
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""

@@ -23,11 +23,12 @@ from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
-from ..scaling.optimizers.state import fit_state
+from ..scaling.optimizers.state import Replaced, fit_state, put_back
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
+from .running_statistics import RunningStatistics
 from .table import Rows, alive
 
 
@@ -58,6 +59,7 @@ class Session:
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
+        self.statistics: dict[int, RunningStatistics] = {}  # by the ids of models
         self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
@@ -98,6 +100,8 @@ class Session:
         for key in keys:
             if rows.pop(key, None) is not None:
                 registry.table.remove(key, self)
+            if key in self.statistics:
+                self.statistics.pop(key).close()
 
     # Put in, take out
 
@@ -129,9 +133,9 @@ class Session:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
                 managed = registry.table.managed(given)
-                undo.do(self.release, given)
                 if isinstance(managed, ManagedOptimizer):
-                    undo.do(managed.found_states.restore)
+                    undo.do(put_back, managed.replaced_state)
+                undo.do(self.release, given)
             undo.end()
             raise
         registry.refresh()
@@ -159,8 +163,8 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
+            undo.do(put_back, optimizer.replaced_state)
             undo.do(_fit, optimizer, changed)
-            undo.do(optimizer.found_states.restore)
         for rows in self._rows:
             self._leave(rows, *rows)
         self.is_open = False
@@ -196,11 +200,11 @@ class Session:
         models, optimizers = self.models, self.optimizers
         converted = self._converted()
         for optimizer in optimizers:
-            _fit(optimizer, converted)
+            _fit(optimizer, converted, optimizer.replaced_state)
         for model in models:
             model.forget_originals()
         for optimizer in optimizers:
-            optimizer.found_states.forget()
+            optimizer.replaced_state.clear()
 
     def _converted(self) -> set[int]:
         """Ids of the tensors whose dtype a level has changed."""
@@ -229,6 +233,8 @@ class Session:
             managed.convert(module_overrides.stays_float(model, properties, found))
         managed.warn_of_half_weights()
         managed.install()
+        if self.looks_for_overflow():
+            self.statistics[id(model)] = RunningStatistics(model)
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
@@ -334,9 +340,10 @@ class Session:
     def after_step(self, managed: ManagedOptimizer) -> None:
         """It has ended."""
         self.policies.cache.close()
-        registry.events.forget_copies()
         registry.state.drop_interrupted()
         self.has_trained = True
+        for statistics in self.statistics.values():
+            statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:
@@ -391,10 +398,10 @@ def taken_over(*given: Any) -> Iterator[None]:
         raise
 
 
-def _fit(managed: ManagedOptimizer, converted: set[int]) -> None:
+def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
     """Parameters (ids) have got other dtypes: what the optimizer keeps of them fits again."""
     if converted:
-        fit_state(managed.optimizer, converted)
+        fit_state(managed.optimizer, converted, replaced)
         zero.settle(managed.optimizer)
 
 

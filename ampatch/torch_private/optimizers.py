@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .lookup import of_torch
-
-STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
-STEP_POST_HOOKS = "_optimizer_step_post_hooks"
-"""Attributes of an optimizer with the hooks of its `step`; without them there may be some."""
-
-GLOBAL_PRE_HOOKS = of_torch("torch.optim.optimizer._global_optimizer_pre_hooks", True)
-GLOBAL_POST_HOOKS = of_torch("torch.optim.optimizer._global_optimizer_post_hooks", True)
-"""Hooks of every optimizer's `step`, by the handle's id; True: there may be some."""
-
 
 def skips_in_kernel(optimizer: Any) -> bool:
     """Whether the optimizer's kernels leave a step out by themselves.  Unknown: they do not."""

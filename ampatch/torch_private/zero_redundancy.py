@@ -24,7 +24,7 @@ def build_buckets(optimizer: Any) -> None:
     optimizer._build_param_buckets()
 
 
-def leads_join(optimizer: Any) -> bool:
-    """Whether it is the first in a `Join` context, which asks there who still has data."""
+def is_in_join(optimizer: Any) -> bool:
+    """Whether a `Join` context has it, whose ranks may have no data any more."""
     config = getattr(optimizer, "_join_config", None)
-    return config is not None and config.enable and config.is_first_joinable
+    return config is not None and config.enable

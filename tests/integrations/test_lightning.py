@@ -217,10 +217,30 @@ def test_lbfgs_evaluates_its_closure(level):
             return torch.optim.LBFGS(self.net.parameters(), lr=0.05, max_iter=3)
 
     expected = fit(None, Lbfgs, limit_train_batches=4).losses
-    assert_near(fit(amp(level), Lbfgs, limit_train_batches=4).losses, expected)
+    static = amp(level, loss_scale=128.0)
+    assert_near(fit(static, Lbfgs, limit_train_batches=4).losses, expected)
+    with pytest.raises(ampatch.AmpatchError, match="under a dynamic loss scale"):
+        fit(amp(level), Lbfgs, limit_train_batches=4)
 
 
-def test_schedulers_wait_while_steps_are_skipped():
+class Own(torch.optim.SGD):
+    """No class of torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_other_optimizers_step_as_in_lightnings_mixed_precision(scale):
+    class Owned(Training):
+        def configure_optimizers(self) -> Any:
+            return Own(self.net.parameters(), lr=0.05)
+
+    expected = fit(None, Owned, limit_train_batches=4).losses
+    assert_near(fit(amp(loss_scale=scale), Owned, limit_train_batches=4).losses, expected)
+
+
+def test_schedulers_count_skipped_steps_as_with_lightnings_16_mixed():
     class Scheduled(Training):
         def on_train_batch_end(self, *args: Any) -> None:
             optimizer = self.optimizers()
@@ -236,7 +256,7 @@ def test_schedulers_wait_while_steps_are_skipped():
     runs.fit(module, loader())
     rate, counts = module.seen[-1]
     assert counts.skipped > 3
-    assert rate == 0.05 * 0.5**counts.taken
+    assert rate == 0.05 * 0.5 ** (counts.taken + counts.skipped)
     assert runs.global_step == counts.taken + counts.skipped  # as with Lightning's own "16-mixed"
 
 

@@ -114,7 +114,8 @@ def closure_of(amp, model, optimizer, x, y, zeroes=True):
 @situation("O1 O2", letter="t")
 def lbfgs(amp):
     """Without `loss_scale=1` too, LBFGS looks at gradients that are unscaled already."""
-    model, optimizer = amp.start(mlp(), partial(torch.optim.LBFGS, lr=0.5, max_iter=3))
+    make = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
+    model, optimizer = amp.start(mlp(), make, loss_scale=128.0)
     for x, y in batches(3):
         optimizer.step(closure_of(amp, model, optimizer, x, y))
 
@@ -122,9 +123,19 @@ def lbfgs(amp):
 @situation("O1", letter="t")
 def lbfgs_with_line_search(amp):
     model, optimizer = amp.start(
-        mlp(), partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
+        mlp(),
+        partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe"),
+        loss_scale=128.0,
     )
     for x, y in batches(3):
+        optimizer.step(closure_of(amp, model, optimizer, x, y))
+
+
+@situation("O1 O2", halves="fp16", refuses="under a dynamic loss scale")
+def lbfgs_under_a_dynamic_scale(amp):
+    """As of `torch.amp.GradScaler`: it could not go back after an overflow."""
+    model, optimizer = amp.start(mlp(), torch.optim.LBFGS)
+    for x, y in batches(1):
         optimizer.step(closure_of(amp, model, optimizer, x, y))
 
 
@@ -152,7 +163,7 @@ class ZeroFirst(torch.optim.SGD):
 @situation("O1 O2", letter="t")
 def an_optimizer_that_zeroes_first(amp):
     """A closure called before the optimizer asks would leave it with no gradients at all."""
-    model, optimizer = amp.start(mlp(), ZeroFirst)
+    model, optimizer = amp.start(mlp(), ZeroFirst, loss_scale=128.0)
     for x, y in batches(4):
         optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes=False))
 
@@ -180,7 +191,7 @@ class Extragradient(torch.optim.SGD):
 
 @situation("O1 O2", letter="t")
 def extragradient(amp):
-    model, optimizer = amp.start(mlp(), Extragradient)
+    model, optimizer = amp.start(mlp(), Extragradient, loss_scale=128.0)
     for x, y in batches(4):
         amp.record(optimizer.step(closure_of(amp, model, optimizer, x, y)))
 
@@ -208,7 +219,7 @@ class Mezo(torch.optim.SGD):
 
 @situation("O1 O2", letter="t")
 def zeroth_order_steps(amp):
-    model, optimizer = amp.start(mlp(), Mezo)
+    model, optimizer = amp.start(mlp(), Mezo, loss_scale=128.0)
     for x, y in batches(4):
         amp.record(optimizer.step(lambda x=x, y=y: mse(model(x), y)))
 

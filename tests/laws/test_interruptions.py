@@ -1,9 +1,11 @@
-"""Exceptions and Ctrl-C, wherever they strike: nothing is left half done."""
+"""Exceptions and Ctrl-C: nothing is left half done.
+
+`tests/scaling/test_faults_in_blocks.py` strikes at every point of a block.
+"""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from small_training import (
 from torch import nn
 
 import ampatch
-from ampatch.scaling import gradients, scale_value
+from ampatch.scaling import gradients
 
 ERRORS = [ValueError, KeyboardInterrupt]  # of `Exception`, and not
 
@@ -78,35 +80,6 @@ def seeded_again(model):
     found = [parameter.detach().float() for parameter in model.parameters()]
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(expected, found, strict=True))
     return model
-
-
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("strikes", ["alike", "check_and_unscale_", "update"])
-@pytest.mark.usefixtures("scale_lives_on")
-def test_ctrl_c_while_unscaling_leaves_no_gradient(error, strikes, monkeypatch):
-    """A step on gradients that are partly scaled would be wrong."""
-    model, optimizer = start("O1")
-    backward(model, optimizer, data())
-
-    def strike(*args):
-        raise error
-
-    loss = F.mse_loss(model(data()[0]).float(), data()[1])
-    with monkeypatch.context() as patch, pytest.raises(error):
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-            if strikes == "update":
-                patch.setattr(scale_value.HostNumbers, strikes, strike)
-                patch.setattr(scale_value.DeviceNumbers, strikes, strike)
-            else:
-                patch.setattr(scale_value, strikes, strike)
-                if scale_value.part is not None:  # losses on the host are unscaled there
-                    patch.setattr(scale_value, "part", SimpleNamespace(unscale=strike))
-    assert grads(optimizer) == [None] * 4 == [param.grad for param in model.parameters()]
-    before = everything(model, optimizer)
-    optimizer.step()
-    assert same(everything(model, optimizer), before)
-    is_usable(model, optimizer, "O1")
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -36,7 +36,7 @@ ALLOWED = {
     "interop": LEAVES | {"config", "casting", "models"},
     "session": LEAVES | {"config", "native", "casting", "scaling", "models", "interop"},
     "api": LEAVES | {"config", "native", "casting", "scaling", "models", "interop", "session"},
-    "__init__": LEAVES | {"api", "native"},
+    "__init__": LEAVES | {"api", "native", "compat.apex_checkpoints"},
     # above the public API: they use `ampatch`, its settings, and the facade
     "auto": ABOVE,
     "compat": ABOVE,

@@ -1,18 +1,16 @@
 """`optimizer.step(closure)`: the optimizer calls the closure late, often, or never.
 
 Trainings at every level against a loop by hand are in `tests/laws/situations_optimizers.py`.  Here:
-what an overflow or an exception leaves behind is what was there before, of weights, state and the
-optimizer's own numbers.
+torch's own evaluate it first and skip as without a closure; LBFGS and the user's own take it under
+a static scale, and are refused under a dynamic one before anything happens.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +19,6 @@ from small_training import start as started
 from torch import nn
 
 import ampatch
-from ampatch.scaling.optimizers.closures import torch_optimizers
-from ampatch.scaling.optimizers.snapshots import Snapshot
 
 
 class Base(torch.optim.Optimizer):
@@ -170,9 +166,8 @@ KINDS = {
     "LBFGS, search": (torch.optim.LBFGS, {**LBFGS, "line_search_fn": "strong_wolfe"}),
     **{kind.__name__: (kind, {"lr": 0.1}) for kind in OWN},
 }
-EVALUATIONS = {"Extragradient": (0, 1), "SamWithHalves": (0, 1)}
-EVALUATIONS |= {"LBFGS": (0, 1, 3), "LBFGS, search": (0, 1, 3)}
-FAULTS = [(kind, faulty) for kind in KINDS for faulty in EVALUATIONS.get(kind, (0,))]
+FOREIGN = [kind for kind in KINDS if kind not in TORCHS]
+STATIC = {"loss_scale": 128.0}
 
 
 def start(kind, level="O2", half=torch.float16, **settings):
@@ -234,7 +229,7 @@ def test_trains_as_in_float(kind):
     zeroes = not kind.__name__.startswith("ZeroFirst")
     runs = []
     for where in (None, "O2"):
-        model, optimizer = start(kind, where)
+        model, optimizer = start(kind, where, **STATIC)
         seen = []
         for _ in range(5):
             optimizer.step(closure_of(model, optimizer, zeroes=zeroes, seen=seen))
@@ -276,7 +271,8 @@ def least_squares(level=None, dtype=torch.float16, search=None):
         model.parameters(), lr=1.0 if search else 0.5, line_search_fn=search
     )
     if level is not None:
-        ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+        settings = {"dtype": dtype, "loss_scale": 128.0, "verbosity": 0}
+        ampatch.initialize(model, optimizer, opt_level=level, **settings)
     closure = closure_of(model, optimizer, batch=batch)
     losses = [optimizer.step(closure).item() for _ in range(6)]
     losses.append(F.mse_loss(model(inputs).float(), batch[1]).item())
@@ -344,9 +340,16 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
     optimizer.step(closure)
 
 
+def torch_optimizers():
+    """All but LBFGS."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    return [kind for kind in kinds if kind not in (torch.optim.Optimizer, torch.optim.LBFGS)]
+
+
 def test_torch_optimizers_evaluate_once():
-    """All but LBFGS, which is why no copy of weights and state is made for them."""
-    assert torch.optim.LBFGS not in torch_optimizers() and len(torch_optimizers()) >= 12
+    """All but LBFGS, with the weights from before: so the closure and then `step()` do the same."""
+    assert len(torch_optimizers()) >= 12
     for kind in torch_optimizers():
         weight = nn.Parameter(torch.ones(2, 2))
         optimizer = kind([weight], lr=0.1)
@@ -360,6 +363,10 @@ def test_torch_optimizers_evaluate_once():
 
         optimizer.step(closure)
         assert len(at) == 1 and torch.equal(at[0], torch.ones(2, 2)), kind
+        ampatch.initialize([], optimizer, opt_level="O1", dtype=torch.float16, verbosity=0)
+        optimizer.step(closure)
+        ampatch.deactivate()
+        assert len(at) == 2, kind
 
 
 def test_a_closure_may_do_without_scale_loss():
@@ -392,53 +399,82 @@ def test_a_closure_that_delays_the_unscaling():
 
 
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
-@pytest.mark.parametrize("kind, faulty", FAULTS)
-def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, faulty, level, bad, steps):
-    """In any evaluation, with and without a state before; the result is the first loss."""
+@pytest.mark.parametrize("kind", TORCHS)
+def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, level, bad, steps):
+    """With and without a state before; the result is the loss."""
     model, optimizer = start(kind, level)
     for _ in range(steps):
         optimizer.step(closure_of(model, optimizer))
     before, seen = everything_of(model, optimizer), []
-    places = [param.data_ptr() for param in ampatch.master_params(optimizer)]
-    factors, batch = [1.0] * faulty + [bad], data(5)
-    result = optimizer.step(closure_of(model, optimizer, factors, seen=seen, batch=batch))
-    assert result is seen[0] and len(seen) == faulty + 1
+    result = optimizer.step(closure_of(model, optimizer, [bad], seen=seen, batch=data(5)))
+    assert result is seen[0] and len(seen) == 1
     assert same(everything_of(model, optimizer), before)
-    assert places == [param.data_ptr() for param in ampatch.master_params(optimizer)]
     assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 512.0
     assert ampatch.step_counts(optimizer) == (steps, 1, 1)
-    last = [optimizer.step(closure_of(model, optimizer, batch=batch)) for _ in range(3)][-1]
-    assert faulty == 0 or last < seen[0]
+    optimizer.step(closure_of(model, optimizer, batch=data(5)))
     assert all(value.isfinite().all() for value in values(optimizer))
     assert not same(everything_of(model, optimizer), before)
+
+
+class Mine(torch.optim.SGD):
+    """A `step` of the user's around torch's own."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [*FOREIGN, Mine])
+def test_others_are_refused_under_a_dynamic_scale(kind):
+    """Before the closure runs; gradients, weights and state stay, and so does the training."""
+    model, optimizer = start(kind)
+    closure_of(model, optimizer)()
+    before, found = everything_of(model, optimizer), grads(optimizer)
+    with pytest.raises(ampatch.AmpatchError) as refusal:
+        optimizer.step(lambda: 1 / 0)
+    name = KINDS[kind][0].__name__ if isinstance(kind, str) else kind.__name__
+    message = str(refusal.value)
+    assert message.startswith(f"{name}.step(closure) under a dynamic loss scale: ")
+    for part in ("Nothing was changed.", "dtype=torch.bfloat16", "loss_scale=128.0"):
+        assert part in message
+    assert same(everything_of(model, optimizer), before)
+    assert all(one is two for one, two in zip(found, grads(optimizer), strict=True))
+    assert ampatch.step_counts(optimizer) == (0, 0, 0) and ampatch.loss_scale() == 1024.0
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0, **STATIC)
+    optimizer.zero_grad()
+    optimizer.step(closure_of(model, optimizer, zeroes=not isinstance(optimizer, ZeroFirst)))
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("keyword", ["position", "keyword", "options"])
+def test_a_closure_is_refused_wherever_it_stands(keyword):
+    _, optimizer = start(OfOptions)
+    given = {"position": lambda: optimizer.step(print)}
+    given |= {"keyword": lambda: optimizer.step({}, check=lambda: None)}
+    given |= {"options": lambda: optimizer.step({"closure": lambda: None})}
+    with pytest.raises(ampatch.AmpatchError, match="dynamic loss scale"):
+        given[keyword]()
 
 
 class Stop(BaseException):
     """As KeyboardInterrupt: no `Exception`."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "faulty", "error", "level"),
-    [
-        *((*fault, KeyboardInterrupt, "O2") for fault in FAULTS),
-        *(("LBFGS", 2, error, "O1") for error in (ValueError, KeyboardInterrupt, Stop)),
-    ],
-)
-def test_an_exception_in_a_closure_leaves_no_trace(kind, faulty, error, level):
-    model, optimizer = start(kind, level)
+@pytest.mark.parametrize("kind", [*TORCHS, "LBFGS"])
+@pytest.mark.parametrize(("error", "level"), [(KeyboardInterrupt, "O2"), (Stop, "O1")])
+def test_an_exception_in_a_closure_makes_no_step(kind, error, level):
+    model, optimizer = start(kind, level, **({} if kind in TORCHS else STATIC))
     optimizer.step(closure_of(model, optimizer))
-    before, count = everything_of(model, optimizer), itertools.count()
+    before = everything_of(model, optimizer)
     inner = closure_of(model, optimizer, batch=data(5))
 
     def closure():
-        loss = inner()
-        if next(count) == faulty:
-            raise error
-        return loss
+        inner()
+        raise error
 
     with pytest.raises(error):
         optimizer.step(closure)
-    assert same(everything_of(model, optimizer), before)
+    if kind in TORCHS:
+        assert same(everything_of(model, optimizer), before)
     assert ampatch.step_counts(optimizer) == (1, 0, 0)
     weight = next(model.parameters()) if level == "O1" else torch.ones(2, 4)
     out = F.linear(torch.ones(1, 4), weight)  # casts are on again, or off
@@ -447,19 +483,9 @@ def test_an_exception_in_a_closure_leaves_no_trace(kind, faulty, error, level):
     assert ampatch.step_counts(optimizer) == (2, 0, 0)
 
 
-class NeverAsks(Base):
-    """Takes a closure because its base class does."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.count()
-        self.descend()
-
-
-@pytest.mark.parametrize("kind", [NeverAsks, torch.optim.SGD])
-def test_gradients_from_before_the_step_count(kind):
-    """The closure is not called, or only runs a forward: earlier gradients' overflow is seen."""
-    model, optimizer = start(kind)
+def test_gradients_from_before_the_step_count():
+    """The closure only runs a forward: earlier gradients' overflow is seen."""
+    model, optimizer = start(torch.optim.SGD)
 
     def forward_only():
         with torch.no_grad():
@@ -478,9 +504,9 @@ def test_gradients_from_before_the_step_count(kind):
 
 
 def test_the_order_of_events_is_the_optimizers():
-    """torch's own: hooks, closure, update; a zero-first one: zeroed before the closure."""
+    """Hooks, zeroes, closure."""
     events = []
-    model, optimizer = start(ZeroFirst, "O1")
+    model, optimizer = start(ZeroFirst, "O1", **STATIC)
     optimizer.register_step_pre_hook(lambda *args: events.append("hook"))
     closure_of(model, optimizer)()
 
@@ -501,7 +527,7 @@ class WithoutGradients(Base):
 
 
 def test_whether_gradients_are_recorded_is_for_the_optimizer_to_say():
-    model, optimizer = start(WithoutGradients)
+    model, optimizer = start(WithoutGradients, **STATIC)
     optimizer.step(lambda: model(data()[0]).sum() if not torch.is_grad_enabled() else 1 / 0)
     assert ampatch.step_counts(optimizer) == (1, 0, 0)
 
@@ -521,7 +547,7 @@ class OfOptions(Base):
 
 @pytest.mark.parametrize("where", ["closure", "check"])
 def test_closures_in_other_places(where):
-    model, optimizer = start(OfOptions, "O1")
+    model, optimizer = start(OfOptions, "O1", **STATIC)
     dtypes = []
 
     def check():
@@ -534,14 +560,11 @@ def test_closures_in_other_places(where):
 
     optimizer.step({"closure": closure, "eps": 1.0}, check=check if where == "check" else None)
     assert dtypes == [torch.float16]
-    before = everything_of(model, optimizer)
-    optimizer.step({"closure": closure_of(model, optimizer, [math.inf])})
-    assert same(everything_of(model, optimizer), before)
-    assert ampatch.step_counts(optimizer) == (1, 1, 1)
+    assert ampatch.step_counts(optimizer) == (1, 0, 0)
 
 
 def test_a_step_inside_a_step():
-    """A wrapper and what it wraps are both managed; the wrapper's overflow ends both steps."""
+    """A wrapper and what it wraps are both managed."""
 
     class Around(Base):
         def __init__(self, params):
@@ -555,15 +578,11 @@ def test_a_step_inside_a_step():
 
     model = seeded()
     optimizer = Around(model.parameters())
-    ampatch.initialize(model, [optimizer, optimizer.inner], opt_level="O1", verbosity=0)
-    before = everything_of(model, optimizer)
-    for faulty in (0, 1):
-        optimizer.step(closure_of(model, optimizer, [1.0] * faulty + [math.inf]))
-        assert same(everything_of(model, optimizer), before)
-        assert not optimizer.inner.state
-    assert ampatch.step_counts(optimizer) == (0, 2, 2)
-    assert optimizer.step(closure_of(model, optimizer)).isfinite()
-    assert ampatch.step_counts(optimizer) == (1, 2, 0)
+    settings = {"opt_level": "O1", "verbosity": 0, **STATIC}
+    ampatch.initialize(model, [optimizer, optimizer.inner], **settings)
+    losses = [optimizer.step(closure_of(model, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert ampatch.step_counts(optimizer) == ampatch.step_counts(optimizer.inner) == (3, 0, 0)
 
 
 # A class whose step is replaced
@@ -601,92 +620,6 @@ def test_a_step_of_the_class_replaced_later_is_called(monkeypatch):
 def test_a_patched_class_may_move_before_it_asks(monkeypatch):
     """What torch's own optimizers promise holds only for their own `step`."""
     model, optimizer = start("SGD", "O1")
-
-    def step(self, closure):
-        with torch.no_grad():
-            for param in self.param_groups[0]["params"]:
-                param.add_(1.0)
-        return closure()
-
-    monkeypatch.setattr(torch.optim.SGD, "step", step)
-    before = values(optimizer)
-    optimizer.step(closure_of(model, optimizer, [math.inf]))
-    assert same(values(optimizer), before) and ampatch.step_was_skipped(optimizer)
-
-
-# What goes back, and how
-
-
-def test_lazily_made_state_and_tensor_settings_go_back():
-    class Scheduled(Base):
-        @torch.no_grad()
-        def step(self, closure):
-            self.param_groups[0]["lr"].mul_(0.5)
-            self.param_groups[0]["betas"] = (0.1, [torch.ones(1)])
-            self.made = True
-            with torch.enable_grad():
-                return closure()
-
-    lr = torch.tensor(0.1)
-    model, optimizer = started("O1", Scheduled, options={"lr": lr})
-    optimizer.step(closure_of(model, optimizer, [math.inf]))
-    assert lr.item() == pytest.approx(0.1) and optimizer.param_groups[0]["lr"] is lr
-    assert "betas" not in optimizer.param_groups[0] and not hasattr(optimizer, "made")
-
-
-class KeepsWhatCannotBeWritten(Base):
-    """Attributes whose memory torch or numpy refuses to write, before one that changes."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        self.scale = torch.ones(1)
-        self.spread = self.scale.expand(5)
-        with torch.inference_mode():
-            self.constant = torch.ones(2)
-        self.table = np.broadcast_to(np.ones(1), (5,))
-        self.number = np.float64(0.5)
-        self.total = torch.zeros(1)
-
-    @torch.no_grad()
-    def step(self, closure):
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-            self.count()
-            self.descend()
-            self.total += 1
-            self.scale += 1
-        return loss
-
-
-def test_attributes_that_cannot_be_written_go_back_with_all_others():
-    model, optimizer = start(KeepsWhatCannotBeWritten, "O1")
-    before = values(optimizer)
-    optimizer.step(closure_of(model, optimizer, (1.0, math.inf)))
-    assert ampatch.step_was_skipped(optimizer)
-    assert same(before, values(optimizer))
-    assert (optimizer.calls, optimizer.total.item(), optimizer.scale.item()) == (0, 0, 1)
-    assert optimizer.spread.tolist() == optimizer.table.tolist() == [1.0] * 5
-    assert optimizer.number == 0.5 and optimizer.constant.tolist() == [1.0, 1.0]
-    assert not optimizer.state and not optimizer.history
-
-
-class Stubborn(torch.Tensor):
-    """Takes no values once it is `sealed`."""
-
-    sealed = False
-
-    def copy_(self, *args):
-        if Stubborn.sealed:
-            raise RuntimeError("this tensor is sealed")
-        return super().copy_(*args)
-
-
-def test_one_value_that_cannot_go_back_keeps_no_other_from_it(monkeypatch):
-    stubborn, other = torch.zeros(2).as_subclass(Stubborn), torch.zeros(2)
-    monkeypatch.setattr(Stubborn, "sealed", True)
-    snapshot = Snapshot((stubborn, other))
-    other += 1
-    with pytest.raises(RuntimeError, match="this tensor is sealed"):
-        snapshot.restore()
-    assert other.tolist() == [0.0, 0.0]
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure: closure())
+    with pytest.raises(ampatch.AmpatchError, match="dynamic loss scale"):
+        optimizer.step(closure_of(model, optimizer))

@@ -154,9 +154,12 @@ def everything(model, optimizer):
 def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
     """Bit for bit; the scale is a power of two, so it rounds nothing."""
     masters = by_hand(name, flags, torch.float16)
-    model, optimizer, evaluate = train(name, flags, "O2", torch.float16)
+    settings = {"loss_scale": SCALE} if name == "LBFGS" else {}  # it takes no dynamic one
+    model, optimizer, evaluate = train(name, flags, "O2", torch.float16, **settings)
     assert same(list(model.parameters()), masters)
     assert not same(masters, [master.half().float() for master in masters])
+    if name == "LBFGS":
+        return
     before = everything(model, optimizer)
     run(optimizer, lambda step: evaluate(step, float("inf")), range(7, 8))
     assert ampatch.step_was_skipped(optimizer)

@@ -323,21 +323,39 @@ def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimiz
 
 
 @on_the_host
-@pytest.mark.parametrize("refused", ["step", "scale_loss"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_a_block_refuses_changes_nothing(waits, refused):
+def test_a_step_in_a_block_is_refused_and_changes_nothing(waits):
     model, optimizer = start("O1", loss_scale=8.0)
     backward(model, optimizer, data(), delay_unscale=waits)
     before = values(optimizer)
     with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
         scaled.backward()
         with pytest.raises(ampatch.AmpatchError, match="SGD.* block"):
-            if refused == "step":
-                optimizer.step()
-            else:
-                ampatch.scale_loss(model(data()[0]).sum(), optimizer).__enter__()
+            optimizer.step()
     assert same(before, values(optimizer))
     assert close(grads(optimizer), float_grads(data(), data(2)))
+
+
+@on_the_host
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("inner_ends", [False, True])
+def test_a_block_in_a_block_of_the_same_optimizer_is_refused(waits, inner_ends):
+    """As the outer one ends: before, it may as well be one that Ctrl-C has struck."""
+    model, optimizer = start("O1", loss_scale=8.0)
+    backward(model, optimizer, data(), delay_unscale=waits)
+    before = values(optimizer)
+    with pytest.raises(ampatch.AmpatchError, match="SGD.*another scale_loss block .* were dropped"):
+        with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
+            scaled.backward()
+            inner = ampatch.scale_loss(model(data()[0]).sum(), optimizer)
+            inner.__enter__().backward()
+            if inner_ends:
+                inner.__exit__(None, None, None)
+    assert grads(optimizer) == [None] * 4
+    optimizer.step()
+    assert same(before, values(optimizer))
+    backward(model, optimizer, data())
+    assert close(grads(optimizer), float_grads(data()))
 
 
 @on_the_host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
+from ampatch.torch_private import zero_redundancy
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -76,27 +78,18 @@ def managed(level: str, dtype: torch.dtype, kind: str, order: str, count: int, v
     return (model if "alone" in order else DistributedDataParallel(model)), optimizer
 
 
-def one_step(
-    model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False, closure=False
-) -> None:
-    def passes() -> torch.Tensor:
-        optimizer.zero_grad()
-        for part in range(micro):
-            last = part == micro - 1 or not hasattr(model, "no_sync")
-            with contextlib.nullcontext() if last else model.no_sync():
-                inputs, targets = batch(1000 * rank + 10 * step + part)
-                loss = F.cross_entropy(model(inputs).float(), targets) / micro
-                with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
-                    scaled.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
-        return loss
-
-    if closure:
-        optimizer.step(passes)
-    else:
-        passes()
-        optimizer.step()
+def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False) -> None:
+    optimizer.zero_grad()
+    for part in range(micro):
+        last = part == micro - 1 or not hasattr(model, "no_sync")
+        with contextlib.nullcontext() if last else model.no_sync():
+            inputs, targets = batch(1000 * rank + 10 * step + part)
+            loss = F.cross_entropy(model(inputs).float(), targets) / micro
+            with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
+                scaled.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+    optimizer.step()
 
 
 def values(model, optimizer) -> list[torch.Tensor]:
@@ -202,22 +195,54 @@ def test_it_trains_as_one_process_in_float(ranks, level, dtype, kind, options):
     assert max(both) < 0.7 * sum(both)
 
 
-@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("level", [slow("O1"), "O2", slow("O3")])
-def test_an_overflow_on_one_rank(ranks, level, closure):
+def test_an_overflow_on_one_rank(ranks, level):
     poisoned = ((0, 1), (1, 3))
-    results = ranks(train, level, FP16, "SGD", {"closure": closure}, poisoned)
+    results = ranks(train, level, FP16, "SGD", {}, poisoned)
     check(results, level, FP16, {1, 3}, in_float("SGD", left_out={1, 3}))
 
 
-@pytest.mark.parametrize("level", [slow("O1"), "O2"])
-def test_without_ddp_all_ranks_leave_the_same_step_out(ranks, level):
-    """Each rank has gradients of its own; only rank 1 sees the inf."""
-    one, two = ranks(train, level, FP16, "SGD", {"order": "before, alone"}, ((1, 2),))
-    for rank in (one, two):
-        assert rank["skipped"] == [step == 2 for step in range(STEPS)]
-        assert rank["scales"] == one["scales"] and rank["scales"][-1] == 512.0
-    assert all(map(torch.equal, one["values"], two["values"]))
+def averaged_by_hand(rank: int) -> list:
+    """Without DDP: gradients are averaged between block and step; rank 1 alone has had the inf."""
+    optimizer = zero(groups(model := Net(), 1), "SGD")
+    amp.initialize(model, optimizer, opt_level="O2", init_scale=1024.0, verbosity=0)
+    skipped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = batch(1000 * rank + step)
+        loss = F.cross_entropy(model(inputs).float(), targets)
+        bad = float("inf") if (rank, step) == (1, 1) else 1.0
+        with amp.scale_loss(loss * bad, optimizer) as scaled:
+            scaled.backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+    return [skipped, amp.loss_scale(), values(model, optimizer)]
+
+
+def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
+    one, two = ranks(averaged_by_hand)
+    assert one[0] == two[0] == [False, True, False] and one[1] == two[1] == 512.0
+    assert all(map(torch.equal, one[2], two[2]))
+
+
+@pytest.mark.parametrize("is_in_join", [False, True])
+def test_join_is_refused_under_a_dynamic_scale(is_in_join, monkeypatch):
+    """A rank without data would make the step that the others skip."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = [param.detach().clone() for param in model.parameters()]
+    monkeypatch.setattr(zero_redundancy, "is_zero", lambda one: True)
+    optimizer._join_config = SimpleNamespace(enable=is_in_join)
+    model(batch(0)[0]).sum().backward()
+    if not is_in_join:
+        optimizer.step()
+        return
+    with pytest.raises(amp.AmpatchError, match=r"in Join.* loss_scale=1.0, or dtype=torch.bf"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def saved(optimizer, model, rank: int) -> bytes | None:

@@ -203,7 +203,6 @@ def loop(perhaps: Tensor | None) -> None:
     amp.scale_loss(loss, (sgd, Standing(sgd)), model=net)
     assert_type(amp.master_params(sgd), Iterator[Tensor])
     nn.utils.clip_grad_norm_(amp.master_params(sgd), 1.0)
-    assert_type(amp.hold_scheduler(scheduler), StepLR)
     assert_type(amp.step_was_skipped(sgd), bool)
     assert_type(amp.step_counts(sgd).taken, int)
     assert_type(amp.loss_scale(), float)
@@ -221,7 +220,6 @@ def loop(perhaps: Tensor | None) -> None:
     amp.scale_loss(loss, [net])  # type: ignore[list-item]
     amp.scale_loss(loss, sgd, loss_id="first")  # type: ignore[arg-type]
     amp.master_params(net)  # type: ignore[arg-type]
-    amp.hold_scheduler(sgd)  # type: ignore[type-var]
     amp.step_was_skipped(net)  # type: ignore[arg-type]
     amp.set_loss_scale_settings(growth=2.0)  # type: ignore[call-arg]
     amp.set_loss_scale_settings(growth_interval="100")  # type: ignore[arg-type]

@@ -87,14 +87,10 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
         self._run.scales = state_dict
 
     def set_up(self, results: Any) -> None:
-        """Fabric has set these up: manage the optimizers among them, and hold their scheduler."""
+        """Fabric has set these up: manage the optimizers among them."""
         listed: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
         wrapped: list[Any] = [one for one in listed if isinstance(one, Optimizer)]
-        optimizers = [one.optimizer for one in wrapped]
-        self._run.add(optimizers)
-        for one in listed:
-            if not isinstance(one, Optimizer) and getattr(one, "optimizer", None) in optimizers:
-                self._run.hold(one)
+        self._run.add([one.optimizer for one in wrapped])
 
 
 def _telling(original: Callable) -> Callable:

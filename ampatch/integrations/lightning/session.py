@@ -72,11 +72,10 @@ class PluginSession:
             if optimizer.param_groups:
                 ampatch.add_optimizers(optimizer)
 
-    def hold(self, scheduler: Any) -> None:
-        """Have a scheduler wait while steps are skipped, if steps can be."""
+    def looks_for_overflow(self) -> bool:
+        """Whether there is a dynamic loss scale."""
         session = self._session()
-        if session is not None and any(scaler.is_dynamic for scaler in session.scalers):
-            ampatch.hold_scheduler(scheduler)
+        return session is not None and session.looks_for_overflow()
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.optim import LBFGS
 
 import ampatch
 
@@ -74,11 +75,9 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Manage the optimizers; schedulers that step with them wait while steps are skipped."""
+        """Manage the optimizers."""
         self._is_wrapped = model is not self._module  # in DistributedDataParallel
         self._run.add(optimizers)
-        for config in lr_schedulers:
-            self._run.hold(config.scheduler)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -125,10 +124,13 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     ) -> Any:
         """Forward, backward and clipping, which are in `closure`, and the optimizer's step.
 
-        torch's own optimizers step when the closure is done, as in Lightning's mixed precision.
-        LBFGS and unknown optimizers call it as often as they want.
+        Optimizers step when the closure is done, as in Lightning's mixed precision.  LBFGS, and
+        without a dynamic loss scale those that are not torch's, call it as often as they want.
         """
-        if not facade.evaluates_closure_once(optimizer):
+        calls = isinstance(optimizer, LBFGS) or not (
+            facade.evaluates_first(optimizer) or self._run.looks_for_overflow()
+        )
+        if calls:
             return self._package.precision.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)

@@ -8,13 +8,6 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
-def are_others(hooks: Any) -> bool:
-    """Whether other code has hooks on all optimizers' steps too; True if that is unknown."""
-    return bool(hooks) and (
-        hooks is True or any(type(hook) is not NotifyOfSteps for hook in hooks.values())
-    )
-
-
 class NotifyOfSteps:
     """A hook after every step of a `torch.optim.Optimizer`, while it `keep`s watch."""
 

@@ -5,10 +5,9 @@
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
     optimizer.second_step(zero_grad=True)      # climbs down and steps
 
-An overflow in either half leaves out the whole step: `first_step` then moves
-nothing, `second_step` puts back the weights from before the first, as a half that
-raises does.  The same where several calls of `first_step` climb.  Inside their own
-`step(closure)` the halves are parts of that one step.
+An overflow in either half leaves out the whole step: `first_step` then moves nothing, and
+`second_step` puts back the weights from before the first.  The same where several calls of
+`first_step` climb.  Inside their own `step(closure)` the halves are parts of that one step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .snapshots import Snapshot
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from ..optimizer import ManagedOptimizer
@@ -33,52 +33,47 @@ class TwoSteps:
 
     def __init__(self, managed: ManagedOptimizer) -> None:
         self._managed = managed
-        self._before = Snapshot()
+        self._before: list[tuple[Tensor, Tensor]] = []  # weights, with values before the first half
         self._overflowed = False
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `first_step`."""
-        if self._is_part():
+        if self._managed.is_evaluating:
             return original(*args, **kwargs)
-        self._managed.before_step()
-        self._overflowed = self._managed.gradients.take_overflow() or self._overflowed
-        if not (self._overflowed or self._before.is_held()):
-            self._before = Snapshot(tuple(self._managed.parameters()))
+        self._look()
+        if not (self._overflowed or self._before):
+            weights = self._managed.parameters()
+            self._before = [(weight, weight.detach().clone()) for weight in weights]
         return self._half(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Answers for `second_step`."""
-        if self._is_part():
+        if self._managed.is_evaluating:
             return original(*args, **kwargs)
-        self._managed.before_step()
-        if self._managed.gradients.take_overflow() or self._overflowed:
-            self._overflowed = True
-            self._before.restore()
+        self._look()
+        if self._overflowed:
+            with torch.no_grad():
+                for weight, value in self._before:
+                    weight.copy_(value)
+        self._before = []
         result = self._half(original, args, kwargs)
-        self._before.forget()
         self._managed.note_step(self._overflowed)
         self._overflowed = False
         self._managed.after_step()
         return result
 
-    def _is_part(self) -> bool:
-        """Whether `step(closure)` calls it; gradients from before the closure are looked at."""
-        evaluations = self._managed.evaluations
-        if evaluations is not None and not evaluations.count:
-            evaluations.ask()
-        return evaluations is not None
+    def _look(self) -> None:
+        self._managed.before_step()
+        self._overflowed |= self._managed.gradients.take_overflow()
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        if self._overflowed:
-            self._zero_grad_if_asked(original, args, kwargs)
-            return None
-        with self._managed.owner.casts_off, self._before:
-            return original(*args, **kwargs)
-
-    def _zero_grad_if_asked(self, original: Callable, args: tuple, kwargs: dict) -> None:
+        if not self._overflowed:
+            with self._managed.owner.casts_off:
+                return original(*args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             if given.arguments["zero_grad"]:
                 self._managed.optimizer.zero_grad()
+        return None

@@ -31,22 +31,40 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def fit_state(optimizer: Any, changed: Collection[int]) -> None:
-    """Give the state of parameters (ids) whose dtype has changed their new dtype."""
+Replaced = list[tuple[Any, Any, Any]]  # container, key, what was there
+
+
+def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | None = None) -> None:
+    """Give the state of parameters (ids) whose dtype has changed their new dtype.
+
+    What was there goes to `replaced`, for `put_back`.
+    """
+    noted: Replaced = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in states_of(optimizer) if changed else ():
         for param in params:
             if id(param) in changed and param in state:
-                state[param] = _as_dtype(state[param], param.dtype)
+                _fit(state, param, param.dtype, noted)
 
 
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def put_back(replaced: Replaced) -> None:
+    """Undo `fit_state`."""
+    while replaced:
+        container, key, value = replaced[-1]
+        container[key] = value
+        replaced.pop()
+
+
+def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: Replaced) -> None:
     """What an optimizer has for a parameter, in another dtype; steps are counted in their own."""
+    value = container[key]
     if isinstance(value, dict):
-        value.update({k: _as_dtype(item, dtype) for k, item in value.items() if k != "step"})
-        return value
-    if isinstance(value, list):  # LBFGS
-        return [_as_dtype(item, dtype) for item in value]
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
+        for name in value:
+            if name != "step":
+                _fit(value, name, dtype, replaced)
+    elif isinstance(value, list):  # LBFGS
+        for index in range(len(value)):
+            _fit(value, index, dtype, replaced)
+    elif isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not dtype:
+        replaced.append((container, key, value))
+        container[key] = value.to(dtype)

@@ -1,9 +1,8 @@
-"""`ZeroRedundancyOptimizer`: one decision of all ranks.
+"""`ZeroRedundancyOptimizer`: what it shares with other ranks, and the memory of its parameters.
 
-Each rank steps its own part of the weights with its own part of the optimizer's state, and then
-sends them to the other ranks, by torch's own code.  A rank that left a step out while others make
-theirs would wait for them for ever.  Without DistributedDataParallel ranks have gradients of their
-own, and in `Join` some have none, so the ranks share the overflow flag at each step.
+Each rank steps its own part of the weights, and then sends them to the other ranks, by torch's own
+code.  A rank that left a step out alone would wait for ever.  DistributedDataParallel averages
+gradients, so that an inf on one rank is on all; but in `Join` some ranks have no gradients.
 """
 
 from __future__ import annotations
@@ -14,19 +13,13 @@ from ...errors import AmpatchError
 from ...torch_private import zero_redundancy
 
 
-def group_of(optimizer: Any) -> Any:
-    """The process group whose ranks step together; None for another optimizer."""
-    return optimizer.process_group if zero_redundancy.is_zero(optimizer) else None
-
-
-def refuse_lead(optimizer: Any) -> None:
-    """Raise `AmpatchError` where the ranks are asked only later who of them still has data."""
-    if zero_redundancy.leads_join(optimizer):
+def refuse_join(optimizer: Any) -> None:
+    """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
+    if zero_redundancy.is_zero(optimizer) and zero_redundancy.is_in_join(optimizer):
         raise AmpatchError(
-            "ZeroRedundancyOptimizer.step(): this optimizer is the first in Join([...]), and under "
-            "a dynamic loss scale its ranks share a flag before Join asks who still has data. "
-            "Expected the DistributedDataParallel model first: Join([model, optimizer]); or "
-            "loss_scale=1.0."
+            "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
+            "without data would make a step that the others skip. Nothing was changed. Expected "
+            "loss_scale=1.0, or dtype=torch.bfloat16."
         )
 
 

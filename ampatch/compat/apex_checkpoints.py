@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..session import facade
+
 Groups = Sequence[dict[str, Any]]
 _INNER, _LISTED, _FLAT = "optimizer_state_dict", "fp32_from_fp16", "fp32_groups_flat"
 
@@ -151,3 +153,6 @@ def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any
         for key in entries.keys() & set(saved["params"]):
             entries[key] = {"step": torch.tensor(float(steps)), **entries[key]}
     return {**state, "state": entries, "param_groups": made}
+
+
+facade.layouts.append(torch_layout)

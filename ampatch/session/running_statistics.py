@@ -1,0 +1,82 @@
+"""BatchNorm's running statistics, put back where a forward has overflowed.
+
+An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
+skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
+what is inf or NaN has the value again that it had after the last step, or was loaded since.
+Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
+
+The values are noted after each step, not by a hook on the forward: parts of a model may be called
+by themselves, and compiled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.hooks import Hook
+from ..torch_private import foreach
+
+# Not the functions that are patched: reports would count the calls as the script's.
+_cat = torch.ops.aten.cat.default
+_is_finite = torch.ops.aten.isfinite.default
+_either = torch.ops.aten.logical_or.default
+_is_zero = torch.ops.aten.logical_not.default
+_choose = torch.ops.aten.where.self
+
+
+class RunningStatistics:
+    """Those of one model's norms."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [module for module in model.modules() if _statistics(module)]
+        self._norms = [weakref.ref(norm) for norm in norms]
+        noting = Hook(self._note)
+        self._handles = [norm.register_load_state_dict_post_hook(noting) for norm in norms]
+        self._note()
+
+    def close(self) -> None:
+        """Leave the model alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, *loaded: Any) -> None:
+        self._alike = self._by_kind()
+        self._noted = [_cat(buffers) for buffers in self._alike]
+
+    def _by_kind(self) -> list[list[Tensor]]:
+        """The buffers, in lists of one device and dtype."""
+        found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for norm in self._norms:
+            for buffer in _statistics(norm()):
+                found.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return list(found.values())
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        """A step was taken or skipped; a tensor is not waited for."""
+        first = _statistics(self._norms[0]()) if self._norms else []
+        if first and first[0] is not self._alike[0][0]:  # the model has moved
+            self._alike = self._by_kind()
+            if len(self._alike) != len(self._noted):
+                self._note()
+        for index, buffers in enumerate(self._alike):
+            now = _cat(buffers)
+            is_finite = _is_finite(now)
+            noted = _choose(is_finite, now, self._noted[index].to(now))
+            self._noted[index] = noted  # what was not finite before a step of others stays known
+            if skipped is False:
+                continue
+            if isinstance(skipped, Tensor):
+                noted = _choose(_either(is_finite, _is_zero(skipped.to(now.device))), now, noted)
+            values = noted.split([buffer.numel() for buffer in buffers])
+            # `.data`: a graph that waits for its backward pass may hold the buffers
+            foreach.copy_([buffer.data for buffer in buffers], list(values))
+
+
+def _statistics(module: Any) -> list[Tensor]:
+    """The running mean and variance of a norm; of another module, or of none, an empty list."""
+    found = [getattr(module, name, None) for name in ("running_mean", "running_var")]
+    return [value for value in found if type(value) is Tensor and value.dim() == 1]

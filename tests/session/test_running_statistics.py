@@ -1,0 +1,206 @@
+"""BatchNorm after an overflow in the forward: evaluation goes on, beside FP32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch
+
+SETTINGS = {"init_scale": 64.0, "verbosity": 0, "dtype": torch.float16}
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
+    "Adam fused": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-3, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Two norms behind layers whose results overflow in half where the input is large."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        )
+
+    def forward(self, x):
+        return self.head(F.relu(self.norm(self.conv(x))))
+
+
+def batch(number, factor=1.0):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 2, 6, 6, generator=generator) * factor
+
+
+def start(level, kind="SGD", **settings):
+    model = Net()
+    optimizer = KINDS[kind](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS, **settings)
+    return model, optimizer
+
+
+def backward(model, optimizer, number, factor=1.0):
+    loss = model(batch(number, factor)).float().square().mean()
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+def step(model, optimizer, *micros, factors=()):
+    optimizer.zero_grad()
+    for place, number in enumerate(micros):
+        backward(model, optimizer, number, dict(factors).get(place, 1.0))
+    optimizer.step()
+
+
+def statistics(model):
+    named = {name: value.clone() for name, value in model.named_buffers() if "running" in name}
+    assert len(named) == 4
+    return named
+
+
+HUGE = 3e4
+
+
+def is_hurt(model, number=9):
+    """Without the repair: a copy's forward with the huge batch."""
+    plain = copy.deepcopy(model).half().train()
+    plain(batch(number, HUGE).half())
+    return not all(value.isfinite().all() for value in statistics(plain).values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_an_overflow_in_the_forward_evaluation_is_that_of_fp32(level, kind):
+    """The runs beside it, in FP32 and at this level, have not seen the batch that overflows."""
+    settings = {"loss_scale": "dynamic"} if level == "O3" else {}
+    model, optimizer = start(level, kind, **settings)
+    assert is_hurt(model)
+    healthy, its = start(level, kind, **settings)
+    plain = Net()
+    other = KINDS[kind](plain.parameters())
+    for number in range(6):
+        if number in (0, 3):  # in the very first step too
+            before = statistics(model)
+            step(model, optimizer, 9, factors={0: HUGE}.items())
+            assert ampatch.step_was_skipped(optimizer)
+            after = statistics(model)
+            assert all(torch.equal(before[name], after[name]) for name in before), number
+        step(model, optimizer, number)
+        assert not ampatch.step_was_skipped(optimizer)
+        step(healthy, its, number)
+        other.zero_grad()
+        plain(batch(number)).square().mean().backward()
+        other.step()
+    assert ampatch.step_counts(optimizer).skipped == 2
+    found, same, expected = (one.eval()(batch(7)).float() for one in (model, healthy, plain))
+    assert torch.equal(found, same)
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_micro_batch_of_three(kind):
+    """The others' forwards run with statistics that are inf; all goes back to before the first."""
+    model, optimizer = start("O1", kind)
+    step(model, optimizer, 1)
+    before = statistics(model)
+    step(model, optimizer, 2, 9, 3, factors={1: HUGE}.items())
+    assert all(value.isfinite().all() for value in statistics(model).values())
+    channels = statistics(model)["norm.running_var"] == before["norm.running_var"]
+    assert channels.any()
+
+
+def test_statistics_that_stayed_finite_are_kept_as_torch_amp_keeps_them():
+    model, optimizer = start("O1")
+    before = statistics(model)
+    optimizer.zero_grad()
+    loss = model(batch(1)).float().sum() * float("inf")
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    assert not torch.equal(statistics(model)["norm.running_mean"], before["norm.running_mean"])
+    assert model.norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_statistics_that_were_loaded_since_the_last_step(whole):
+    model, optimizer = start("O2")
+    trained = Net()
+    for number in range(3):
+        trained(batch(number) + 1.0)
+    part, theirs = (model, trained) if whole else (model.norm, trained.norm)
+    part.load_state_dict(theirs.state_dict())
+    step(model, optimizer, 9, factors={0: HUGE}.items())
+    assert torch.equal(model.norm.running_mean, trained.norm.running_mean)
+
+
+def test_a_model_that_has_moved_since_the_last_step():
+    """`to(device)` gives a module other buffers."""
+    model, optimizer = start("O1")
+    before = statistics(model)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())
+    step(model, optimizer, 9, factors={0: HUGE}.items())
+    assert all(torch.equal(before[name], value) for name, value in statistics(model).items())
+
+
+def test_another_optimizers_step_meanwhile_notes_no_inf():
+    models = [Net(), Net()]
+    pair = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    ampatch.initialize(models, pair, opt_level="O1", **SETTINGS)
+    before = statistics(models[0])
+    backward(models[0], pair[0], 9, HUGE)
+    step(models[1], pair[1], 1)
+    pair[0].step()
+    assert ampatch.step_was_skipped(pair[0]) and not ampatch.step_was_skipped(pair[1])
+    assert all(torch.equal(before[name], value) for name, value in statistics(models[0]).items())
+
+
+def test_a_graph_from_before_a_fused_step_has_its_backward_after_it():
+    """As the generator's in a GAN: torch compares the versions of buffers there."""
+    model, optimizer = start("O1", "Adam fused")
+    waiting = model(batch(1)).float().square().mean()
+    step(model, optimizer, 2)
+    torch.autograd.grad(waiting, [model.norm.bias])
+
+
+def test_a_static_scale_and_deactivate_leave_the_model_alone():
+    model, _ = start("O1", loss_scale=128.0)
+    assert not model.norm._load_state_dict_post_hooks
+    model, _ = start("O1")
+    assert model.norm._load_state_dict_post_hooks
+    assert not copy.deepcopy(model).norm._load_state_dict_post_hooks
+    ampatch.deactivate()
+    assert not model.norm._load_state_dict_post_hooks
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norms", [1, 20])
+def test_operators_of_a_step_do_not_grow_with_the_norms(norms):
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(norms)))
+    statistics = ampatch.session.running_statistics.RunningStatistics(model)
+    counts = {}
+    for skipped in (False, True, torch.zeros(())):
+        with Counts() as seen:
+            statistics.after_step(skipped)
+        counts[str(skipped)] = sum(name != "detach" for name in seen.names)  # a view of each
+    statistics.close()
+    assert counts == {"False": 6, "True": 8, "tensor(0.)": 11}
