@@ -1,7 +1,5 @@
-// The optimizer side: questions about lists of tensors, and unscaling.
+// The optimizer side: questions about lists of tensors.
 #pragma once
-
-#include <ATen/Parallel.h>
 
 #include "weights.h"
 
@@ -91,41 +89,6 @@ PyObject* drop_grads(PyObject*, PyObject* sequence) {
     }
   }
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Whether operators do with it what they do with a plain tensor, and autograd records none of them.
-bool is_ordinary(const Tensor& tensor) {
-  return is_plain(tensor) && !tensor.is_inference() && !tensor.is_neg() &&
-      !tensor._is_zerotensor();
-}
-
-// unscale(grads, found, inverse): multiply gradients by the 0-dim tensor `inverse`, in place, and
-// set `found`, which is 0, to 1 if an inf or NaN was met; whether it was.
-// None: nothing was done, one of them is unusual or not in host memory.
-PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 3 && THPVariable_Check(args[1]) && THPVariable_Check(args[2]),
-      "unscale(grads, found: Tensor, inverse: Tensor)");
-  const Items items(args[0]);
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) Py_RETURN_NONE;
-  std::vector<Tensor> grads;
-  grads.reserve(items.size());
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    const Tensor& grad = items.tensor(i);
-    if (!grad.is_cpu() || !is_ordinary(grad) || grad.requires_grad()) Py_RETURN_NONE;
-    if (grad.is_complex()) Py_RETURN_NONE;
-    grads.push_back(grad);
-  }
-  if (grads.empty()) Py_RETURN_FALSE;
-  Tensor found = THPVariable_Unpack(args[1]);
-  {
-    pybind11::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    at::_amp_foreach_non_finite_check_and_unscale_(grads, found, THPVariable_Unpack(args[2]));
-  }
-  return PyBool_FromLong(*found.const_data_ptr<float>() != 0);
   END_HANDLE_TH_ERRORS
 }
 

@@ -2,8 +2,8 @@
 
 A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are unscaled by a
 snapshot of the scale that their loss was multiplied by: another block or `set` may have changed
-the scale since.  A scale is a number, or a 0-dim tensor on the device of the losses; how the
-dynamic one moves is in `scale_value`.
+the scale since.  A static scale is a number, a dynamic one a 0-dim tensor on the device of the
+losses; how it moves is in `scale_value`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, alike, either, numbers_on
+from .scale_value import Flag, Numbers, alike, either
 from .scaler_entries import checked_entry
 
 _HALF = frozenset(HALF_TYPES)
@@ -140,7 +140,7 @@ class DynamicScaler:
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
         self.generation = 0  # changes with the scale: gradients of another have another scale
-        self._numbers = numbers_on(
+        self._numbers = Numbers(
             torch.device("cpu"), self.settings.bounded(self.settings.init_scale)
         )
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
@@ -152,18 +152,18 @@ class DynamicScaler:
         The scaler moves to the device of the loss.  Nothing waits.
         """
         if self._numbers.device != loss.device:
-            self._numbers = numbers_on(loss.device, *self._numbers.read())
+            self._numbers = Numbers(loss.device, *self._numbers.read())
         factor = self.snapshot()
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> Tensor:
         """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""
         factor = self._numbers.snapshot()
         self._recent.append(factor)
         return factor
 
-    def peek(self) -> Any:
-        """The scale, or the tensor that holds it, to be read or copied at once."""
+    def peek(self) -> Tensor:
+        """The tensor that holds the scale, to be read or copied at once."""
         return self._numbers.scale
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:

@@ -1,7 +1,6 @@
 """The value of a dynamic loss scale, its count of clean steps, and the rule by which both move.
 
-With losses on an accelerator both are tensors there, and nothing waits for them.  With losses on
-the CPU both are Python numbers and cost no operators.  They are equal, to the bit.
+Both are tensors where the losses live, and nothing waits for them on an accelerator.
 
 An overflow flag is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where
 the host knows already.
@@ -10,14 +9,12 @@ the host knows already.
 from __future__ import annotations
 
 import operator
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config.scale_settings import ScaleSettings
-from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 from ..torch_private.devices import is_owned_by_host
 from ..torch_private.dtensors import local_of
@@ -61,82 +58,15 @@ def is_set(flag: Flag) -> bool:
     return flag if isinstance(flag, bool) else bool(flag.item())
 
 
-def numbers_on(device: torch.device, scale: float, clean: int = 0) -> Numbers:
-    """Scale and count, to live with losses on `device`."""
-    if is_owned_by_host(device):
-        return HostNumbers(scale, clean, device)
-    return DeviceNumbers(scale, clean, device)
-
-
-class HostNumbers:
-    """Scale and count as numbers of the host."""
-
-    def __init__(self, scale: float, clean: int, device: torch.device) -> None:
-        self.device = device
-        self._zeros: list[Tensor] = []  # flags that were not set: each serves again
-        self._inverses: dict[float, Tensor] = {}  # of the last scales
-        self.scale, self.clean = _float32(scale), clean
-
-    def fill(self, scale: float, clean: int | None = None) -> None:
-        """Another scale, another count."""
-        self.scale = _float32(scale)
-        self.clean = self.clean if clean is None else clean
-
-    def snapshot(self) -> float:
-        """The present scale."""
-        return self.scale
-
-    def read(self) -> tuple[float, int]:
-        """Scale and count."""
-        return self.scale, self.clean
-
-    def unscale_(self, grads: list[Tensor], scale: float | Tensor) -> bool:
-        """Divide gradients by `scale`, in place; whether an inf or NaN was met.
-
-        Waits for gradients that live on an accelerator, and for a scale from there.
-        """
-        if isinstance(scale, Tensor):
-            scale = scale.item()
-        inverse = self._inverses.get(scale)
-        if inverse is None:
-            if len(self._inverses) > 3:
-                self._inverses.clear()
-            inverse = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
-            self._inverses[scale] = inverse
-        try:
-            found = self._zeros.pop()
-        except IndexError:  # none left, or another thread was faster
-            found = torch.zeros((), dtype=torch.float32, device="cpu")
-        bad = None if part is None else part.unscale(grads, found, inverse)
-        if bad is None:
-            found = multiplied(grads, inverse, found)
-            bad = found.tolist() != 0
-        if not bad:
-            self._zeros.append(found)
-        return bad
-
-    def update(self, found: Flag, rule: ScaleSettings) -> None:
-        """One more step."""
-        overflowed = found is not False and is_set(found)
-        scale, self.clean = moved(self.scale, self.clean, overflowed, rule)
-        if scale != self.scale:
-            self.scale = _float32(scale)
-            self.clamp(rule)
-
-    def clamp(self, rule: ScaleSettings) -> None:
-        """Draw the scale within floor and cap."""
-        low, high = _float32(rule.min_loss_scale), _float32(rule.max_loss_scale)
-        self.scale = min(max(self.scale, low), high)
-
-
-class DeviceNumbers:
+class Numbers:
     """Scale (FP32, 0-dim) and count (int32, 0-dim) on a device; only `read` waits for it.
 
     The tensors stay the same ones, because CUDA graphs may hold them.
     """
 
-    def __init__(self, scale: float, clean: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device, scale: float, clean: int = 0) -> None:
         self.device = device
+        self._is_hosts = is_owned_by_host(device)
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.clean = torch.tensor(clean, dtype=torch.int32, device=device)
 
@@ -154,11 +84,13 @@ class DeviceNumbers:
         """Scale and count.  Waits."""
         return self.scale.item(), int(self.clean.item())
 
-    def unscale_(self, grads: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Divide gradients by `scale`, in place; the flag is 1.0 if an inf or NaN was met."""
-        if not isinstance(scale, Tensor):
-            scale = torch.full_like(self.scale, scale)
-        return multiplied(grads, _reciprocal(scale), torch.zeros_like(scale))
+    def unscale_(self, grads: list[Tensor], scale: Tensor) -> Flag:
+        """Divide gradients by `scale`, in place; whether an inf or NaN was met.
+
+        That is a tensor, 1.0 for yes, or a number where the host owns the memory.
+        """
+        found = multiplied(grads, _reciprocal(scale), torch.zeros_like(scale))
+        return found.tolist() != 0 if self._is_hosts else found
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """One more step."""
@@ -181,13 +113,6 @@ class DeviceNumbers:
 
 _reciprocal = torch.ops.aten.reciprocal.default
 """Not the function that is patched: reports would count the call as the script's."""
-
-
-def _float32(number: float) -> float:
-    return struct.unpack("f", struct.pack("f", number))[0]
-
-
-Numbers = HostNumbers | DeviceNumbers
 
 
 def multiplied(grads: list[Tensor], inverse: Tensor, found: Tensor) -> Tensor:

@@ -131,8 +131,7 @@ class StepCounter:
         known: list[float] = []
         if self._on_device is None:
             known = [self._taken + self._skipped, self._skipped, self._row]
-            known += [scale for scale in scales if not isinstance(scale, Tensor)]
-        late = [*self._places, *(scale for scale in scales if isinstance(scale, Tensor))]
+        late = [*self._places, *scales]
         self._beside = known, scaler
         if late:
             place = late[0].device

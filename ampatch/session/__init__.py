@@ -8,5 +8,6 @@ Where to look first:
   tools of torch are replaced: `torch_tools`; what they and torch's hooks tell: `torch_events`;
   what the ranks of one model compare: `rank_settings`;
 * the block around forwards whose weights do not change: `cached_weights`;
+* statistics of batch norms after an overflow: `running_statistics`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """

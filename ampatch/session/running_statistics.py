@@ -31,8 +31,7 @@ _choose = torch.ops.aten.where.self
 class RunningStatistics:
     """Those of one model's norms."""
 
-    def __init__(self, model: nn.Module) -> None:
-        norms = [module for module in model.modules() if _statistics(module)]
+    def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]
         noting = Hook(self._note)
         self._handles = [norm.register_load_state_dict_post_hook(noting) for norm in norms]
@@ -57,7 +56,7 @@ class RunningStatistics:
 
     def after_step(self, skipped: bool | Tensor) -> None:
         """A step was taken or skipped; a tensor is not waited for."""
-        first = _statistics(self._norms[0]()) if self._norms else []
+        first = _statistics(self._norms[0]())
         if first and first[0] is not self._alike[0][0]:  # the model has moved
             self._alike = self._by_kind()
             if len(self._alike) != len(self._noted):
@@ -74,6 +73,11 @@ class RunningStatistics:
             values = noted.split([buffer.numel() for buffer in buffers])
             # `.data`: a graph that waits for its backward pass may hold the buffers
             foreach.copy_([buffer.data for buffer in buffers], list(values))
+
+
+def norms_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that keep running statistics."""
+    return [module for module in model.modules() if _statistics(module)]
 
 
 def _statistics(module: Any) -> list[Tensor]:

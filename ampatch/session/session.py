@@ -28,7 +28,7 @@ from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharer
 from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
-from .running_statistics import RunningStatistics
+from .running_statistics import RunningStatistics, norms_of
 from .table import Rows, alive
 
 
@@ -233,8 +233,8 @@ class Session:
             managed.convert(module_overrides.stays_float(model, properties, found))
         managed.warn_of_half_weights()
         managed.install()
-        if self.looks_for_overflow():
-            self.statistics[id(model)] = RunningStatistics(model)
+        if self.looks_for_overflow() and (norms := norms_of(model)):
+            self.statistics[id(model)] = RunningStatistics(norms)
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:

@@ -196,7 +196,8 @@ class Counts(TorchDispatchMode):
 @pytest.mark.parametrize("norms", [1, 20])
 def test_operators_of_a_step_do_not_grow_with_the_norms(norms):
     model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(norms)))
-    statistics = ampatch.session.running_statistics.RunningStatistics(model)
+    module = ampatch.session.running_statistics
+    statistics = module.RunningStatistics(module.norms_of(model))
     counts = {}
     for skipped in (False, True, torch.zeros(())):
         with Counts() as seen:
