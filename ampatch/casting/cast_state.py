@@ -33,7 +33,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.policy: Any = FOLLOW  # of the innermost entry
         self.stack: list[Entry] = []  # innermost last
-        self.lent: list[Any] = []  # half copies that are in the places of weights
+        self.lent: list[Any] = []  # forwards of half models, with what is lent to them
 
 
 class CastState:

@@ -156,7 +156,8 @@ class Lending:
         self.tree = tree
         self.roots = list(roots)
         self.thread = threading.get_ident()
-        self.caller = calling_frame()  # if this frame runs no longer, the call was interrupted
+        # If this frame runs no longer, the call was interrupted.
+        self.caller: FrameType | None = calling_frame()
         self.is_lent = False  # copies may be in places
         self.is_in_place = False  # all are
         self.is_repeated = False  # in a recompute
@@ -475,6 +476,7 @@ class LentWeights:
             self._end_turn()
         if lending in lent:
             lent.remove(lending)
+        lending.caller = None  # a frame keeps what the call had; nodes may keep the lending
 
     def take_back(self, lending: Lending) -> None:
         """End what was lent, also of a call that was interrupted."""

@@ -703,3 +703,21 @@ def test_a_backward_of_one_part_may_call_another_part():
     one(inputs().requires_grad_()).sum().backward()
     assert torch.equal(found[0], expected) and is_float(model)
     assert other(inputs()).dtype is torch.float32  # nobody waits for a turn
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_graph_holds_nothing_of_the_call_that_made_it(level):
+    """A node of a custom Function keeps the half copies, not the frame with inputs and results."""
+    model, _ = managed(Net(), level)
+    ones = torch.ones(2, requires_grad=True)
+    model.inside = lambda model: setattr(model, "noted", InBackward.apply(ones, bool))
+
+    class Held(torch.Tensor):
+        pass
+
+    x = inputs().as_subclass(Held)
+    held = weakref.ref(x)
+    loss = model(x).as_subclass(torch.Tensor).sum() + model.noted.sum()
+    del x
+    gc.collect()
+    assert held() is None and loss.dtype is torch.float32
