@@ -7,6 +7,7 @@ Where to look first:
 * what else a process has once: `registry`; which objects are told of events: `observers`; which
   tools of torch are replaced: `torch_tools`; what they and torch's hooks tell: `torch_events`;
   what the ranks of one model compare: `rank_settings`;
+* batch norms after a step that was skipped: `running_statistics`;
 * the block around forwards whose weights do not change: `cached_weights`;
 * statistics of batch norms after an overflow: `running_statistics`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
