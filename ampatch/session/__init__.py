@@ -9,6 +9,5 @@ Where to look first:
   what the ranks of one model compare: `rank_settings`;
 * batch norms after a step that was skipped: `running_statistics`;
 * the block around forwards whose weights do not change: `cached_weights`;
-* statistics of batch norms after an overflow: `running_statistics`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """
