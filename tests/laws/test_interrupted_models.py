@@ -21,6 +21,7 @@ import ampatch
 
 HALF = torch.bfloat16
 LEVELS = ["O1", "O2", "O3"]
+MOMENTS = [120, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 LINEAR = F.linear
 
 
@@ -140,7 +141,8 @@ def nothing_is_left_for_other_tests():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c(phase, level, monkeypatch):
+@pytest.mark.parametrize("most", MOMENTS)
+def test_ctrl_c(phase, level, most, monkeypatch):
     monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 2.0)
     model, optimizer = start(level)
     expected = look(model, optimizer, level)
@@ -153,7 +155,7 @@ def test_ctrl_c(phase, level, monkeypatch):
     room = "models" if phase == "recompute" else ""  # what is taken along has tests of its own
     bad = []
     count = strikes.calls(does, room)
-    for number in range(1, count + 1, 1 + count // 250):
+    for number in range(1, count + 1, 1 + count // most):
         where = strikes.strike(does, number, room)
         try:
             wrong = differ(look(model, optimizer, level), expected)
@@ -191,7 +193,7 @@ def test_a_handler_that_calls_the_model(level, grad):
     both()
     (expected,) = found
     count = strikes.calls(both)
-    for number in range(1, count + 1):
+    for number in range(1, count + 1, 2):
         try:
             where = strikes.strike(both, number, action=handler)
             right = len(found) == 2 and all(torch.equal(one, expected) for one in found)
@@ -210,7 +212,8 @@ def test_a_handler_that_calls_the_model(level, grad):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("phase", ["initialize", "deactivate"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_ctrl_c_as_a_session_begins_or_ends(level, phase):
+@pytest.mark.parametrize("most", MOMENTS)
+def test_ctrl_c_as_a_session_begins_or_ends(level, phase, most):
     """In what models do there.  After `deactivate` all is plain, and a session may begin anew."""
     expected = look(*start(level), level)
     ampatch.deactivate()
@@ -236,7 +239,7 @@ def test_ctrl_c_as_a_session_begins_or_ends(level, phase):
     does = begin if phase == "initialize" else ampatch.deactivate
     prepare()
     count, bad = strikes.calls(does, "models"), []
-    for number in range(1, count + 1, -(-count // 60)):
+    for number in range(1, count + 1, 1 + count // most):
         prepare()
         where = strikes.strike(does, number, "models")
         try:
