@@ -62,21 +62,23 @@ class PatchSet:
             _, _, original = wrapt.resolve_path(owner, name)
         found = vars(owner).get(name, _INHERITED)
         replacement = make(original)
-        setattr(owner, name, replacement)
+        # Noted before it is put in, and forgotten after it is back: Ctrl-C may strike anywhere.
         self._covered.append(_Covered(owner, name, found, replacement))
+        setattr(owner, name, replacement)
         return original
 
     def rebind(self, namespace: dict, name: str, put: Any) -> None:
         """Replace the item `name` of a module's globals, without asking the module."""
-        found, namespace[name] = namespace[name], put
+        found = namespace[name]
 
         def restore() -> None:
             if namespace.get(name) is put:
                 namespace[name] = found
-            else:
+            elif namespace.get(name) is not found:
                 _tell_left_alone(namespace.get("__name__"), name)
 
         self.on_undo(restore)
+        namespace[name] = put
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Run `action` when its turn comes in `undo`."""
@@ -85,16 +87,24 @@ class PatchSet:
     def undo(self) -> None:
         """Restore everything, newest first.  A second call finds nothing left to do."""
         while self._covered:
-            entry = self._covered.pop()
-            if not isinstance(entry, _Covered):
-                entry()
-                continue
-            if type(entry.put) is types.FunctionType:
-                _retired[entry.put] = entry.found
-            if vars(entry.owner).get(entry.name) is entry.put:
-                _put_back(entry.owner, entry.name, entry.found)
-            else:
-                _tell_left_alone(getattr(entry.owner, "__name__", entry.owner), entry.name)
+            entry = self._covered[-1]
+            try:
+                _restore(entry) if isinstance(entry, _Covered) else entry()
+            except Exception:  # it is not tried again; what Ctrl-C has stopped is
+                self._covered.pop()
+                raise
+            self._covered.pop()
+
+
+def _restore(entry: _Covered) -> None:
+    owner, name, found, put = entry
+    if type(put) is types.FunctionType:
+        _retired[put] = found
+    now = vars(owner).get(name, _INHERITED)
+    if now is put:
+        _put_back(owner, name, found)
+    elif now is not found:
+        _tell_left_alone(getattr(owner, "__name__", owner), name)
 
 
 def _put_back(owner: Any, name: str, found: Any) -> None:
