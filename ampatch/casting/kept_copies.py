@@ -61,7 +61,13 @@ class KeptCopies:
             held.clear()
 
     def check(self) -> None:
-        """A forward begins: drop all copies if a weight has changed since the last one began."""
+        """A forward begins: drop all copies if a weight has changed since the last one began.
+
+        Copies of weights that came since the block began, whose changes are not seen, are dropped.
+        """
+        for copies, _ in self._stores:
+            for key in copies.keys() - self._ids:
+                del copies[key]
         found = self._look()
         if found != self._seen:
             self.forget()

@@ -168,7 +168,7 @@ class Lending:
         tree.share_attributes(self.copies)
         self._versions = list(map(_version_of, self.copies))
         self._values: dict[int, Tensor] = {}
-        if self.copies and (self._is_in_graph or owner.writes.compared):
+        if self.copies:
             self._values = owner.writes.look(tree.parameters, self.copies)
 
     @functools.cached_property

@@ -1,8 +1,8 @@
 """What forwards write into lent copies of one model's weights: it goes to the weights.
 
 In-place writes raise a copy's version.  Writes through `.data` raise none, and are found by
-comparing values: those of all copies in training forwards 1, 10, 100, ... (some writes begin after
-a warm-up), and of the weights that were written to so from then on.
+comparing values: those of all copies in forwards 1, 10, 100, ... with a graph and likewise without
+one (some writes begin after a warm-up), and of the weights that were written to so from then on.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class LentWrites:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.compared: set[int] = set()  # ids of weights that are written to through `.data`
-        self._forwards, self._next_look = 0, 1  # with a graph
+        self._forwards, self._next_look = [0, 0], [1, 1]  # without a graph, and with one
         self._has_warned = False
 
     def look(self, parameters: list[Tensor], copies: list[Tensor]) -> dict[int, Tensor]:
         """The values of copies that are to be compared in the end, by place.
 
-        To be called in each forward with a graph, and while there are weights in `compared`.
+        To be called in each forward.
         """
         in_graph = torch.is_grad_enabled()
-        self._forwards += in_graph
-        is_due = in_graph and self._forwards >= self._next_look
+        self._forwards[in_graph] += 1
+        is_due = self._forwards[in_graph] >= self._next_look[in_graph]
         values: dict[int, Tensor] = {}
         if (is_due or self.compared) and not (is_recording() or computes_with_fakes()):
-            self._next_look *= 10 if is_due else 1
+            self._next_look[in_graph] *= 10 if is_due else 1
             for index, (parameter, copy) in enumerate(zip(parameters, copies, strict=True)):
                 is_wanted = is_due or id(parameter) in self.compared
                 if is_wanted and has_values(copy.device) and not is_captured(copy):

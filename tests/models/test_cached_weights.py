@@ -330,6 +330,19 @@ def test_a_replaced_parameter_is_used(level):
     assert torch.equal(after, fresh(model))
 
 
+def test_a_replaced_parameter_that_is_swapped(level):
+    """`swap_tensors` exchanges versions too."""
+    model, _ = start(level)
+    with ampatch.cached_weights(model):
+        fresh(model)
+        model.second.weight = nn.Parameter(model.second.weight.detach() * 2)
+        before = fresh(model)
+        torch.utils.swap_tensors(model.second.weight, nn.Parameter(torch.ones(2, 9)))
+        after = fresh(model)
+        assert not torch.equal(before, after)
+    assert torch.equal(after, fresh(model))
+
+
 # Ends
 
 

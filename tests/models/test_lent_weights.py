@@ -182,6 +182,26 @@ def test_a_write_within_the_forward_reaches_the_parameter(how):
         model.load_state_dict(before)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_first_forward_without_a_graph_may_initialize_weights_through_data(
+    around, trained_before
+):
+    """As activation norms and learned step sizes do, whose first batch may be a validation's."""
+    model, _ = start()
+    if trained_before:
+        model(inputs())
+
+    def initialize(model):
+        model.second.weight.data.fill_(0.25)
+
+    model.inside = initialize
+    model.eval()
+    with around():
+        model(inputs())
+    assert torch.equal(model.second.weight, torch.full_like(model.second.weight, 0.25))
+
+
 @pytest.mark.parametrize("with_graph", [False, True])
 def test_a_write_in_place_is_seen_by_its_version_in_every_forward(with_graph):
     """Values are compared in forwards 1, 10, 100, ... with a graph alone."""
