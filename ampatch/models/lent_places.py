@@ -70,6 +70,8 @@ class Tree:
         self.root = root
         modules = list(root.modules())
         self.modules = set(map(id, modules))
+        # Forwards without a graph and with one, and the numbers of those that are compared next.
+        self.forwards, self.next_look = [0, 0], [1, 1]
         self.is_old = False  # a module in it has got a parameter or a submodule
         seen = all_places(root, stays_float) if own is None else own
         # What `is_valid` compares: parameters and parts, and how many parts there are.

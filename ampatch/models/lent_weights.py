@@ -169,7 +169,7 @@ class Lending:
         self._versions = list(map(_version_of, self.copies))
         self._values: dict[int, Tensor] = {}
         if self.copies:
-            self._values = owner.writes.look(tree.parameters, self.copies)
+            self._values = owner.writes.look(tree, self.copies)
 
     @functools.cached_property
     def behind(self) -> dict[int, Tensor]:

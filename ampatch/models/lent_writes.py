@@ -14,6 +14,7 @@ from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.probes import computes_with_fakes, is_recording
+from .lent_places import Tree
 
 
 class LentWrites:
@@ -22,21 +23,20 @@ class LentWrites:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.compared: set[int] = set()  # ids of weights that are written to through `.data`
-        self._forwards, self._next_look = [0, 0], [1, 1]  # without a graph, and with one
         self._has_warned = False
 
-    def look(self, parameters: list[Tensor], copies: list[Tensor]) -> dict[int, Tensor]:
+    def look(self, tree: Tree, copies: list[Tensor]) -> dict[int, Tensor]:
         """The values of copies that are to be compared in the end, by place.
 
-        To be called in each forward.
+        To be called in each forward of the module that `tree` is of.
         """
         in_graph = torch.is_grad_enabled()
-        self._forwards[in_graph] += 1
-        is_due = self._forwards[in_graph] >= self._next_look[in_graph]
+        tree.forwards[in_graph] += 1
+        is_due = tree.forwards[in_graph] >= tree.next_look[in_graph]
         values: dict[int, Tensor] = {}
         if (is_due or self.compared) and not (is_recording() or computes_with_fakes()):
-            self._next_look[in_graph] *= 10 if is_due else 1
-            for index, (parameter, copy) in enumerate(zip(parameters, copies, strict=True)):
+            tree.next_look[in_graph] *= 10 if is_due else 1
+            for index, (parameter, copy) in enumerate(zip(tree.parameters, copies, strict=True)):
                 is_wanted = is_due or id(parameter) in self.compared
                 if is_wanted and has_values(copy.device) and not is_captured(copy):
                     values[index] = local_of(copy).detach().clone()
