@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ampatch.cli.option_types import name_and_value
-from ampatch.sweep.options import GROUPS, HOW, flag, help_texts, of_command
+from ampatch.config.sweep_options import GROUPS, HOW, flag, help_texts, of_command
 
 __all__ = ["HOW", "add_options", "given"]
 

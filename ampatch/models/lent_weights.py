@@ -505,6 +505,8 @@ class LentWeights:
 
         That is the model's own, or that of a model which shares the part.
         """
+        if REPLICA in vars(part):  # of `nn.DataParallel`: a replica of the model calls it
+            return True
         key = id(part)
         lent = self._state.thread.lent
         if not any(one.is_in_place and key in one.tree.modules for one in lent):

@@ -29,7 +29,7 @@ _choose = torch.ops.aten.where.self
 
 
 class RunningStatistics:
-    """Those of one model's norms."""
+    """Those of one model's norms; they hold the buffers, and are to be held by the model alone."""
 
     def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -59,7 +60,8 @@ class Session:
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
-        self.statistics: dict[int, RunningStatistics] = {}  # by the ids of models
+        self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
+        self.statistics = weakref.WeakKeyDictionary()
         self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
@@ -98,10 +100,12 @@ class Session:
 
     def _leave(self, rows: Rows[Any], *keys: int) -> None:
         for key in keys:
-            if rows.pop(key, None) is not None:
+            held = rows.pop(key, None)
+            if held is not None:
                 registry.table.remove(key, self)
-            if key in self.statistics:
-                self.statistics.pop(key).close()
+                managed = held()
+                if managed is not None and managed in self.statistics:
+                    self.statistics.pop(managed).close()
 
     # Put in, take out
 
@@ -234,7 +238,7 @@ class Session:
         managed.warn_of_half_weights()
         managed.install()
         if self.looks_for_overflow() and (norms := norms_of(model)):
-            self.statistics[id(model)] = RunningStatistics(norms)
+            self.statistics[managed] = RunningStatistics(norms)
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
@@ -342,7 +346,7 @@ class Session:
         self.policies.cache.close()
         registry.state.drop_interrupted()
         self.has_trained = True
-        for statistics in self.statistics.values():
+        for statistics in list(self.statistics.values()):
             statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)

@@ -17,7 +17,7 @@ that the script itself sets come too late; set them in the shell.
 
 What is where:
 
-* `options.py`: the options, one table for the command and for Python.
+* `config/sweep_options.py`: the options, one table for the command and for Python.
 * `plan.py`, `trial.py`, `kinds.py`: what is run, and why in whole and in short runs.
 * `execution/`: `sweep.py` puts together which trials there are (`planning.py`), how many of them
   fit a budget (`budget.py`, `half_types.py`), what follows from their news (`running.py`,

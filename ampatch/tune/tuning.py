@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.config.opt_levels import properties_for
+from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep import Sweep
@@ -18,7 +19,6 @@ from ampatch.sweep.execution.directory import locked
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.pace import in_words

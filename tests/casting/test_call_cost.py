@@ -182,7 +182,7 @@ def test_a_call_with_plain_tensors_makes_so_many_python_calls():
     assert max(found) <= 9 if IN_PYTHON else found == [3] * 4
 
 
-FORWARDS = {"O0": 7, "O1": 30, "O2": 37, "O3": 13}
+FORWARDS = {"O0": 9, "O1": 30, "O2": 47, "O3": 37}
 """Python functions of ours that a forward of one layer calls, the layer's forward among them."""
 
 CHECKPOINT = 99 if IN_PYTHON else 74
@@ -192,8 +192,8 @@ CHECKPOINT = 99 if IN_PYTHON else 74
 @pytest.mark.parametrize("level", FORWARDS)
 def test_a_managed_forward_adds_so_many_python_calls(level):
     model = ampatch.initialize(nn.Linear(2, 2), opt_level=level, dtype=H, verbosity=0)
-    for _ in range(2):  # the second begins with the weights that the first has cast
-        model(X)
+    for _ in range(2):  # the first looks for writes, and notes the weights that it has cast
+        python_calls(model, X)
     assert len(python_calls(model, X, ours=True)) <= FORWARDS[level]
 
 
@@ -235,7 +235,7 @@ def test_weights_are_lent_to_a_model_not_to_its_layers():
             model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
             ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
             for _ in range(2):
-                model(X)
+                python_calls(model, X)
             counts.append(len(python_calls(model, X, ours=True)))
             ampatch.deactivate()
         added[level] = counts[1] - counts[0]

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution import planning
@@ -11,7 +12,6 @@ from ampatch.sweep.execution.budget import FEWEST_STEPS
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import AMPATCH, Kind
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case
 

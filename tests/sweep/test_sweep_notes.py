@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import UNKNOWN
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Row
 
 BASE = Row("O0", "O0", "float32", outcome="baseline")

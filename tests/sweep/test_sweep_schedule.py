@@ -8,6 +8,7 @@ import pytest
 import torch
 from sweep_made import made_run
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
@@ -17,7 +18,6 @@ from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.watching import Reach
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 

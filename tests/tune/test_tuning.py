@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.kinds import UNKNOWN
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import paired, seed_check
 from ampatch.sweep.report.figures import OK

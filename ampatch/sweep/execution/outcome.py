@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
 from ampatch.sweep.execution.directory import Directory
@@ -13,7 +14,6 @@ from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.recommendation import recommendation

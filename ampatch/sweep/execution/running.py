@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import Directory
@@ -27,7 +28,6 @@ from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.trial import BASE, Case, Trial

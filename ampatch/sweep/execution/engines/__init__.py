@@ -1,6 +1,6 @@
 """Engines: what starts the trials of a sweep, on this machine or on a cluster.
 
-`protocol.py` says what a sweep asks of each, `sweep/options.py` what a user can
+`protocol.py` says what a sweep asks of each, `config/sweep_options.py` what a user can
 choose, `schedule.py` in which order trials start.  `local.py`, `ray.py` and `slurm.py` are the
 engines.  In all of them `Runner.run` runs a trial, in a process near it; the engines
 differ in where that process is and in how its news come back.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.place import Place, device_groups, thread_variables
-from ampatch.sweep.options import SweepOptions
 
 
 def make(options: SweepOptions, directory: Path) -> Engine:

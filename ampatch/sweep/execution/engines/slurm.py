@@ -24,6 +24,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.protocol import (
     RETRIES,
     Ended,
@@ -40,7 +41,6 @@ from ampatch.sweep.execution.runner import Runner, python_path, reached_in
 from ampatch.sweep.execution.watching import Cancelled, Watch
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import literal
 from ampatch.sweep.trial import Trial
 
