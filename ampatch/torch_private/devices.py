@@ -110,6 +110,9 @@ class LateCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: Any = None
+        if is_owned_by_host(numbers.device):
+            self._host = numbers.clone()
+            return
         try:
             self._host = torch.empty(
                 numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
