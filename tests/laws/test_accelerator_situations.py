@@ -26,7 +26,7 @@ MOVES_ITSELF = {
 UPLOADS, DOWNLOADS = 2, 6
 """For each `initialize`: a loss scale and its counter; of the first inputs, least and greatest."""
 LOOKS = 3
-"""For each model: after forwards 1 and 10 with a graph, and 1 without: were weights written unseen?"""
+"""For each model: after forwards 1 and 10 with a graph, and 1 without: what was written unseen."""
 THERE = [row for row in ROWS if row.values[0].name not in NOT_THERE]
 
 
