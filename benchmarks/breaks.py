@@ -173,7 +173,7 @@ models/lent_writes.py
 | models/test_lent_weights.py
 
 models/lent_writes.py
-|         is_due = in_graph and self._forwards >= self._next_look
+|         is_due = tree.forwards[in_graph] >= tree.next_look[in_graph]
 |         is_due = False
 | models/test_lent_weights.py models/test_odd_models.py laws/test_float_weights.py
 
@@ -193,7 +193,7 @@ models/copies.py
 | models/test_model_copies.py
 
 models/submodule_calls.py
-|         result = lent.dtype_around() or result
+|         result = around or (torch.float32 if self._lends else self._here.result)
 |         result = None
 | laws/test_situations.py models/test_framework_steps.py laws/test_ways_of_running.py
 
