@@ -261,8 +261,8 @@ scaling/gradients.py
 | scaling/test_forgotten_optimizer.py
 
 scaling/gradients.py
-|             if versions != before[2] or not all(map(operator.is_, before[1], grads)):
-|             if False:
+|         changed = versions != before[2] or not all(map(operator.is_, before[1], grads))
+|         changed = False
 | scaling/test_forgotten_optimizer.py
 
 scaling/optimizer.py
