@@ -45,6 +45,7 @@ from systems import (
 from tasks import DEEPER, LARGE, SMALL, TASKS
 
 from ampatch.casting import batched_casts
+from ampatch.scaling import optimizer
 from ampatch.torch_private import foreach
 
 # of each lever: where it is, and what stands there without it
@@ -53,6 +54,10 @@ LEVERS: dict[str, list[tuple[Any, str, Any]]] = {
     "batches": [
         (foreach, name, functools.partial(foreach.one_by_one, name))
         for name in ("copy_", "add_", "mul_")
+    ],
+    "bare calls": [
+        (optimizer, "bare_step", lambda original, managed: None),
+        (optimizer, "is_bare_zero_grad", lambda original, managed: False),
     ],
     "gc": [],
 }
@@ -122,8 +127,8 @@ TABLES = {
         [
             *(AUTOCAST, AUTOCAST + AGAIN, f"{AUTOCAST}{WITHOUT}gc", HALF),
             *("O1", "O1 without nodes", "O1 without batches"),
-            *("O1 without gc"),
-            *("O2", "O2 without batches"),
+            *("O1 without bare calls", "O1 without gc"),
+            *("O2", "O2 without batches", "O2 without bare calls"),
         ],
     ),
     "nodes": Table(

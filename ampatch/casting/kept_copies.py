@@ -31,6 +31,9 @@ class Store(NamedTuple):
 class KeptCopies:
     """The copies of one model, while `blocks` are there."""
 
+    unseen_changes = 0
+    """Steps and reads of `.data` so far, in any thread: they may change weights at no version."""
+
     def __init__(self, model: nn.Module) -> None:
         self.blocks: list[object] = []
         self._model = model
@@ -73,9 +76,10 @@ class KeptCopies:
             self.forget()
             self._seen = found
 
-    def _look(self) -> tuple[list[int], list[int]]:
-        """Versions, and where the values are: `.data = ...` changes that alone."""
-        return list(map(_version_of, self._weights)), list(map(Tensor.data_ptr, self._weights))
+    def _look(self) -> tuple[list[int], list[int], int]:
+        """Versions, where the values are (`.data = ...` changes that alone), and what is unseen."""
+        places = list(map(Tensor.data_ptr, self._weights))
+        return list(map(_version_of, self._weights)), places, KeptCopies.unseen_changes
 
     def store(self) -> Store:
         """Where copies are kept that are made in the mode of now."""

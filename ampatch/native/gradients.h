@@ -1,4 +1,4 @@
-// The optimizer side: questions about lists of tensors.
+// The optimizer side: questions about lists of tensors, and unscaling.
 #pragma once
 
 #include "weights.h"
@@ -89,6 +89,40 @@ PyObject* drop_grads(PyObject*, PyObject* sequence) {
     }
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether the kernel may write into it as it is: numbers in host memory that no graph records.
+bool is_unscaled_here(const Tensor& grad) {
+  return grad.is_cpu() && is_plain(grad) && !grad.is_complex() && !grad.is_inference() &&
+      !grad.is_neg() && !grad._is_zerotensor() && !grad.requires_grad();
+}
+
+// unscale(grads, scale): divide gradients by the 0-dim tensor `scale`, in place; whether an inf or
+// NaN was met.  None: nothing was done, since one of them is unusual or not in host memory.
+PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && THPVariable_Check(args[1]), "unscale(grads: list, scale: Tensor)");
+  const Items items(args[0]);
+  const Tensor scale = THPVariable_Unpack(args[1]);
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() || !scale.is_cpu()) Py_RETURN_NONE;
+  std::vector<Tensor> grads;
+  grads.reserve(items.size());
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    const Tensor& grad = items.tensor(i);
+    if (!is_unscaled_here(grad)) Py_RETURN_NONE;
+    grads.push_back(grad);
+  }
+  if (grads.empty()) Py_RETURN_FALSE;
+  Tensor found;
+  {
+    pybind11::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    found = at::zeros_like(scale);
+    at::_amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal());
+  }
+  return PyBool_FromLong(*found.const_data_ptr<float>() != 0);
   END_HANDLE_TH_ERRORS
 }
 

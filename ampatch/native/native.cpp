@@ -32,6 +32,7 @@ PyMethodDef methods[] = {
     {"put_entries_in", fast(put_entries_in), METH_FASTCALL, nullptr},
     {"share_attributes", fast(share_attributes), METH_FASTCALL, nullptr},
     {"take_entries_out", fast(take_entries_out), METH_FASTCALL, nullptr},
+    {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"watch", watch, METH_O, nullptr},
     {"with_grads", with_grads, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -15,14 +15,17 @@ from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import note_skipped_step
+from ..torch_private.zero_redundancy import is_zero
 from .gradients import Gradients
 from .optimizers import closures, zero
+from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
+from .tensor_lists import drop_grads
 
 Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
@@ -72,6 +75,7 @@ class ManagedOptimizer:
         self.replaced_state: Replaced = []  # by an `initialize` that runs, should it fail
         self.is_evaluating = False  # a `step(closure)` runs
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
+        self._is_zero = is_zero(optimizer)
         self._has_warned = False
         self._steps = 0
         self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
@@ -153,7 +157,7 @@ class ManagedOptimizer:
     def before_step(self) -> None:
         """Bring gradients and scalers up to date."""
         self.owner.before_step(self)
-        if self.owner.looks_for_overflow():
+        if self._is_zero and self.owner.looks_for_overflow():
             zero.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.aside is not None:
@@ -196,8 +200,10 @@ class ManagedOptimizer:
         with self.owner.casts_off:
             if in_kernel:
                 result = self._step_in_kernel(original, args, kwargs, found)
-            else:
+            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
                 result = original(*args, **kwargs)
+            else:
+                result = bare(self.optimizer)
         self.note_step(skipped)
         return result
 
@@ -274,7 +280,11 @@ class ManagedOptimizer:
     # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        result = original(*args, **kwargs)
+        result = None
+        if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
+            result = original(*args, **kwargs)
+        else:
+            drop_grads(self.parameters())
         self.gradients.zeroed()
         return result
 

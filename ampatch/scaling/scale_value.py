@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config.scale_settings import ScaleSettings
+from ..native import part
 from ..torch_private.amp_kernels import check_and_unscale_, update_scale_
 from ..torch_private.devices import is_owned_by_host
 from ..torch_private.dtensors import local_of
@@ -89,11 +90,21 @@ class Numbers:
 
         That is a tensor, 1.0 for yes, or a number where the host owns the memory.
         """
+        if self._is_hosts and part is not None and (bad := part.unscale(grads, scale)) is not None:
+            return bad
         found = multiplied(grads, _reciprocal(scale), torch.zeros_like(scale))
         return found.tolist() != 0 if self._is_hosts else found
 
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """One more step."""
+        if self._is_hosts:  # nothing waits, and arithmetic on numbers costs no operators
+            before = self.read()
+            scale, clean = moved(*before, is_set(found), rule)
+            self.clean.fill_(clean)
+            if scale != before[0]:
+                self.scale.fill_(scale)
+                self.clamp(rule)
+            return
         if not isinstance(found, Tensor):
             found = torch.full_like(self.scale, float(found))
         found = found.to(self.device)

@@ -62,6 +62,7 @@ class Session:
         self.is_open = False
         self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
         self.statistics = weakref.WeakKeyDictionary()
+        self.has_norms = False  # there have been such statistics
         self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
@@ -239,6 +240,7 @@ class Session:
         managed.install()
         if self.looks_for_overflow() and (norms := norms_of(model)):
             self.statistics[managed] = RunningStatistics(norms)
+            self.has_norms = True
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
@@ -326,7 +328,7 @@ class Session:
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
-        return any(scaler.is_dynamic for scaler in self.scalers)
+        return self.properties.loss_scale == "dynamic"
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
@@ -344,10 +346,12 @@ class Session:
     def after_step(self, managed: ManagedOptimizer) -> None:
         """It has ended."""
         self.policies.cache.close()
+        registry.events.forget_copies()
         registry.state.drop_interrupted()
         self.has_trained = True
-        for statistics in list(self.statistics.values()):
-            statistics.after_step(managed.skipped)
+        if self.has_norms:
+            for statistics in list(self.statistics.values()):
+                statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..casting.kept_copies import KeptCopies
 from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
@@ -60,16 +61,12 @@ class TorchEvents:
 
     def note_data_access(self, parameter: Tensor) -> None:
         """`parameter.data` was read, and may be written into unseen, or was replaced."""
+        KeptCopies.unseen_changes += 1
         for session in self._registry.sessions:
             session.policies.cache.forget(parameter)
-        for managed in self._registry.models():
-            if managed.kept.blocks:
-                managed.kept.forget()
 
     def forget_copies(self) -> None:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
+        KeptCopies.unseen_changes += 1
         for session in self._registry.sessions:
             session.policies.cache.forget_all()
-        for managed in self._registry.models():
-            if managed.kept.blocks:
-                managed.kept.forget()

@@ -4,6 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim import Optimizer
+
+from .lookup import of_torch
+
+_UNKNOWN = {0: None}  # one hook that is nobody's
+_WHEN = ("pre", "post")
+_FOR_ALL = [
+    of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
+]
+
+
+def _code_around_steps() -> Any:
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    return None if wrap is None else getattr(wrap(lambda self: None), "__code__", None)
+
+
+CODE_AROUND_STEPS = _code_around_steps()
+"""Of the function by which torch wraps the `step` of each class; None: it has another way."""
+
+
+def hooks_of_steps(optimizer: Any) -> list[Any]:
+    """What torch's wrapper calls around `step`.  Unknown: None is among them."""
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", _UNKNOWN) for when in _WHEN]
+    return [hook for hooks in (*_FOR_ALL, *own) for hook in hooks.values()]
+
 
 def skips_in_kernel(optimizer: Any) -> bool:
     """Whether the optimizer's kernels leave a step out by themselves.  Unknown: they do not."""

@@ -26,6 +26,9 @@ keeps_graph = of_torch("torch._C._autograd._get_current_graph_task_keep_graph", 
 is_batched = of_torch("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
 """Whether a tensor is one of a batch of gradients (`is_grads_batched`).  Unknown: it may be."""
 
+is_profiling = of_torch("torch.autograd._profiler_enabled", lambda: True)
+"""Whether a profiler is running.  Unknown: one may be."""
+
 _is_tracing = of_torch("torch._C._is_tracing", torch.jit.is_tracing)
 _transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True)  # there may be
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")

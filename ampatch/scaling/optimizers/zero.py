@@ -15,7 +15,7 @@ from ...torch_private import zero_redundancy
 
 def refuse_join(optimizer: Any) -> None:
     """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
-    if zero_redundancy.is_zero(optimizer) and zero_redundancy.is_in_join(optimizer):
+    if zero_redundancy.is_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
             "without data would make a step that the others skip. Nothing was changed. Expected "
