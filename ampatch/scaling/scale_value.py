@@ -98,10 +98,10 @@ class Numbers:
     def update(self, found: Flag, rule: ScaleSettings) -> None:
         """One more step."""
         if self._is_hosts:  # nothing waits, and arithmetic on numbers costs no operators
-            before = self.read()
-            scale, clean = moved(*before, is_set(found), rule)
+            before = self.scale.tolist()
+            scale, clean = moved(before, self.clean.tolist(), is_set(found), rule)
             self.clean.fill_(clean)
-            if scale != before[0]:
+            if scale != before:
                 self.scale.fill_(scale)
                 self.clamp(rule)
             return

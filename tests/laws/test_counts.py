@@ -25,11 +25,11 @@ CASTS = 8
 MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 does without
     # at O2 one looks at the input, which is in host memory;
     # two new tensors for each weight: a half copy, and its gradient widened;
-    # ten for the loss scale, which is a tensor on the CPU too
-    (MLP, "ordinary"): (46, 47),  # on top of 149, in torch 2.13
-    (MLP, "fused"): (46, 47),  # on top of 134
-    (LINEARS, "ordinary"): (838, 839),  # on top of 2809
-    (LINEARS, "fused"): (838, 839),  # on top of 2410
+    # four for the loss scale, which is a tensor on the CPU too
+    (MLP, "ordinary"): (40, 41),  # on top of 149, in torch 2.13
+    (MLP, "fused"): (40, 41),  # on top of 134
+    (LINEARS, "ordinary"): (832, 833),  # on top of 2809
+    (LINEARS, "fused"): (832, 833),  # on top of 2410
 }
 WEIGHTS = {MLP: 16, LINEARS: 400}
 LEVELS = ("O1", "O2")

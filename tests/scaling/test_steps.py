@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
+from ampatch.scaling.optimizers import bare_calls
 
 
 def start(kind=torch.optim.SGD):
@@ -87,6 +89,35 @@ def test_enabled_false_is_plain_torch():
 
 
 # Torch's ranges and hooks
+
+
+def frames(act):
+    """Names of the Python functions called."""
+    names = []
+    sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_name))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_nothing_is_recorded_while_no_profiler_runs():
+    """The gain: plain torch opens a range around each, though no profiler reads it."""
+    model, optimizer = start()
+    train(model, optimizer)
+    assert "record_function" not in " ".join(frames(lambda: train(model, optimizer)))
+    ampatch.deactivate()
+    names = frames(lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert names.count("wrapper") == 1, "torch's own wrapper around step has another name by now"
+
+
+@pytest.mark.parametrize("lacking", ["CODE_AROUND_STEPS", "is_profiling"])
+def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch):
+    model, optimizer = start()
+    less = None if lacking == "CODE_AROUND_STEPS" else lambda: True
+    monkeypatch.setattr(bare_calls, lacking, less)
+    assert "wrapper" in frames(lambda: train(model, optimizer))
 
 
 def test_a_profiler_sees_both_ranges():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
-from ampatch.torch_private import zero_redundancy
+from ampatch.scaling import optimizer as optimizer_side
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -232,9 +232,10 @@ def test_join_is_refused_under_a_dynamic_scale(is_in_join, monkeypatch):
     """A rank without data would make the step that the others skip."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_side, "is_zero", lambda one: True)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     before = [param.detach().clone() for param in model.parameters()]
-    monkeypatch.setattr(zero_redundancy, "is_zero", lambda one: True)
     optimizer._join_config = SimpleNamespace(enable=is_in_join)
     model(batch(0)[0]).sum().backward()
     if not is_in_join:
