@@ -165,7 +165,7 @@ models/lent_places.py
 models/lent_places.py
 |         return entries_are(*self._seen)
 |         return True
-| models/test_coming_in.py models/test_lent_weights.py
+| models/test_odd_calls.py
 
 models/lent_writes.py
 |             if copy._version != version:
