@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
-from ..models.lent_weights import lent_as
+from ..models.lent_weights import lent_types
 from ..torch_private.modules import APPLY
 from ..torch_private.tensors import can_take_data
 
@@ -89,10 +89,11 @@ def _takes_in_place(fn: Apply, parameter: Tensor) -> bool:
 
 def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
     """Raise `AmpatchError` where `fn` changes a dtype, or that of the half copies of a weight."""
+    lent = lent_types(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or not tensor.is_floating_point():
             continue
-        for dtype in dict.fromkeys((tensor.dtype, lent_as(tensor) or tensor.dtype)):
+        for dtype in dict.fromkeys((tensor.dtype, lent.get(id(tensor), tensor.dtype))):
             with torch.no_grad():
                 wanted = fn(tensor.data.new_empty(0, dtype=dtype)).dtype
             if wanted is not dtype:

@@ -30,17 +30,21 @@ class Place(NamedTuple):
     parameter: Tensor
 
 
-def all_places(root: nn.Module, stays_float: StaysFloat) -> list[Place]:
-    """The entries of a module and its parts, as they are now, but for those of FP32 parts.
+def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
+    """The tables of parameters of a module and its parts, but for those of FP32 parts.
 
     TorchScript has its weights where nothing can be put in their place.
     """
-    places: list[Place] = []
-    for module in root.modules():
-        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
-            for name, parameter in module._parameters.items():
-                places.append(Place(module._parameters, name, parameter))  # type: ignore[arg-type]
-    return places
+    return [
+        module._parameters
+        for module in root.modules()
+        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+    ]
+
+
+def entries_of(tables: list[dict[str, Any]]) -> list[Place]:
+    """All entries of these tables, as they are now."""
+    return [Place(table, *entry) for table in tables for entry in table.items()]
 
 
 def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
@@ -57,29 +61,21 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
 class Tree:
     """A module and its parts: the places that are lent to, with their parameters in buckets.
 
-    Those in `leave` (ids) are left out.  `own`: the places, if not all of the tree's.
+    Those in `leave` (ids) are left out.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        stays_float: StaysFloat,
-        leave: Collection[int],
-        own: list[Place] | None = None,
-    ) -> None:
+    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
         self.root = root
         modules = list(root.modules())
         self.modules = set(map(id, modules))
         # Forwards without a graph and with one, and the numbers of those that are compared next.
         self.forwards, self.next_look = [0, 0], [1, 1]
-        self.is_old = False  # a module in it has got a parameter or a submodule
-        seen = all_places(root, stays_float) if own is None else own
-        # What `is_valid` compares: parameters and parts, and how many parts there are.
-        self._part_tables = list(filter(None, map(part_table, modules)))
-        self._sizes = list(map(len, self._part_tables))
-        parts: list[Any] = [Place(one, *item) for one in self._part_tables for item in one.items()]
-        self._seen = _columns([*seen, *parts])
-        places = lent_of(seen, leave)
+        tables = parameter_tables(root, stays_float)
+        # What `is_valid` compares: the entries of parameters and parts, and how many there are.
+        self._all_tables = [*tables, *filter(None, map(part_table, modules))]
+        self._sizes = list(map(len, self._all_tables))
+        self._seen = _columns(entries_of(self._all_tables))
+        places = lent_of(entries_of(tables), leave)
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
         self.ids = set(found)
@@ -113,9 +109,7 @@ class Tree:
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there, and nothing else."""
-        if self.is_old or list(map(len, self._part_tables)) != self._sizes:
-            return False
-        return entries_are(*self._seen)
+        return list(map(len, self._all_tables)) == self._sizes and entries_are(*self._seen)
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.

@@ -30,11 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from ..casting.batched_casts import (
     are_alike,
@@ -58,7 +53,7 @@ from ..torch_private.modules import (
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import is_recording
 from .hooks import Hook
-from .lent_places import Place, StaysFloat, Tree, all_places, lent_of
+from .lent_places import Place, StaysFloat, Tree, entries_of, lent_of, parameter_tables
 from .lent_writes import LentWrites
 
 PATIENCE = 300.0
@@ -67,20 +62,14 @@ PATIENCE = 300.0
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
 """By the ids of their models, which they hold."""
 
-_registration_hooks: list[Any] = []  # of torch's, while there are lenders
 _version_of = operator.attrgetter("_version")
 
 
-def lent_as(weight: Any) -> torch.dtype | None:
-    """The type of the copies of a weight that some model lends; None of anything else."""
-    return next((one.dtype for one in list(lenders.values()) if one.lends(weight)), None)
-
-
-def lent_in(model: nn.Module) -> set[int]:
-    """Ids of the parameters of a model that other models lend."""
-    own, found = set(map(id, model.parameters())), set()
+def lent_types(module: nn.Module) -> dict[int, torch.dtype]:
+    """Of the weights of a module that models lend: the dtypes of their copies, by ids."""
+    own, found = set(map(id, module.parameters())), {}
     for lender in list(lenders.values()):
-        found |= own & (lender.ids() if lender.has_changed else lender.known)
+        found.update(dict.fromkeys(own & lender.ids(), lender.dtype))
     return found
 
 
@@ -111,29 +100,6 @@ def _parameter_at(table: dict[str, Any], name: str) -> Tensor | None:
             return entry if parameter is None else parameter
 
 
-def _note_registration(module: nn.Module, name: str, value: Any) -> Any:
-    """A module gets a parameter or a submodule, perhaps in a forward of the model that it is in.
-
-    Returns what torch is to put there instead.
-    """
-    for lender in list(lenders.values()):
-        copy = lender.note_registration(module, name, value)
-        if copy is not None:
-            return copy
-    return None
-
-
-def _watch_registrations() -> None:
-    """Have torch tell of registrations while there are lenders."""
-    one = next(iter(lenders.values()), None)  # the length may count one that has just died
-    are_there = one is not None
-    if are_there and not _registration_hooks:
-        _registration_hooks.append(register_module_parameter_registration_hook(_note_registration))
-        _registration_hooks.append(register_module_module_registration_hook(_note_registration))
-    while _registration_hooks and not are_there:
-        _registration_hooks.pop().remove()
-
-
 def _frame_around() -> FrameType | None:
     """The innermost frame that is neither of ampatch nor of `contextlib`."""
     frame = calling_frame()
@@ -161,8 +127,6 @@ class Lending:
         self.is_lent = False  # copies may be in places
         self.is_in_place = False  # all are
         self.is_repeated = False  # in a recompute
-        self._is_in_graph = torch.is_grad_enabled()
-        self._late: list[Lending] = []  # of parts that the forward has made
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self.copies = owner.copies_of(tree)
         tree.share_attributes(self.copies)
@@ -176,24 +140,10 @@ class Lending:
         """The parameters by the ids of their copies."""
         return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
 
-    def has(self, module: nn.Module) -> bool:
-        """Whether these are copies of the module's weights."""
-        return any(id(module) in one.tree.modules for one in (self, *self._late))
-
-    def lend_late(self, tree: Tree) -> list[Tensor]:
-        """The forward has made a part or a parameter: its weights are lent from now on, too."""
-        with torch.set_grad_enabled(self._is_in_graph):
-            late = Lending(self.owner, tree)
-        self.behind.update(late.behind)
-        self._late.append(late)
-        late.put()
-        return late.copies
-
     def put(self) -> None:
         """Put the copies in their places."""
         self.is_lent = True
-        for one in (self, *self._late):
-            one.tree.put(one.copies)
+        self.tree.put(self.copies)
         if self.copies:
             self._parametrized = exchange_parametrized({})
         self.is_in_place = True
@@ -201,8 +151,6 @@ class Lending:
     def take_back(self) -> None:
         """Put the parameters back where copies are.  May be called again."""
         self.is_in_place = False
-        for late in reversed(self._late):
-            late.take_back()
         self.tree.put(self.tree.parameters, instead_of=self.copies)
         if self._parametrized is not None:
             self._put_parametrized_back()
@@ -216,8 +164,6 @@ class Lending:
 
     def carry(self) -> None:
         """What the forward wrote into copies goes to the parameters."""
-        for late in reversed(self._late):
-            late.carry()
         now = list(map(_version_of, self.copies))
         if self._values or now != self._versions:
             values, self._values = self._values, {}
@@ -235,21 +181,20 @@ class Lending:
         if self.is_in_place and self.thread == threading.get_ident():
             yield
             return
-        lendings = (self, *self._late)
-        found: list[list[Any]] = []
+        found: list[Any] | None = None
         self.is_repeated = True
         try:
             if self.tree.parameters:
                 self.owner.take_turn()
             self.thread, self.caller = threading.get_ident(), _frame_around()
             self.owner.note(self)  # what is called and noted here is as within the forward
-            found += [one.tree.found() for one in lendings]
+            found = self.tree.found()
             self.put()
             yield
         finally:
             self.is_in_place = False
-            for one, before in zip(lendings, found, strict=bool(found)):
-                one.tree.put_found(before)
+            if found is not None:
+                self.tree.put_found(found)
             self._put_parametrized_back()
             self.is_lent = False
             self.owner.forget(self)
@@ -286,7 +231,6 @@ class LentWeights:
         self.computes_in = computes_in
         self._trees: dict[int, Tree] = {}  # by the ids of their roots
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
-        self.has_changed = False  # the model has got parameters or parts since
         self.writes = LentWrites(model)
         self._kept = kept  # while it is open, they serve all forwards that record no graph
         # What is lent now, the innermost last: by one thread, which has the lock.
@@ -299,10 +243,7 @@ class LentWeights:
 
     def open(self) -> None:
         """From now on forwards of the model lend, what is FP32 now; until `close`."""
-        if id(self._model) not in lenders:
-            lenders[id(self._model)] = self
-            weakref.finalize(self, _watch_registrations)
-        _watch_registrations()
+        lenders[id(self._model)] = self
         self._trees.clear()
         self._tree_of(self._model)
 
@@ -319,14 +260,14 @@ class LentWeights:
         if not self._state.thread.lent:  # else copies of another model may be in the places
             self._trees[id(root)] = tree
             if root is self._model:
-                self.known, self.has_changed = tree.ids, False
+                self.known = tree.ids
                 if known is not None:
                     self._at_change()
         return tree
 
     def ids(self) -> set[int]:
         """Of the weights that the forward computes with half copies of."""
-        if self.has_changed and not self.lendings:
+        if not self.lendings:
             self._tree_of(self._model)
         return self.known
 
@@ -366,26 +307,6 @@ class LentWeights:
     def _before_load(self, *args: Any) -> None:
         """A checkpoint is about to be loaded, perhaps after a forward that Ctrl-C has ended."""
         self._state.end_interrupted()
-
-    def note_registration(self, module: nn.Module, name: str, value: Any) -> Tensor | None:
-        """A module has got a parameter or a submodule: those that have it are to be looked at.
-
-        In a forward it is lent for the rest of it; of a parameter this returns the copy.
-        """
-        for tree in self._trees.values():
-            if id(module) in tree.modules:
-                tree.is_old = self.has_changed = True
-        if value is None or is_dynamo_compiling() or self._stays_float(module):
-            return None
-        for lending in self._here():
-            if lending.has(module):
-                is_part = isinstance(value, nn.Module)
-                place = Place(module._parameters, name, value)
-                root, own = (value, None) if is_part else (module, [place])
-                tree = Tree(root, self._stays_float, self._excluded_ids, own)
-                copies = lending.lend_late(tree)
-                return copies[0] if copies and not is_part else None
-        return None
 
     # Around a call
 
@@ -539,7 +460,6 @@ class LentWeights:
         self._trees.clear()
         if lenders.get(id(self._model)) is self:
             del lenders[id(self._model)]
-        _watch_registrations()
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
@@ -617,7 +537,8 @@ class LentWeights:
     # Where Dynamo traces: places are found anew, since it guards on what it has read
 
     def _begin_traced(self, root: nn.Module) -> None:
-        places = lent_of(all_places(root, self._stays_float), self._excluded_ids)
+        tables = parameter_tables(root, self._stays_float)
+        places = lent_of(entries_of(tables), self._excluded_ids)
         copies: dict[int, Tensor] = {}
         for table, name, weight in places:
             if id(weight) not in copies:

@@ -37,7 +37,7 @@ from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, dtype_around, lent_in
+from .lent_weights import LentWeights, dtype_around, lent_types
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import SubmoduleCalls, is_traced_by_fx
@@ -132,9 +132,9 @@ class ManagedModel:
             return
         self._stays_float = stays_float
         self.check_shards()
-        shared = lent_in(self.model)
         if not self.properties.lends_weights:
-            self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
+            leave = sharded_parameters(self.model).union(lent_types(self.model))
+            self.conversions.convert(dtype, stays_float, leave)
         if dtype not in HALF_TYPES:
             return
         self._lend()

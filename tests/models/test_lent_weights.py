@@ -484,22 +484,24 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
 @pytest.mark.parametrize(
     "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
 )
-def test_a_part_that_the_forward_makes_is_lent_at_once(make):
-    """A momentum encoder, or a layer whose sizes the first input says."""
+def test_a_part_that_the_forward_makes_is_lent_from_the_next_forward_on(make):
+    """A momentum encoder, or a layer whose sizes the first input says.  Until then: an error."""
 
     class Making(Net):
         def encode(self, x):
             if not hasattr(self, "late"):
                 self.late = make(self)
-            self.seen.append(self.late.weight.dtype)
             return self.late(x) + self.first(x)
 
     model, _ = start(Making())
-    for _ in range(2):
-        model(inputs()).sum().backward()
-        assert set(model.seen) == {HALF} and is_float(model)
-        assert model.late.weight.grad.dtype is torch.float32
-        assert torch.equal(model.late.weight.grad, model.first.weight.grad)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        model(inputs())
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "Making is at O2" in told and is_float(model)
+    model.late.weight.grad = None
+    model(inputs()).sum().backward()
+    assert is_float(model) and model.late.weight.grad.dtype is torch.float32
+    assert torch.equal(model.late.weight.grad, model.first.weight.grad)
 
 
 class InBackward(torch.autograd.Function):
