@@ -47,12 +47,9 @@ from ..torch_private.modules import (
     REPLICA,
     exchange_parametrized,
     list_weights,
-    register_load_hook,
-    register_state_dict_hook,
 )
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import is_recording
-from .hooks import Hook
 from .lent_places import Place, StaysFloat, Tree, entries_of, lent_of, parameter_tables
 from .lent_writes import LentWrites
 
@@ -89,15 +86,6 @@ def dtype_around(state: CastState) -> torch.dtype | None:
         if lending.is_in_place:
             return lending.owner.computes_in()
     return None
-
-
-def _parameter_at(table: dict[str, Any], name: str) -> Tensor | None:
-    """The parameter of a place, whichever forward begins or ends in another thread meanwhile."""
-    while True:
-        entry = table.get(name)
-        parameter = None if entry is None else parameter_behind(entry)
-        if parameter is not None or table.get(name) is entry:
-            return entry if parameter is None else parameter
 
 
 def _frame_around() -> FrameType | None:
@@ -238,8 +226,6 @@ class LentWeights:
         self._forward_lock = threading.RLock()
         # What calls that Dynamo traces have exchanged, the outermost first.
         self.traced: list[tuple[nn.Module, list[Place]]] = []
-        # Plain: Dynamo compiles frames of a weak dictionary's methods.
-        self._hooked: dict[nn.Module, list[Any]] = {}
 
     def open(self) -> None:
         """From now on forwards of the model lend, what is FP32 now; until `close`."""
@@ -256,7 +242,6 @@ class LentWeights:
             return known
         self._excluded_ids = self._leave()
         tree = Tree(root, self._stays_float, self._excluded_ids)
-        self._watch_state_dicts(root)
         if not self._state.thread.lent:  # else copies of another model may be in the places
             self._trees[id(root)] = tree
             if root is self._model:
@@ -274,39 +259,6 @@ class LentWeights:
     def lends(self, weight: Any) -> bool:
         """Whether the forward computes with a half copy of this weight."""
         return id(weight) in self.ids()
-
-    def _watch_state_dicts(self, root: nn.Module) -> None:
-        own = set(root.modules())
-        gone = [module for module in self._hooked if root is self._model and module not in own]
-        for module in gone:
-            for handle in self._hooked.pop(module):
-                handle.remove()
-        for module in own:
-            if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
-                handles = self._hooked[module] = []  # each at once: what follows may raise
-                handles.append(register_state_dict_hook(module, Hook(self._save_parameters)))
-                handles.append(register_load_hook(module, Hook(self._before_load)))
-
-    def _save_parameters(
-        self, module: nn.Module, state_dict: dict, prefix: str, metadata: Any
-    ) -> None:
-        """A state dict made within a forward, perhaps in another thread, has the parameters.
-
-        A half copy shares the attributes of its parameter; a detached one, without `keep_vars`,
-        does not.
-        """
-        for name in list(module._parameters):
-            saved = state_dict.get(prefix + name)
-            if not isinstance(saved, Tensor) or saved.dtype is not self.dtype:
-                continue
-            parameter = _parameter_at(module._parameters, name)
-            if parameter is not None and parameter.dtype is torch.float32:
-                is_kept = vars(saved) is vars(parameter)
-                state_dict[prefix + name] = parameter if is_kept else parameter.detach()
-
-    def _before_load(self, *args: Any) -> None:
-        """A checkpoint is about to be loaded, perhaps after a forward that Ctrl-C has ended."""
-        self._state.end_interrupted()
 
     # Around a call
 
@@ -460,10 +412,6 @@ class LentWeights:
         self._trees.clear()
         if lenders.get(id(self._model)) is self:
             del lenders[id(self._model)]
-        for handles in self._hooked.values():
-            for handle in handles:
-                handle.remove()
-        self._hooked.clear()
 
     # How the copies are made: in buckets, in the order of the parameters
 
