@@ -88,7 +88,7 @@ class Tree:
         self.parameters = [one for weights, _ in self.groups for one in weights]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
-        self._attributes: list[dict] = list(map(vars, self.parameters))
+        self.attributes: list[dict] = list(map(vars, self.parameters))
         self.hook_tables = hook_tables(modules)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
@@ -139,10 +139,6 @@ class Tree:
         """What is in the places now."""
         return list(map(dict.get, self._tables, self._names))
 
-    def share_attributes(self, tensors: list[Tensor]) -> None:
-        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
-        share_attributes(tensors, self._attributes)
-
 
 def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
     """Tables, names and parameters."""
@@ -170,7 +166,10 @@ def exchange(
 
 
 def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
-    """Give tensors these dictionaries of attributes, but for those of other types than Tensor."""
+    """Give tensors these dictionaries of attributes, but for those of other types than Tensor.
+
+    What is noted on a parameter (`p.lr_mult`) is so read and written on its copy too.
+    """
     for tensor, one in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
             tensor.__dict__ = one

@@ -24,34 +24,30 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..casting.batched_casts import (
-    are_alike,
-    cast_in_graph,
-    cast_in_one_block,
-    cast_together,
-    may_be_planned,
-    may_use_all,
-)
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
-from ..torch_private.modules import (
-    REPLICA,
-    exchange_parametrized,
-    list_weights,
+from ..torch_private.modules import REPLICA, exchange_parametrized
+from .lent_copies import copies_of, put_in_replica, put_in_traced
+from .lent_places import (
+    Place,
+    StaysFloat,
+    Tree,
+    entries_of,
+    lent_of,
+    parameter_tables,
+    share_attributes,
 )
-from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import is_recording
-from .lent_places import Place, StaysFloat, Tree, entries_of, lent_of, parameter_tables
 from .lent_writes import LentWrites
+from .sharded_weights import sharded_parameters
 
 PATIENCE = 300.0
 """Seconds that a forward waits for one of the same model in another thread."""
@@ -81,68 +77,76 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
 
 
 def dtype_around(state: CastState) -> torch.dtype | None:
-    """What the forward computes in that goes on in this thread; None: no half model's does."""
+    """What the innermost forward of a half model in this thread computes in; None without one."""
     for lending in reversed(state.thread.lent):
         if lending.is_in_place:
             return lending.owner.computes_in()
     return None
 
 
-def _frame_around() -> FrameType | None:
-    """The innermost frame that is neither of ampatch nor of `contextlib`."""
-    frame = calling_frame()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame
-
-
-_BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
-
-
 class Lending:
-    """Half copies of one call, one for each parameter of `tree`, and whether they are lent.
+    """Half copies for one call, one for each parameter of `tree`, and whether they are lent.
 
     `roots` are the calls that compute with them, the outermost first; none in a recompute.
     """
 
-    def __init__(self, owner: LentWeights, tree: Tree, *roots: nn.Module) -> None:
+    tree: Tree
+
+    def __init__(self, owner: LentWeights, root: nn.Module) -> None:
         self.owner = owner
-        self.tree = tree
-        self.roots = list(roots)
-        self.thread = threading.get_ident()
+        self.roots = [root]
         # If this frame runs no longer, the call was interrupted.
         self.caller: FrameType | None = calling_frame()
         self.is_lent = False  # copies may be in places
         self.is_in_place = False  # all are
         self.is_repeated = False  # in a recompute
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
-        self.copies = owner.copies_of(tree)
-        tree.share_attributes(self.copies)
-        self._versions = list(map(_version_of, self.copies))
+        self.copies: list[Tensor] = []
+        self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
-        if self.copies:
+
+    def lend(self, tree: Tree) -> None:
+        """Make copies of the parameters of `tree`, and put them in their places."""
+        owner, self.tree = self.owner, tree
+        if tree.parameters:
+            self.copies = copies_of(tree, owner.dtype, owner.model, owner.kept)
+            share_attributes(self.copies, tree.attributes)
+            self._versions = list(map(_version_of, self.copies))
             self._values = owner.writes.look(tree, self.copies)
+        self._put()
 
     @functools.cached_property
     def behind(self) -> dict[int, Tensor]:
         """The parameters by the ids of their copies."""
         return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
 
-    def put(self) -> None:
-        """Put the copies in their places."""
-        self.is_lent = True
-        self.tree.put(self.copies)
+    def _put(self) -> None:
+        """Put the copies in their places.  That they are lent is noted before."""
+        self.owner.state.thread.lent.append(self)
+        self.owner.lendings.append(self)
         if self.copies:
+            self.is_lent = True
+            self.tree.put(self.copies)
             self._parametrized = exchange_parametrized({})
         self.is_in_place = True
 
-    def take_back(self) -> None:
-        """Put the parameters back where copies are.  May be called again."""
+    def end(self) -> None:
+        """Take back what is lent, also to a call that was interrupted.  May be called again."""
+        self.roots.clear()
         self.is_in_place = False
-        self.tree.put(self.tree.parameters, instead_of=self.copies)
-        if self._parametrized is not None:
-            self._put_parametrized_back()
-        self.is_lent = False
+        try:
+            if self.is_lent:
+                self.tree.put(self.tree.parameters, instead_of=self.copies)
+                if self._parametrized is not None:
+                    self._put_parametrized_back()
+                self.is_lent = False
+            if self._versions:
+                now = list(map(_version_of, self.copies))
+                if self._values or now != self._versions:
+                    self._carry(now)
+        finally:
+            if not self.is_lent:
+                self.owner.forget(self)
 
     def _put_parametrized_back(self) -> None:
         """Weights of FP32 parameters are not those of half copies."""
@@ -150,34 +154,31 @@ class Lending:
         if found is not None:
             exchange_parametrized(found)
 
-    def carry(self) -> None:
-        """What the forward wrote into copies goes to the parameters."""
-        now = list(map(_version_of, self.copies))
-        if self._values or now != self._versions:
-            values, self._values = self._values, {}
-            versions, self._versions = self._versions, now
-            self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
+    def _carry(self, now: list[int]) -> None:
+        """What the forward wrote into copies, which have these versions now, goes to parameters."""
+        values, self._values = self._values, {}
+        versions, self._versions = self._versions, now
+        self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
         if not is_running(self.caller):
-            self.owner.take_back(self)
+            self.end()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The copies are in place meanwhile: what the forward did is done once more."""
-        if self.is_in_place and self.thread == threading.get_ident():
+        if self.is_in_place and self in self.owner.here():
             yield
             return
         found: list[Any] | None = None
         self.is_repeated = True
         try:
-            if self.tree.parameters:
+            if self.copies:
                 self.owner.take_turn()
-            self.thread, self.caller = threading.get_ident(), _frame_around()
-            self.owner.note(self)  # what is called and noted here is as within the forward
+            self.caller = calling_frame()
             found = self.tree.found()
-            self.put()
+            self._put()
             yield
         finally:
             self.is_in_place = False
@@ -191,7 +192,7 @@ class Lending:
 class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
-    Weights of modules for which `stays_float` is true are left out, and those in `leave()` (ids).
+    Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
     `at_change()` is called before a forward of a model that has got other parameters or parts.
     `computes_in()` is the dtype of the part of the forward that runs now.
 
@@ -203,25 +204,25 @@ class LentWeights:
         model: nn.Module,
         dtype: torch.dtype,
         stays_float: StaysFloat,
-        leave: Callable[[], Collection[int]],
         state: CastState,
         kept: KeptCopies,
+        *,
         at_change: Callable[[], object],
         computes_in: Callable[[], torch.dtype],
     ) -> None:
-        self._model = model
+        self.model = model
         self.dtype = dtype
         self._stays_float = stays_float
-        self._leave = leave
         self._excluded_ids: Collection[int] = ()
-        self._state = state
+        self.state = state
+        self.kept = kept  # while it is open, they serve all forwards that record no graph
         self._at_change = at_change
         self.computes_in = computes_in
         self._trees: dict[int, Tree] = {}  # by the ids of their roots
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites(model)
-        self._kept = kept  # while it is open, they serve all forwards that record no graph
-        # What is lent now, the innermost last: by one thread, which has the lock.
+        # What is lent now, by one thread, which has the lock.  Each thread has its own in the
+        # state, beside what other models lend in it.
         self.lendings: list[Lending] = []
         self._forward_lock = threading.RLock()
         # What calls that Dynamo traces have exchanged, the outermost first.
@@ -229,9 +230,17 @@ class LentWeights:
 
     def open(self) -> None:
         """From now on forwards of the model lend, what is FP32 now; until `close`."""
-        lenders[id(self._model)] = self
+        lenders[id(self.model)] = self
         self._trees.clear()
-        self._tree_of(self._model)
+        self._tree_of(self.model)
+
+    def close(self) -> None:
+        """Nothing is lent any more."""
+        for lending in list(self.lendings):
+            lending.end()
+        self._trees.clear()
+        if lenders.get(id(self.model)) is self:
+            del lenders[id(self.model)]
 
     # Where the weights are
 
@@ -240,11 +249,11 @@ class LentWeights:
         known = self._trees.get(id(root))
         if known is not None and known.root is root and known.is_valid():
             return known
-        self._excluded_ids = self._leave()
+        self._excluded_ids = sharded_parameters(self.model)
         tree = Tree(root, self._stays_float, self._excluded_ids)
-        if not self._state.thread.lent:  # else copies of another model may be in the places
+        if not self.state.thread.lent:  # else copies of another model may be in the places
             self._trees[id(root)] = tree
-            if root is self._model:
+            if root is self.model:
                 self.known = tree.ids
                 if known is not None:
                     self._at_change()
@@ -253,113 +262,88 @@ class LentWeights:
     def ids(self) -> set[int]:
         """Of the weights that the forward computes with half copies of."""
         if not self.lendings:
-            self._tree_of(self._model)
+            self._tree_of(self.model)
         return self.known
 
-    def lends(self, weight: Any) -> bool:
-        """Whether the forward computes with a half copy of this weight."""
-        return id(weight) in self.ids()
-
     # Around a call
-
-    def _here(self) -> Iterator[Lending]:
-        """What is in place in this thread, the innermost first."""
-        here = threading.get_ident()
-        return (one for one in reversed(self.lendings) if one.is_in_place and one.thread == here)
 
     def begin(self, root: nn.Module, is_traced: bool) -> None:
         """A call of the model or of a part of it begins; the outermost one lends.
 
-        `is_traced`: by Dynamo.
+        `is_traced`: by Dynamo, which guards on what it has read: places are found anew.
         """
         if is_traced:
             if self.known:
-                self._begin_traced(root)
+                tables = parameter_tables(root, self._stays_float)
+                places = lent_of(entries_of(tables), self._excluded_ids)
+                put_in_traced(places, self.dtype)
+                self.traced.append((root, places))
             return
         if REPLICA in vars(root):
-            self._lend_to_replica(root)
+            put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
-        if self._state.thread.lent:
-            self._state.end_interrupted()
-            for lending in self._here():
+        if self.state.thread.lent:
+            self.state.end_interrupted()
+            for lending in self.here():
                 if lending.roots and id(root) in lending.tree.modules:
                     lending.roots.append(root)
                     return
-        made: Lending | None = None
+        lending = Lending(self, root)
         try:
             if self.known:
                 self.take_turn()
-            if self._kept.blocks:
-                self._kept.check()
-            made = Lending(self, self._tree_of(root), root)
-            self.note(made)
-            made.put()
+            if self.kept.blocks:
+                self.kept.check()
+            lending.lend(self._tree_of(root))
         except BaseException:
-            if made is None:
-                self._end_turn()
-            else:
-                self.take_back(made)
+            lending.end()
             raise
 
     def end(self, root: nn.Module, is_traced: bool) -> None:
         """A call has ended."""
         if is_traced:
             if self.traced:
-                self._end_traced()
+                for table, name, parameter in self.traced.pop()[1]:
+                    table[name] = parameter
             return
-        here = threading.get_ident()
-        for lending in reversed(self.lendings):
-            if lending.is_in_place and lending.thread == here and root in lending.roots:
+        for lending in reversed(self.state.thread.lent):
+            if lending.owner is self and lending.is_in_place and root in lending.roots:
                 while lending.roots.pop() is not root:
                     pass
                 if not lending.roots:
-                    self.take_back(lending)
+                    lending.end()
                 return
+
+    def here(self) -> Iterator[Lending]:
+        """What the model has in place in this thread, the innermost first."""
+        lent = reversed(self.state.thread.lent)
+        return (one for one in lent if one.is_in_place and one.owner is self)
 
     def take_turn(self) -> None:
         """Forwards of one model in several threads wait for each other: its tables are shared."""
         if not self._forward_lock.acquire(timeout=PATIENCE):
             raise AmpatchError(
-                f"{type(self._model).__name__}: a forward in thread "
+                f"{type(self.model).__name__}: a forward in thread "
                 f"{threading.current_thread().name!r} has waited {PATIENCE:g} seconds for one in "
                 "another thread, which does not end: at O2 the forwards of one model in several "
                 "threads take turns. Call the model in one thread, or a copy.deepcopy of it in "
                 "each."
             )
 
-    def _end_turn(self) -> None:
-        """While nothing is lent this thread has no reason to hold the lock, however often."""
-        try:
-            while not self.lendings:
-                self._forward_lock.release()
-        except RuntimeError:  # it is not this thread's, or no longer
-            pass
-
-    def note(self, lending: Lending) -> None:
-        """Before its copies are put in place."""
-        self._state.thread.lent.append(lending)
-        self.lendings.append(lending)
-
     def forget(self, lending: Lending) -> None:
         """After the parameters are back, never before.  The thread's own list is the last one."""
-        lent = self._state.thread.lent
+        lent = self.state.thread.lent
         if lending in self.lendings:
             self.lendings.remove(lending)
         if self.known:
-            self._end_turn()
+            try:  # while nothing is lent this thread has no reason to hold it, however often
+                while not self.lendings:
+                    self._forward_lock.release()
+            except RuntimeError:  # it is not this thread's, or no longer
+                pass
         if lending in lent:
             lent.remove(lending)
         lending.caller = None  # a frame keeps what the call had; nodes may keep the lending
-
-    def take_back(self, lending: Lending) -> None:
-        """End what was lent, also of a call that was interrupted."""
-        lending.roots.clear()
-        try:
-            lending.take_back()
-            lending.carry()
-        finally:
-            if not lending.is_lent:
-                self.forget(lending)
 
     def is_joined(self, module: nn.Module) -> bool:
         """Whether the model is in another one whose forward, or a recompute, runs in this thread.
@@ -367,7 +351,7 @@ class LentWeights:
         That one casts what goes in and out.
         """
         key = id(module)
-        for lending in self._state.thread.lent:
+        for lending in self.state.thread.lent:
             is_outside = lending.is_repeated or lending.owner is not self
             if is_outside and lending.is_in_place and key in lending.tree.modules:
                 return True
@@ -381,7 +365,7 @@ class LentWeights:
         if REPLICA in vars(part):  # of `nn.DataParallel`: a replica of the model calls it
             return True
         key = id(part)
-        lent = self._state.thread.lent
+        lent = self.state.thread.lent
         if not any(one.is_in_place and key in one.tree.modules for one in lent):
             return False
         roots = self._roots_here()
@@ -403,97 +387,4 @@ class LentWeights:
 
     def _roots_here(self) -> list[nn.Module]:
         """The calls that compute with what is lent now."""
-        return next((lending.roots for lending in self._here() if lending.roots), [])
-
-    def close(self) -> None:
-        """Nothing is lent any more."""
-        for lending in list(self.lendings):
-            self.take_back(lending)
-        self._trees.clear()
-        if lenders.get(id(self._model)) is self:
-            del lenders[id(self._model)]
-
-    # How the copies are made: in buckets, in the order of the parameters
-
-    def copies_of(self, tree: Tree) -> list[Tensor]:
-        """Half copies of the parameters of a tree, in their order."""
-        if not tree.parameters:
-            return []
-        if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
-            with torch.inference_mode(False), torch.no_grad():
-                return self.copies_of(tree)
-        if is_recording():
-            return [parameter.to(self.dtype) for parameter in tree.parameters]
-        in_graph = torch.is_grad_enabled()
-        if self._kept.blocks and not in_graph:
-            return self._kept.of_all(tree.groups, self.dtype)
-        hooked = tree.below_hooks() if in_graph and any(tree.hook_tables) else ()
-        are_together = in_graph and self._model.training and may_use_all(self._model)
-        made: list[Tensor] = []
-        for weights, in_block in tree.groups:
-            if in_block:
-                copies = cast_in_one_block(weights, self.dtype)
-                run_when_ready(copies[0])
-                made += copies
-            elif not in_graph or (are_together and not hooked and are_alike(weights[0], weights)):
-                made += self._cast(weights)
-            else:
-                made += self._cast_in_part(weights, hooked, are_together)
-        return made
-
-    def _cast(self, weights: list[Tensor]) -> Sequence[Tensor]:
-        """Weights that all want a gradient, or none of which does."""
-        if weights[0].requires_grad and torch.is_grad_enabled():
-            made = cast_in_graph(weights, self.dtype)
-            run_when_ready(made[0])
-            return made
-        if self._kept.blocks:
-            return self._kept.of(weights, self.dtype)
-        return cast_together(weights, self.dtype, in_graph=False)
-
-    def _cast_in_part(
-        self, weights: list[Tensor], hooked: Collection[int], are_together: bool
-    ) -> list[Tensor]:
-        """Weights with hooks, and those in `hooked` (ids), have a node each."""
-        frozen = [one for one in weights if not one.requires_grad]
-        group = [
-            one
-            for one in weights
-            if are_together and one.requires_grad and may_be_planned(one) and id(one) not in hooked
-        ]
-        copies: dict[int, Tensor] = {}
-        for alike in (frozen, group):
-            if alike:
-                copies.update(zip(map(id, alike), self._cast(alike), strict=True))
-        for one in weights:
-            if id(one) not in copies:
-                copies[id(one)] = made = one.to(self.dtype)
-                run_when_ready(made)
-        return [copies[id(one)] for one in weights]
-
-    def _lend_to_replica(self, replica: nn.Module) -> None:
-        """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
-        for own, part in zip(self._model.modules(), replica.modules(), strict=True):
-            if self._stays_float(own):
-                continue
-            for name, weight in list(vars(part).items()):
-                if name in own._parameters and getattr(weight, "dtype", None) is torch.float32:
-                    vars(part)[name] = weight.to(self.dtype)
-            if isinstance(part, nn.RNNBase):
-                list_weights(part)
-
-    # Where Dynamo traces: places are found anew, since it guards on what it has read
-
-    def _begin_traced(self, root: nn.Module) -> None:
-        tables = parameter_tables(root, self._stays_float)
-        places = lent_of(entries_of(tables), self._excluded_ids)
-        copies: dict[int, Tensor] = {}
-        for table, name, weight in places:
-            if id(weight) not in copies:
-                copies[id(weight)] = weight.to(self.dtype)
-            table[name] = copies[id(weight)]
-        self.traced.append((root, places))
-
-    def _end_traced(self) -> None:
-        for table, name, parameter in self.traced.pop()[1]:
-            table[name] = parameter
+        return next((lending.roots for lending in self.here() if lending.roots), [])

@@ -170,9 +170,8 @@ class ManagedModel:
         if self.in_dtype not in HALF_TYPES:
             return
         if self.lent is None:
-            leave = functools.partial(sharded_parameters, self.model)
             self.lent = LentWeights(
-                *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
+                *(self.model, self.in_dtype, self._stays_float, self._state, self.kept),
                 at_change=self._look_at_buffers,
                 computes_in=self._computes_in,
             )
@@ -217,7 +216,7 @@ class ManagedModel:
 
     def lends(self, parameter: Tensor) -> bool:
         """Whether the forward computes with half copies of this weight."""
-        return self.lent is not None and self.lent.lends(parameter)
+        return self.lent is not None and id(parameter) in self.lent.ids()
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
@@ -306,7 +305,7 @@ class ManagedModel:
                 return self._enter(model, args, kwargs)
         if not is_compiled and state.thread.lent:
             state.end_interrupted()
-        if lent is not None and lent.is_joined(model):
+        if lent is not None and state.thread.lent and lent.is_joined(model):
             return None
         if self._step is not None and not is_compiled and self._step.enters():
             return None
