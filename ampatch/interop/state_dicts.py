@@ -26,7 +26,8 @@ def replacements(before: Callable[[], None]) -> list[Replacement]:
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             saved = original(self, *args, **kwargs)  # it calls this for each part
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            for name in list(self._parameters):
+            is_scripted = isinstance(self, torch.jit.ScriptModule)  # nothing is lent there
+            for name in () if is_scripted else list(self._parameters):
                 _save_parameter(saved, prefix + name, self._parameters, name)
             return saved
 
