@@ -231,7 +231,7 @@ def test_parametrize_cached_around_a_penalty_and_the_forward(level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("in_no_grad", [False, True])
 def test_a_forward_that_assigns_a_new_parameter_before_using_it(level, in_no_grad):
-    """In half models torch's error about dtypes, once: the next forward computes with it in half."""
+    """In half models torch's error about dtypes, once: in the next forward it is half."""
 
     def forward(self, x):
         if not self.is_new:

@@ -239,13 +239,16 @@ def test_what_changes_no_dtype_works(opt_level):
     assert model.double().head.weight.dtype is torch.float64
 
 
-def test_a_move_that_exchanges_what_is_inside_keeps_parameters_and_torchs_setting(opt_level):
+def test_a_move_for_which_torch_makes_new_parameters_is_refused(opt_level):
     model, optimizer = start(opt_level)
     before = list(model.parameters())
-    model.to("meta")
+    with pytest.raises(ampatch.AmpatchError, match=r"from cpu to meta.*Net.*before ampatch.init"):
+        model.to("meta")
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert not any(one.is_meta for one in before)
+    with swapping(True):  # the very parameters move
+        model.to("meta")
     assert before[0].is_meta and optimizer.param_groups[0]["params"][0] is before[0]
-    assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
 @contextlib.contextmanager
