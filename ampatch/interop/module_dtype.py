@@ -68,8 +68,8 @@ def _refuse_other_tensors(module: nn.Module, fn: Apply, model: nn.Module) -> Non
                 raise AmpatchError(
                     f"{type(module).__name__} is to be converted to {changed.dtype}, and its "
                     f"{name} is managed by ampatch, in {name_of_model}, as {dtype}: neither "
-                    "forwards nor optimizers would follow. Nothing was changed. For a model to export or "
-                    "evaluate in another dtype take a plain copy, such as "
+                    "forwards nor optimizers would follow. Nothing was changed. For a model to "
+                    "export or evaluate in another dtype take a plain copy, such as "
                     "ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To train "
                     "in other dtypes choose them by ampatch.initialize(model, optimizer, "
                     'opt_level=..., dtype=..., overrides={"path.*": "float"}).'

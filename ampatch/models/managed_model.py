@@ -32,7 +32,7 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import ConvertedWeights, float_buffers
+from .conversion import ConvertedWeights, has_float_buffers
 from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
@@ -41,7 +41,7 @@ from .lent_weights import LentWeights, dtype_around, lent_types
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import SubmoduleCalls, is_traced_by_fx
-from .values import cast_tensors, half_cannot_hold
+from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
 
@@ -138,18 +138,7 @@ class ManagedModel:
         if dtype not in HALF_TYPES:
             return
         self._lend()
-        lost = [
-            name
-            for name, buffer in self._look_at_buffers().items()
-            if half_cannot_hold(buffer, dtype)
-        ]
-        if lost:
-            logger.warning(
-                "%s: FP32 buffers stay in FP32; these hold values that %s could not: %s.",
-                type(self.model).__name__,
-                dtype,
-                ", ".join(lost),
-            )
+        self._look_at_buffers()
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
@@ -158,13 +147,11 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _look_at_buffers(self) -> dict[str, Tensor]:
-        """The FP32 buffers by name.  What has a dimension meets half tensors in the forward."""
-        buffers = float_buffers(self.model, self._stays_float)
-        mixed, self._mixes = self._mixes, any(buffer.dim() for buffer in buffers.values())
+    def _look_at_buffers(self) -> None:
+        """FP32 buffers stay FP32.  Those with a dimension meet half tensors in the forward."""
+        mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
             self._owner.mix(self)
-        return buffers
 
     def _lend(self) -> None:
         if self.in_dtype not in HALF_TYPES:
@@ -337,15 +324,10 @@ class ManagedModel:
 
         At levels without half weights it changes nothing.
         """
-        if self._parts is None:
-            yield
-            return
-        before, self._step = self._step, step
-        results = self._parts.results_are(self.out_dtype)
+        before, self._step = self._step, None if self._parts is None else step
         try:
             yield
         finally:
-            self._parts.results_are(results)
             self._step = before
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:

