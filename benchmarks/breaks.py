@@ -193,7 +193,7 @@ models/copies.py
 | models/test_model_copies.py
 
 models/submodule_calls.py
-|         result = around or (torch.float32 if self._lends else None)
+|         result = around or (torch.float32 if self._lends else self._here.result)
 |         result = None
 | laws/test_situations.py models/test_framework_steps.py laws/test_ways_of_running.py
 

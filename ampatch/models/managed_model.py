@@ -324,10 +324,15 @@ class ManagedModel:
 
         At levels without half weights it changes nothing.
         """
-        before, self._step = self._step, None if self._parts is None else step
+        if self._parts is None:
+            yield
+            return
+        before, self._step = self._step, step
+        results = self._parts.results_are(self.out_dtype)
         try:
             yield
         finally:
+            self._parts.results_are(results)
             self._step = before
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:

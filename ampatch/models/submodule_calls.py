@@ -2,12 +2,14 @@
 
 The outermost part that is called gets its inputs as the model's own forward would.  Where weights
 are lent it returns FP32, as the weights are that a method reads.  Of a model with half weights what
-it returns stays in half, as these are.  While the model's own forward runs these hooks are taken
+it returns stays in half, as these are; but in the steps of a framework it has the dtype of the
+model's results, since a loss follows.  While the model's own forward runs these hooks are taken
 out, so that they cost it nothing.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from itertools import repeat
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from .managed_model import ManagedModel
 
 
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.result: torch.dtype | None = None  # of what a part returns; None: as it is
+
+
 def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
     """Whether torch.fx calls a module on proxies, to see what it does."""
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -44,6 +51,7 @@ class SubmoduleCalls:
     def __init__(self, whole: ManagedModel) -> None:
         self._whole = whole
         self._lends = whole.properties.lends_weights
+        self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
         self._ids: list[int] = []
@@ -76,6 +84,11 @@ class SubmoduleCalls:
         """The handles have been removed."""
         self._tables, self._ids, self._hooks = [], [], []
 
+    def results_are(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Have parts return results of this dtype in this thread; returns what they did before."""
+        before, self._here.result = self._here.result, dtype
+        return before
+
     def step_aside(self) -> None:
         """The model's own forward begins: out with the hooks."""
         take_out(self._tables, self._ids)
@@ -105,7 +118,7 @@ class SubmoduleCalls:
         if not is_traced:
             self._inputs[id(module)].write_back()
         # Outside of forwards lent weights are FP32, beside what a part returns.
-        result = around or (torch.float32 if self._lends else None)
+        result = around or (torch.float32 if self._lends else self._here.result)
         return None if result is None else cast_tensors(output, result)
 
 
