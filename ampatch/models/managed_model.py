@@ -56,8 +56,6 @@ torch from swapping it.
 class Owner(Protocol):
     """What a managed model needs of the session that it is in."""
 
-    policies: Any  # whose `module_override` has a part of a model run in a precision of its own
-
     def mix(self, managed: ManagedModel) -> None:
         """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
 
