@@ -1,7 +1,7 @@
-"""`DistributedDataParallel`: at its making ranks compare settings; `join()` needs static scales.
+"""`DistributedDataParallel`: ranks compare settings as they wrap a model; `join()` wants static scales.
 
-Around DTensors it puts each rank's part in their place, and makes DTensors of these anew in every
-forward.  It knows the parts by an attribute, which the half copies of lent weights lack.
+DDP puts each rank's local tensor in the place of a DTensor, and makes the DTensor anew in every
+forward.  It knows the local tensors by an attribute, which the half copies of weights lack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 """How half copies of weights are made: in buckets, each by one node of the graph.
 
-One by one they are made where Dynamo traces a call and in replicas of DataParallel, and of weights
-that cannot share a node with others.
+Gradients reach `parameter.grad` in FP32 through the parameters' own accumulators
+(`casting/batched_casts`).
+
+The nodes are made before the forward, and autograd runs ready nodes in the order in which they were
+made: these would run at the very end of the pass, and all half gradients would wait for them.  So
+they get a high sequence number, with which each runs as soon as its gradients are there.
+
+A weight that cannot share a node has a cast of its own.  So has each weight where Dynamo traces the
+call, and in replicas of DataParallel.
 """
 
 from __future__ import annotations
@@ -55,7 +62,7 @@ def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, kept: KeptCopies
 
 
 def _cast(weights: list[Tensor], dtype: torch.dtype, kept: KeptCopies) -> Sequence[Tensor]:
-    """Weights that all want a gradient, or none of which does."""
+    """The copies of weights that all require a gradient, or of which none does."""
     if weights[0].requires_grad and torch.is_grad_enabled():
         made = cast_in_graph(weights, dtype)
         run_when_ready(made[0])
@@ -68,7 +75,7 @@ def _cast(weights: list[Tensor], dtype: torch.dtype, kept: KeptCopies) -> Sequen
 def _cast_in_parts(
     weights: list[Tensor], dtype: torch.dtype, kept: KeptCopies, alone: Collection[int]
 ) -> list[Tensor]:
-    """Weights of a bucket; those in `alone` (ids) and those with hooks have a node each."""
+    """The copies of a bucket in which weights in `alone` (ids) and with hooks have a node each."""
     copies: dict[int, Tensor] = {}
     for part in alike(weights, alone):
         copies.update(zip(map(id, part), _cast(part, dtype, kept), strict=True))
@@ -80,7 +87,7 @@ def _cast_in_parts(
 
 
 def put_in_traced(places: list[Place], dtype: torch.dtype) -> None:
-    """Where Dynamo traces: put half copies in places, as operations that it records."""
+    """Put half copies in places while Dynamo traces, so that it records the casts."""
     copies: dict[int, Tensor] = {}
     for table, name, weight in places:
         if id(weight) not in copies:

@@ -1,7 +1,6 @@
-"""Where a model has the weights that are lent, and what is put there and taken back.
+"""The places of weights that are lent: entries of the modules' tables of parameters.
 
-Entries of many modules' tables are looked at and exchanged together; the native part does the same
-in one call for all of them.
+The entries of all modules are compared and exchanged together, in the native part by one call.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Place(NamedTuple):
 
 
 def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
-    """The tables of parameters of a module and its parts, but for those of FP32 parts.
+    """The tables of parameters of a module and its parts, except those of FP32 parts.
 
-    TorchScript has its weights where nothing can be put in their place.
+    TorchScript keeps its weights where nothing can be put in their place.
     """
     return [
         module._parameters
@@ -48,7 +47,7 @@ def entries_of(tables: list[dict[str, Any]]) -> list[Place]:
 
 
 def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
-    """Those of weights that half copies can stand in for, but for the weights in `leave` (ids)."""
+    """The places of FP32 weights, except of those in `leave` (ids)."""
     return [
         place
         for place in places
@@ -114,7 +113,8 @@ class Tree:
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.
 
-        With `instead_of` only where one of those is: what the user's code has put there stays.
+        With `instead_of`: only where one of these tensors is.  What the user's code has put there
+        stays.
         """
         place = self._tables, self._names, self._sources
         if not exchange(*place, tensors, instead_of):
@@ -129,7 +129,7 @@ class Tree:
             list_weights(rnn)
 
     def put_found(self, tensors: list[Any]) -> None:
-        """Put them in the places that are still in their tables."""
+        """Put tensors, one for each place, in those places that are still in their tables."""
         for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
             if name in table:
                 table[name] = tensor
@@ -155,7 +155,7 @@ def exchange(
 ) -> bool:
     """Entry number i becomes `new[sources[i]]`.
 
-    With `old` only if each of them is `old[sources[i]]` now; else nothing is done.  Whether it was.
+    With `old`: only if every entry is `old[sources[i]]` now.  Returns whether they were exchanged.
     """
     if old is not None:
         found, known = map(dict.get, tables, names), map(old.__getitem__, sources)
@@ -166,9 +166,9 @@ def exchange(
 
 
 def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
-    """Give tensors these dictionaries of attributes, but for those of other types than Tensor.
+    """Give copies the attributes of their parameters; subclasses of Tensor get none.
 
-    What is noted on a parameter (`p.lr_mult`) is so read and written on its copy too.
+    What the user notes on a parameter (`p.lr_mult`) is then read and written on its copy too.
     """
     for tensor, one in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:

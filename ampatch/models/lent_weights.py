@@ -2,17 +2,11 @@
 
 A weight exists once, in FP32, as the model's parameter, which is also what the optimizer holds.
 When the outermost call of the model, or of a part of it, begins, half copies are put in the
-parameters' places in `module._parameters`; when it ends, the parameters are put back.  One node of
-the graph casts many weights (`casting/batched_casts`), so that gradients reach `parameter.grad`
-in FP32 through the parameters' own accumulators.
+parameters' places in `module._parameters`; when it ends, the parameters are put back.
 
-The nodes are made before the forward, and autograd runs ready nodes by the order in which they were
-made: they would run at the very end of the pass, and all half gradients would wait for them.  So
-they get a high sequence number, with which each runs as soon as its gradients are there.
-
-An exception may strike anywhere (Ctrl-C skips hooks).  So what is lent is noted before it is put in
-place, and forgotten after the parameters are back: whatever is still noted of a call that runs no
-longer is taken back by the next one, at the next step, by `state_dict` and `deactivate`.
+An exception may strike anywhere, and Ctrl-C skips hooks.  So a lending is noted before its copies
+are put in place, and forgotten after the parameters are back.  A lending whose call runs no longer
+is ended by the next call, by the next step, by `load_state_dict` and by `deactivate`.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -53,13 +47,13 @@ PATIENCE = 300.0
 """Seconds that a forward waits for one of the same model in another thread."""
 
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
-"""By the ids of their models, which they hold."""
+"""By the ids of their models.  A lender holds its model, so the id stays the model's own."""
 
 _version_of = operator.attrgetter("_version")
 
 
 def lent_types(module: nn.Module) -> dict[int, torch.dtype]:
-    """Of the weights of a module that models lend: the dtypes of their copies, by ids."""
+    """The dtypes of the half copies that models lend of a module's weights, by the weights' ids."""
     own, found = set(map(id, module.parameters())), {}
     for lender in list(lenders.values()):
         found.update(dict.fromkeys(own & lender.ids(), lender.dtype))
@@ -85,9 +79,9 @@ def dtype_around(state: CastState) -> torch.dtype | None:
 
 
 class Lending:
-    """Half copies for one call, one for each parameter of `tree`, and whether they are lent.
+    """Half copies for one call, one for each parameter of `tree`, and whether they are in place.
 
-    `roots` are the calls that compute with them, the outermost first; none in a recompute.
+    `roots` are the modules whose calls compute with them, the outermost first; none in a recompute.
     """
 
     tree: Tree
@@ -97,8 +91,8 @@ class Lending:
         self.roots = [root]
         # If this frame runs no longer, the call was interrupted.
         self.caller: FrameType | None = calling_frame()
-        self.is_lent = False  # copies may be in places
-        self.is_in_place = False  # all are
+        self.is_lent = False  # some copies may be in place
+        self.is_in_place = False  # all copies are
         self.is_repeated = False  # in a recompute
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self.copies: list[Tensor] = []
@@ -167,7 +161,7 @@ class Lending:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The copies are in place meanwhile: what the forward did is done once more."""
+        """Context manager: the copies are in place again, for a recompute or a backward pass."""
         if self.is_in_place and self in self.owner.here():
             yield
             return
@@ -196,7 +190,7 @@ class LentWeights:
     `at_change()` is called before a forward of a model that has got other parameters or parts.
     `computes_in()` is the dtype of the part of the forward that runs now.
 
-    A model with half weights (O3) has nothing to lend: here is noted that its forward runs.
+    At O3 the weights are half: a lending without copies notes that the forward runs.
     """
 
     def __init__(
@@ -221,15 +215,14 @@ class LentWeights:
         self._trees: dict[int, Tree] = {}  # by the ids of their roots
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites(model)
-        # What is lent now, by one thread, which has the lock.  Each thread has its own in the
-        # state, beside what other models lend in it.
+        # Of this model, in all threads.  `state.thread.lent` has those of all models in one thread.
         self.lendings: list[Lending] = []
         self._forward_lock = threading.RLock()
         # What calls that Dynamo traces have exchanged, the outermost first.
         self.traced: list[tuple[nn.Module, list[Place]]] = []
 
     def open(self) -> None:
-        """From now on forwards of the model lend, what is FP32 now; until `close`."""
+        """Forwards of the model lend copies of what is FP32 now, until `close`."""
         lenders[id(self.model)] = self
         self._trees.clear()
         self._tree_of(self.model)
@@ -260,7 +253,7 @@ class LentWeights:
         return tree
 
     def ids(self) -> set[int]:
-        """Of the weights that the forward computes with half copies of."""
+        """Ids of the weights of which the forward has half copies."""
         if not self.lendings:
             self._tree_of(self.model)
         return self.known
@@ -315,12 +308,15 @@ class LentWeights:
                 return
 
     def here(self) -> Iterator[Lending]:
-        """What the model has in place in this thread, the innermost first."""
+        """The lendings of this model that are in place in this thread, the innermost first."""
         lent = reversed(self.state.thread.lent)
         return (one for one in lent if one.is_in_place and one.owner is self)
 
     def take_turn(self) -> None:
-        """Forwards of one model in several threads wait for each other: its tables are shared."""
+        """Take the lock of the model's tables, which all threads share.
+
+        Forwards of one model in several threads wait here for each other.
+        """
         if not self._forward_lock.acquire(timeout=PATIENCE):
             raise AmpatchError(
                 f"{type(self.model).__name__}: a forward in thread "
@@ -331,7 +327,10 @@ class LentWeights:
             )
 
     def forget(self, lending: Lending) -> None:
-        """After the parameters are back, never before.  The thread's own list is the last one."""
+        """A lending has ended: the parameters are back.
+
+        The list of the thread loses it last: after Ctrl-C before that, the next call ends it again.
+        """
         lent = self.state.thread.lent
         if lending in self.lendings:
             self.lendings.remove(lending)
@@ -346,9 +345,9 @@ class LentWeights:
         lending.caller = None  # a frame keeps what the call had; nodes may keep the lending
 
     def is_joined(self, module: nn.Module) -> bool:
-        """Whether the model is in another one whose forward, or a recompute, runs in this thread.
+        """Whether the model is a part of one whose forward, or a recompute, runs in this thread.
 
-        That one casts what goes in and out.
+        Then that one casts inputs and outputs.
         """
         key = id(module)
         for lending in self.state.thread.lent:
@@ -386,5 +385,5 @@ class LentWeights:
         return True
 
     def _roots_here(self) -> list[nn.Module]:
-        """The calls that compute with what is lent now."""
+        """The modules whose calls compute with the copies that are in place in this thread."""
         return next((lending.roots for lending in self.here() if lending.roots), [])

@@ -57,25 +57,25 @@ class Owner(Protocol):
     """What a managed model needs of the session that it is in."""
 
     def mix(self, managed: ManagedModel) -> None:
-        """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
+        """FP32 meets half in the forward: give the model a policy that casts such calls."""
 
 
 class FrameworkStep(Protocol):
     """One step of a framework, which may be a call of the model that is no forward."""
 
     def enters(self) -> bool:
-        """The model is called; whether that is the step."""
+        """The model is called.  Returns whether this call is the step."""
 
     def leaves(self) -> bool:
-        """A call of the model ends; whether that was the step."""
+        """A call of the model ends.  Returns whether it was the step."""
 
 
 class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
-    floating inputs and outputs are cast to, None for as they are.
+    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
+    that floating inputs and outputs are cast to; None: they are left as they are.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class ManagedModel:
         if lent is not None and not is_traced_by_fx(args, kwargs):
             lent.begin(model, is_compiled)
         policy = self.policy
-        # Nothing is entered where it would change nothing and cover nothing.
+        # A policy is entered only where it differs from the one in force, or covers one.
         if state.thread.stack:
             state.enter_forward(policy, self._block)
         elif policy is not state.process:

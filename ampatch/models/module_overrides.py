@@ -40,8 +40,8 @@ class Running(threading.local):
 class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
-    What it returns is for the code around it: in the precision of the override that called it,
-    and without one in `out_dtype` (None: as it is).
+    Its results have the precision of the override around it; without one they have `out_dtype`
+    (None: they are left as they are).
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
 def stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
 ) -> StaysFloat:
-    """Says of a module whether it computes with FP32 weights when the model goes to half."""
+    """A function that tells whether a module keeps FP32 weights in a half model."""
     lends, keeps = properties.lends_weights, properties.keeps_norms
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards
