@@ -1,4 +1,6 @@
-"""`DistributedDataParallel`: ranks compare settings as they wrap a model; `join()` wants static scales.
+"""`DistributedDataParallel`: ranks that wrap a model compare their settings and scales.
+
+`join()` is refused under a dynamic loss scale.
 
 DDP puts each rank's local tensor in the place of a DTensor, and makes the DTensor anew in every
 forward.  It knows the local tensors by an attribute, which the half copies of weights lack.

@@ -143,7 +143,7 @@ class Lending:
                 self.owner.forget(self)
 
     def _put_parametrized_back(self) -> None:
-        """Weights of FP32 parameters are not those of half copies."""
+        """`parametrize.cached()` goes on with the weights that it made of FP32 parameters."""
         found, self._parametrized = self._parametrized, None
         if found is not None:
             exchange_parametrized(found)
