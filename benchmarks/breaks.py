@@ -153,8 +153,8 @@ models/values.py
 | laws/test_situations.py models/test_odd_models.py
 
 models/lent_places.py
-|         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
-|         if not isinstance(module, torch.jit.ScriptModule):
+|         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+|         if not isinstance(module, torch.jit.ScriptModule)
 | models/test_models.py models/test_overrides.py
 
 models/lent_places.py
