@@ -153,8 +153,8 @@ models/values.py
 | laws/test_situations.py models/test_odd_models.py
 
 models/lent_places.py
-|         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
-|         if not isinstance(module, torch.jit.ScriptModule):
+|         if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+|         if not isinstance(module, torch.jit.ScriptModule)
 | models/test_models.py models/test_overrides.py
 
 models/lent_places.py
@@ -163,9 +163,9 @@ models/lent_places.py
 | laws/test_situations.py session/test_sharing.py session/test_pairs.py
 
 models/lent_places.py
-|         return entries_are(*self._seen)
+|         return list(map(len, self._all_tables)) == self._sizes and entries_are(*self._seen)
 |         return True
-| models/test_coming_in.py models/test_lent_weights.py
+| models/test_odd_calls.py
 
 models/lent_writes.py
 |             if copy._version != version:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .cast_state import CastState
     from .policy import Policy
 
-_OURS = __name__.partition(".")[0] + "."
+_BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
 
 FOLLOW: Any = object()
 """In the place of a policy: that of the process counts."""
@@ -125,9 +125,12 @@ class Block:
 
 
 def calling_frame() -> FrameType | None:
-    """The innermost Python frame that is not of ampatch: while a hook runs, the module's call."""
+    """The innermost Python frame that is neither of ampatch nor of `contextlib`.
+
+    While a hook runs, that is the module's call.
+    """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
     return frame
 

@@ -26,7 +26,7 @@ def replacements(
 
     `before()` is called first: Ctrl-C may have left half copies where these functions look.
     `ready(tensors)` unscales the gradients of these tensors that `delay_unscale` left scaled.
-    `zeroed(ids)` is called with the ids of the parameters that have lost theirs.
+    `zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 
     def zeroing(original: Callable) -> Callable:

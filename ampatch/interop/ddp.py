@@ -1,7 +1,9 @@
-"""`DistributedDataParallel`: at its making ranks compare settings; `join()` needs static scales.
+"""`DistributedDataParallel`: ranks that wrap a model compare their settings and scales.
 
-Around DTensors it puts each rank's part in their place, and makes DTensors of these anew in every
-forward.  It knows the parts by an attribute, which the half copies of lent weights lack.
+`join()` is refused under a dynamic loss scale.
+
+DDP puts each rank's local tensor in the place of a DTensor, and makes the DTensor anew in every
+forward.  It knows the local tensors by an attribute, which the half copies of weights lack.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from ..torch_private import dynamo
 _BEHIND_HOOKS = {
     "casting": "batched_casts cast_state contexts handlers kept_copies policy stack "
     "torch_autocast weight_cache",
-    "models": "conversion hooks io_casting lent_places lent_weights lent_writes managed_model "
-    "module_overrides submodule_calls values",
-    "torch_private": "devices dtensors foreach modules nodes probes tensors torch_functions "
-    "tracing_tensors",
+    "models": "conversion hooks io_casting lent_copies lent_places lent_weights lent_writes "
+    "managed_model module_overrides sharded_weights submodule_calls values",
+    "torch_private": "devices dtensors foreach modules nodes probes sharding tensors "
+    "torch_functions tracing_tensors",
 }
 
 

@@ -1,15 +1,14 @@
 """`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
 So is `.float()` at O2: its weights are FP32, and forwards compute with half copies of them.  Calls
-that change no dtype (`.to(device)`, `.cuda()`, a memory format) work.  The parameters stay
-the same objects on every kind of device, so the optimizer has them still.
+that change no dtype (`.to(device)`, `.cuda()`, a memory format) work, except between kinds of
+devices where torch makes new parameters, which the optimizer would not have.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
-from ..models.lent_weights import lent_as
+from ..models.lent_weights import lent_types
 from ..torch_private.modules import APPLY
-from ..torch_private.tensors import can_take_data
+from ..torch_private.tensors import keeps_parameter
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -43,11 +42,10 @@ def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Repl
                 return original(self, fn, *args, **kwargs)
             model = model_of(self)
             if model is not None:
-                _refuse_new_dtypes(self, fn, model)
+                _refuse_other_tensors(self, fn, model)
             running = True
             try:
-                with _same_parameters(self, fn, model):
-                    return original(self, fn, *args, **kwargs)
+                return original(self, fn, *args, **kwargs)
             finally:
                 running = False
 
@@ -56,56 +54,30 @@ def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Repl
     return [(nn.Module, APPLY, make)]
 
 
-@contextmanager
-def _same_parameters(module: nn.Module, fn: Apply, model: nn.Module | None) -> Iterator[None]:
-    """Inside, torch moves the parameters of a managed model and makes no new ones for it."""
-    if model is None or all(_takes_in_place(fn, each) for each in module.parameters()):
-        yield
-        return
-    known = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is None:  # the move itself failed: memory is short, say
-            raise
-        raise AmpatchError(
-            f"{type(module).__name__} is to go to another device, and torch could not move all of "
-            f"its parameters, which {type(model).__name__}'s optimizers are to keep: {error} "
-            f"({error.__cause__}). Delete the model's outputs and losses and weak references to "
-            "its parameters, and move it again; or move it before ampatch.initialize."
-        ) from error
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(known)
-
-
-def _takes_in_place(fn: Apply, parameter: Tensor) -> bool:
-    if is_lazy(parameter) or parameter.is_meta:  # neither has values that an optimizer could lose
-        return True
-    data = parameter.detach()
-    with torch.no_grad():
-        return can_take_data(data, fn(data.new_empty(0)))
-
-
-def _refuse_new_dtypes(module: nn.Module, fn: Apply, model: nn.Module) -> None:
-    """Raise `AmpatchError` where `fn` changes a dtype, or that of the half copies of a weight."""
+def _refuse_other_tensors(module: nn.Module, fn: Apply, model: nn.Module) -> None:
+    """Raise `AmpatchError` where `fn` changes a dtype, or torch would make new parameters."""
+    half, name_of_model = lent_types(module), type(model).__name__
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or not tensor.is_floating_point():
             continue
-        for dtype in dict.fromkeys((tensor.dtype, lent_as(tensor) or tensor.dtype)):
+        own, own_type = tensor.detach(), tensor.dtype
+        for dtype in dict.fromkeys((half.get(id(tensor), own_type), own_type)):
             with torch.no_grad():
-                wanted = fn(tensor.data.new_empty(0, dtype=dtype)).dtype
-            if wanted is not dtype:
-                why = (
-                    f"it is {dtype} and the optimizer would not follow"
-                    if dtype is tensor.dtype
-                    else f"forwards would go on computing with its copy in {dtype}"
-                )
+                changed = fn(own.new_empty(0, dtype=dtype))
+            if changed.dtype is not dtype:
                 raise AmpatchError(
-                    f"{type(module).__name__} is to be converted to {wanted}, and its {name} is "
-                    f"managed by ampatch, in {type(model).__name__}: {why}. Nothing was changed. "
-                    "For a model to export or evaluate in another dtype take a plain copy, such "
-                    "as ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To "
-                    "train in other dtypes choose them by ampatch.initialize(model, optimizer, "
+                    f"{type(module).__name__} is to be converted to {changed.dtype}, and its "
+                    f"{name} is managed by ampatch, in {name_of_model}, as {dtype}: neither "
+                    "forwards nor optimizers would follow. Nothing was changed. For a model to "
+                    "export or evaluate in another dtype take a plain copy, such as "
+                    "ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To train "
+                    "in other dtypes choose them by ampatch.initialize(model, optimizer, "
                     'opt_level=..., dtype=..., overrides={"path.*": "float"}).'
                 )
+        is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
+        if is_plain and not keeps_parameter(own, changed):
+            raise AmpatchError(
+                f"{type(module).__name__} is to go from {tensor.device} to {changed.device}, where "
+                f"torch makes new parameters, and the optimizers of {name_of_model} would keep the "
+                "old ones. Nothing was changed. Move the model before ampatch.initialize."
+            )

@@ -31,8 +31,8 @@ def agree_at_wrapping(
 ) -> None:
     """The ranks of `group` wrap a model, and torch has not sent anything yet.
 
-    torch's own verification of shapes, which every rank begins with, is the one thing that ranks
-    without ampatch wait in too: behind it each rank that will write has written.
+    Every rank, also one without ampatch, begins with torch's verification of shapes and waits in it
+    for all others.  After it each rank that has settings has written them.
 
     Raises `AmpatchError` where the ranks' settings or loss scales differ.
     """

@@ -18,7 +18,7 @@ from ..casting.patches import Replacement
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models.managed_model import ManagedModel
-from ..models.module_overrides import any_float, scripted_parts
+from ..models.module_overrides import scripted_parts
 
 _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
@@ -36,20 +36,11 @@ def uncast_operators(compiled: Any) -> list[str]:
 
 
 def note_scripted_parts(managed: ManagedModel) -> None:
-    """Warn of TorchScript modules inside a managed model: they are not cast."""
-    model, policy, own = managed.model, managed.policy, type(managed.model).__name__
-    for name, module in scripted_parts(model).items():
-        what = f"{own}.{name}" if name else own
-        if policy is not None and policy.follows_tables:
-            _warn(what, module)
-        elif managed.properties.lends_weights and any_float(module):
-            logger.warning(
-                "%s is TorchScript, which keeps its weights where no half copies can stand in for "
-                "them: it runs in FP32, its inputs and outputs are cast. To have it in half, "
-                "leave it unscripted, use torch.compile, or record the model with "
-                "torch.jit.trace after initialize.",
-                what,
-            )
+    """Warn of TorchScript modules inside a model at O1: they are not cast."""
+    policy, own = managed.policy, type(managed.model).__name__
+    if policy is not None and policy.follows_tables:
+        for name, module in scripted_parts(managed.model).items():
+            _warn(f"{own}.{name}" if name else own, module)
 
 
 def _warn(what: str, compiled: Any) -> None:

@@ -128,15 +128,14 @@ def _place(data: Tensor) -> tuple:
     return data.data_ptr(), data.dtype, data.shape, data.stride()
 
 
-def float_buffers(model: nn.Module, stays_float: StaysFloat) -> dict[str, Tensor]:
-    """The FP32 buffers, by name, that meet half tensors in a half model's forward."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
+def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
+    """Whether a half model has FP32 buffers, other than numbers, in parts that are half."""
+    return any(
+        buffer.dtype is torch.float32 and buffer.dim()
+        for module in model.modules()
         if not stays_float(module)
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.dtype is torch.float32
-    }
+        for buffer in module.buffers(recurse=False)
+    )
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from torch import nn
@@ -62,20 +61,10 @@ class ModelCopies:
         model = self._model
         reduced: Any = type(model).__reduce_ex__(model, protocol)
         make, args, state, *rest = reduced
-        if (rest and any(rest)) or not isinstance(
-            state, dict
-        ):  # a class that pickles in its own way
-            return _kept(self.plain_view()).__reduce_ex__(protocol)
+        if any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
+            return self.plain_view().__reduce_ex__(protocol)
         shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
         return make, args, _SharedState(shared, self.plain_view)
-
-
-def _kept(plain: nn.Module) -> nn.Module:
-    """`plain`; on its way to a spawned process its tensors live until that has opened them."""
-    process = get_spawning_popen()
-    if process is not None:
-        vars(process).setdefault("_ampatch_sent", []).append(plain)
-    return plain
 
 
 class _SharedState(dict):
@@ -86,6 +75,6 @@ class _SharedState(dict):
         self._view = view
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        plain = _kept(self._view())
+        plain = self._view()
         reduced: Any = type(plain).__reduce_ex__(plain, protocol)
         return dict, (reduced[2],)

@@ -67,8 +67,11 @@ class ModelInputs:
         if is_dynamo_compiling() or is_recording():
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
+        running = self._open.given
+        while running and not is_running(running[-1].caller):  # Ctrl-C has ended that forward
+            running.pop()
         given = _Given(calling_frame(), [], [])
-        self._running().append(given)
+        running.append(given)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast(args[0], 0, given),), kwargs
         place = -1
@@ -87,13 +90,6 @@ class ModelInputs:
                 for name, value in kwargs.items()
             }
         return args, kwargs
-
-    def _running(self) -> list[_Given]:
-        """What forwards of this thread were given, but for those that Ctrl-C has ended."""
-        given = self._open.given
-        while given and not is_running(given[-1].caller):
-            given.pop()
-        return given
 
     def write_back(self) -> None:
         """The forward has ended: write what it wrote into its inputs into the caller's own."""

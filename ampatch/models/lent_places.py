@@ -1,7 +1,6 @@
-"""Where a model has the weights that are lent, and what is put there and taken back.
+"""The places of weights that are lent: entries of the modules' tables of parameters.
 
-Entries of many modules' tables are looked at and exchanged together; the native part does the same
-in one call for all of them.
+The entries of all modules are compared and exchanged together, in the native part by one call.
 """
 
 from __future__ import annotations
@@ -30,21 +29,25 @@ class Place(NamedTuple):
     parameter: Tensor
 
 
-def all_places(root: nn.Module, stays_float: StaysFloat) -> list[Place]:
-    """The entries of a module and its parts, as they are now, but for those of FP32 parts.
+def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
+    """The tables of parameters of a module and its parts, except those of FP32 parts.
 
-    TorchScript has its weights where nothing can be put in their place.
+    TorchScript keeps its weights where nothing can be put in their place.
     """
-    places: list[Place] = []
-    for module in root.modules():
-        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module)):
-            for name, parameter in module._parameters.items():
-                places.append(Place(module._parameters, name, parameter))  # type: ignore[arg-type]
-    return places
+    return [
+        module._parameters
+        for module in root.modules()
+        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+    ]
+
+
+def entries_of(tables: list[dict[str, Any]]) -> list[Place]:
+    """All entries of these tables, as they are now."""
+    return [Place(table, *entry) for table in tables for entry in table.items()]
 
 
 def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
-    """Those of weights that half copies can stand in for, but for the weights in `leave` (ids)."""
+    """The places of FP32 weights, except of those in `leave` (ids)."""
     return [
         place
         for place in places
@@ -57,29 +60,21 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
 class Tree:
     """A module and its parts: the places that are lent to, with their parameters in buckets.
 
-    Those in `leave` (ids) are left out.  `own`: the places, if not all of the tree's.
+    Those in `leave` (ids) are left out.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        stays_float: StaysFloat,
-        leave: Collection[int],
-        own: list[Place] | None = None,
-    ) -> None:
+    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
         self.root = root
         modules = list(root.modules())
         self.modules = set(map(id, modules))
         # Forwards without a graph and with one, and the numbers of those that are compared next.
         self.forwards, self.next_look = [0, 0], [1, 1]
-        self.is_old = False  # a module in it has got a parameter or a submodule
-        seen = all_places(root, stays_float) if own is None else own
-        # What `is_valid` compares: parameters and parts, and how many parts there are.
-        self._part_tables = list(filter(None, map(part_table, modules)))
-        self._sizes = list(map(len, self._part_tables))
-        parts: list[Any] = [Place(one, *item) for one in self._part_tables for item in one.items()]
-        self._seen = _columns([*seen, *parts])
-        places = lent_of(seen, leave)
+        tables = parameter_tables(root, stays_float)
+        # What `is_valid` compares: the entries of parameters and parts, and how many there are.
+        self._all_tables = [*tables, *filter(None, map(part_table, modules))]
+        self._sizes = list(map(len, self._all_tables))
+        self._seen = _columns(entries_of(self._all_tables))
+        places = lent_of(entries_of(tables), leave)
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
         self.ids = set(found)
@@ -92,7 +87,7 @@ class Tree:
         self.parameters = [one for weights, _ in self.groups for one in weights]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
-        self._attributes: list[dict] = list(map(vars, self.parameters))
+        self.attributes: list[dict] = list(map(vars, self.parameters))
         self.hook_tables = hook_tables(modules)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
@@ -113,14 +108,13 @@ class Tree:
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there, and nothing else."""
-        if self.is_old or list(map(len, self._part_tables)) != self._sizes:
-            return False
-        return entries_are(*self._seen)
+        return list(map(len, self._all_tables)) == self._sizes and entries_are(*self._seen)
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the places.
 
-        With `instead_of` only where one of those is: what the user's code has put there stays.
+        With `instead_of`: only where one of these tensors is.  What the user's code has put there
+        stays.
         """
         place = self._tables, self._names, self._sources
         if not exchange(*place, tensors, instead_of):
@@ -135,7 +129,7 @@ class Tree:
             list_weights(rnn)
 
     def put_found(self, tensors: list[Any]) -> None:
-        """Put them in the places that are still in their tables."""
+        """Put tensors, one for each place, in those places that are still in their tables."""
         for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
             if name in table:
                 table[name] = tensor
@@ -144,10 +138,6 @@ class Tree:
     def found(self) -> list[Any]:
         """What is in the places now."""
         return list(map(dict.get, self._tables, self._names))
-
-    def share_attributes(self, tensors: list[Tensor]) -> None:
-        """What is noted on a parameter (`p.lr_mult`) is read and written on its copy too."""
-        share_attributes(tensors, self._attributes)
 
 
 def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
@@ -165,7 +155,7 @@ def exchange(
 ) -> bool:
     """Entry number i becomes `new[sources[i]]`.
 
-    With `old` only if each of them is `old[sources[i]]` now; else nothing is done.  Whether it was.
+    With `old`: only if every entry is `old[sources[i]]` now.  Returns whether they were exchanged.
     """
     if old is not None:
         found, known = map(dict.get, tables, names), map(old.__getitem__, sources)
@@ -176,7 +166,10 @@ def exchange(
 
 
 def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
-    """Give tensors these dictionaries of attributes, but for those of other types than Tensor."""
+    """Give copies the attributes of their parameters; subclasses of Tensor get none.
+
+    What the user notes on a parameter (`p.lr_mult`) is then read and written on its copy too.
+    """
     for tensor, one in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
             tensor.__dict__ = one

@@ -1,4 +1,4 @@
-"""What forwards write into lent copies of one model's weights: it goes to the weights.
+"""What a forward writes into lent copies of a model's weights goes to the weights.
 
 In-place writes raise a copy's version.  Writes through `.data` raise none, and are found by
 comparing values: those of all copies in forwards 1, 10, 100, ... with a graph and likewise without
@@ -26,9 +26,9 @@ class LentWrites:
         self._has_warned = False
 
     def look(self, tree: Tree, copies: list[Tensor]) -> dict[int, Tensor]:
-        """The values of copies that are to be compared in the end, by place.
+        """The values of the copies that `carry` is to compare, by their index.
 
-        To be called in each forward of the module that `tree` is of.
+        To be called in each forward of `tree.root`.
         """
         in_graph = torch.is_grad_enabled()
         tree.forwards[in_graph] += 1
@@ -58,7 +58,7 @@ class LentWrites:
             self.compared.add(id(parameters[index]))
 
     def _carry(self, copy: Tensor, parameter: Tensor) -> None:
-        """What was not written keeps its FP32 values."""
+        """Elements that were not written keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))

@@ -32,16 +32,16 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import ConvertedWeights, float_buffers
+from .conversion import ConvertedWeights, has_float_buffers
 from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, dtype_around, lent_in
+from .lent_weights import LentWeights, dtype_around, lent_types
 from .module_overrides import ModuleOverride, Running
 from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import SubmoduleCalls, is_traced_by_fx
-from .values import cast_tensors, half_cannot_hold
+from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
 
@@ -56,28 +56,26 @@ torch from swapping it.
 class Owner(Protocol):
     """What a managed model needs of the session that it is in."""
 
-    policies: Any  # whose `module_override` has a part of a model run in a precision of its own
-
     def mix(self, managed: ManagedModel) -> None:
-        """FP32 values are to meet half ones in the forward: give it a policy that lets them."""
+        """FP32 meets half in the forward: give the model a policy that casts such calls."""
 
 
 class FrameworkStep(Protocol):
     """One step of a framework, which may be a call of the model that is no forward."""
 
     def enters(self) -> bool:
-        """The model is called; whether that is the step."""
+        """The model is called.  Returns whether this call is the step."""
 
     def leaves(self) -> bool:
-        """A call of the model ends; whether that was the step."""
+        """A call of the model ends.  Returns whether it was the step."""
 
 
 class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are what
-    floating inputs and outputs are cast to, None for as they are.
+    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
+    that floating inputs and outputs are cast to; None: they are left as they are.
     """
 
     def __init__(
@@ -132,24 +130,13 @@ class ManagedModel:
             return
         self._stays_float = stays_float
         self.check_shards()
-        shared = lent_in(self.model)
         if not self.properties.lends_weights:
-            self.conversions.convert(dtype, stays_float, shared | sharded_parameters(self.model))
+            leave = sharded_parameters(self.model).union(lent_types(self.model))
+            self.conversions.convert(dtype, stays_float, leave)
         if dtype not in HALF_TYPES:
             return
         self._lend()
-        lost = [
-            name
-            for name, buffer in self._look_at_buffers().items()
-            if half_cannot_hold(buffer, dtype)
-        ]
-        if lost:
-            logger.warning(
-                "%s: FP32 buffers stay in FP32; these hold values that %s could not: %s.",
-                type(self.model).__name__,
-                dtype,
-                ", ".join(lost),
-            )
+        self._look_at_buffers()
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
@@ -158,21 +145,18 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _look_at_buffers(self) -> dict[str, Tensor]:
-        """The FP32 buffers by name.  What has a dimension meets half tensors in the forward."""
-        buffers = float_buffers(self.model, self._stays_float)
-        mixed, self._mixes = self._mixes, any(buffer.dim() for buffer in buffers.values())
+    def _look_at_buffers(self) -> None:
+        """FP32 buffers stay FP32.  Those with a dimension meet half tensors in the forward."""
+        mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
             self._owner.mix(self)
-        return buffers
 
     def _lend(self) -> None:
         if self.in_dtype not in HALF_TYPES:
             return
         if self.lent is None:
-            leave = functools.partial(sharded_parameters, self.model)
             self.lent = LentWeights(
-                *(self.model, self.in_dtype, self._stays_float, leave, self._state, self.kept),
+                *(self.model, self.in_dtype, self._stays_float, self._state, self.kept),
                 at_change=self._look_at_buffers,
                 computes_in=self._computes_in,
             )
@@ -217,7 +201,7 @@ class ManagedModel:
 
     def lends(self, parameter: Tensor) -> bool:
         """Whether the forward computes with half copies of this weight."""
-        return self.lent is not None and self.lent.lends(parameter)
+        return self.lent is not None and id(parameter) in self.lent.ids()
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
@@ -306,7 +290,7 @@ class ManagedModel:
                 return self._enter(model, args, kwargs)
         if not is_compiled and state.thread.lent:
             state.end_interrupted()
-        if lent is not None and lent.is_joined(model):
+        if lent is not None and state.thread.lent and lent.is_joined(model):
             return None
         if self._step is not None and not is_compiled and self._step.enters():
             return None
@@ -320,7 +304,7 @@ class ManagedModel:
         if lent is not None and not is_traced_by_fx(args, kwargs):
             lent.begin(model, is_compiled)
         policy = self.policy
-        # Nothing is entered where it would change nothing and cover nothing.
+        # A policy is entered only where it differs from the one in force, or covers one.
         if state.thread.stack:
             state.enter_forward(policy, self._block)
         elif policy is not state.process:

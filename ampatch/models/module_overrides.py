@@ -6,7 +6,7 @@ Of several rules in `overrides` that name a module the last one given wins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..casting.special_ops import record_attention
 from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey, named
+from ..errors import AmpatchError
 from ..torch_private.modules import INSTANCE_NORMS, ORTHOGONAL_MAPS, has_forward
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
@@ -39,8 +40,8 @@ class Running(threading.local):
 class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
-    What it returns is for the code around it: in the precision of the override that called it,
-    and without one in `out_dtype` (None: as it is).
+    Its results have the precision of the override around it; without one they have `out_dtype`
+    (None: they are left as they are).
     """
 
     def __init__(
@@ -65,9 +66,6 @@ class ModuleOverride:
         """Hang the hooks on the submodule; gives their handles."""
         self._running = running
         record_attention(self._policy, self._state)
-        if isinstance(self.module, torch.jit.RecursiveScriptModule):  # it takes no hooks
-            yield _AroundForward(self.module, self._enter, self._leave)
-            return
         yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
         yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
 
@@ -102,29 +100,6 @@ class ModuleOverride:
         elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
             self._last_wanted = self._out_dtype
         return self._last_wanted
-
-
-class _AroundForward:
-    """Has calls of a scripted module go through hooks all the same; `remove` ends that."""
-
-    def __init__(self, module: nn.Module, enter: Callable, leave: Callable) -> None:
-        self._module = module
-        self._original = original = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = None
-            args, kwargs = enter(module, args, kwargs)
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                changed = leave(module, args, output)
-            return output if changed is None else changed
-
-        vars(module)["forward"] = forward  # a copy or a saved file does not have it
-
-    def remove(self) -> None:
-        """Calls go to the module's own forward again."""
-        vars(self._module)["forward"] = self._original
 
 
 def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -175,11 +150,10 @@ def precisions(
     Those that rules name; in half models InstanceNorm with running statistics (fed half input its
     kernel loses updates of the statistics) and the parametrization `orthogonal` (of its functions
     torch has no half kernels, and for `matrix_exp` on the CPU some that give inf and NaN).
-    TorchScript modules with weights, where nothing can stand in for those.
     """
     found = matching(model, rules)
     if properties.lends_weights:
-        found |= {part: "float" for part in scripted_parts(model).values() if any_float(part)}
+        _refuse_scripted_parts(model, properties)
     if properties.cast_model_type in HALF_TYPES:
         for module in _orthogonal_maps(model):
             found.setdefault(module, "float")
@@ -194,9 +168,17 @@ def precisions(
     return found
 
 
-def any_float(module: nn.Module) -> bool:
-    """Whether it has FP32 parameters."""
-    return any(parameter.dtype is torch.float32 for parameter in module.parameters())
+def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
+    for name, part in scripted_parts(model).items():
+        if any(parameter.dtype is torch.float32 for parameter in part.parameters()):
+            place = f"{type(model).__name__}.{name}" if name else type(model).__name__
+            raise AmpatchError(
+                f"{place} is TorchScript, which keeps its FP32 weights where no half copies can "
+                "stand in for them. Nothing was changed. "
+                f"opt_level={properties.opt_level!r} needs it unscripted: compile the model by "
+                "torch.compile, or record the whole by torch.jit.trace after initialize. "
+                'opt_level="O1" takes it as it is.'
+            )
 
 
 def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
@@ -206,7 +188,7 @@ def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
 def stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
 ) -> StaysFloat:
-    """Says of a module whether it computes with FP32 weights when the model goes to half."""
+    """A function that tells whether a module keeps FP32 weights in a half model."""
     lends, keeps = properties.lends_weights, properties.keeps_norms
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from itertools import repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -21,29 +21,15 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_TYPES
 from ..torch_private.modules import forward_tables
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .lent_weights import LentWeights, lenders
+from .lent_weights import lenders
 from .values import cast_tensors
 
-
-class Whole(Protocol):
-    """The model that the parts are of."""
-
-    model: nn.Module
-    properties: Properties
-    lent: LentWeights | None
-
-    def inputs_of(self, name: str) -> ModelInputs:
-        """What casts the inputs of a part."""
-
-    def enter_part(self, part: nn.Module, is_traced: bool) -> None:
-        """Put the model's policy in force and lend the weights of a part."""
-
-    def leave_part(self, part: nn.Module, is_traced: bool) -> torch.dtype | None:
-        """End that.  Returns what the forward around it computes in; None: there is none."""
+if TYPE_CHECKING:
+    from .managed_model import ManagedModel
 
 
 class _Here(threading.local):
@@ -62,10 +48,9 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 class SubmoduleCalls:
     """Hooks on the submodules of one half model."""
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: ManagedModel) -> None:
         self._whole = whole
         self._lends = whole.properties.lends_weights
-        self._threads = {threading.get_ident()}  # that have called the model, or made this
         self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
@@ -105,14 +90,8 @@ class SubmoduleCalls:
         return before
 
     def step_aside(self) -> None:
-        """The model's own forward begins: out with the hooks.
-
-        Not where weights are lent and several threads call the model or its parts: these are to
-        wait for each other.
-        """
-        self._threads.add(threading.get_ident())
-        if len(self._threads) == 1 or not self._lends:
-            take_out(self._tables, self._ids)
+        """The model's own forward begins: out with the hooks."""
+        take_out(self._tables, self._ids)
 
     def come_back(self) -> None:
         """The model's own forward has ended."""
@@ -127,8 +106,6 @@ class SubmoduleCalls:
                 return None
         elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
             return None
-        else:
-            self._threads.add(threading.get_ident())
         taken = self._inputs[id(module)].take(args, kwargs)
         self._whole.enter_part(module, is_traced)
         return taken

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""What is ever converted: not float64, and not the floats of 8 bits."""
+"""The dtypes that are converted.  float64 and the floats of 8 bits are not."""
 
 
 def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:

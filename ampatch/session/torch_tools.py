@@ -17,6 +17,7 @@ from ..interop import (
     ddp,
     module_dtype,
     rank_agreement,
+    state_dicts,
     tensor_methods,
     torchscript,
 )
@@ -136,6 +137,11 @@ def tools(registry: Registry) -> list[Tool]:
             "copies and pickles made within a forward: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
             tensor_methods.copies,
+        ),
+        Tool(
+            "state dicts: of the parameters, not of lent copies",
+            lambda needs: needs.half_models,
+            lambda: state_dicts.replacements(registry.state.end_interrupted),
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",

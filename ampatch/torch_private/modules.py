@@ -90,13 +90,7 @@ attributes.
 """
 
 
-HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")
 """Attributes of a module with its hooks by the handle's id; a torch may lack some."""
 HOOK_FLAGS = (
     "_forward_hooks_with_kwargs",
@@ -144,29 +138,3 @@ BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWAR
 def backward_tables(module: nn.Module) -> list[dict]:
     """The tables of its backward hooks; none where they cannot be seen."""
     return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
-
-
-def register_state_dict_hook(module: nn.Module, hook: Callable) -> Any:
-    """Have `hook(module, state_dict, prefix, metadata)` run after `state_dict()`, before other
-    hooks.
-
-    Where torch keeps hooks elsewhere than expected, it runs in the order of registering.
-    """
-    if hasattr(module, "register_state_dict_post_hook"):
-        handle = module.register_state_dict_post_hook(hook)
-    else:  # before torch 2.5
-        handle = module._register_state_dict_hook(hook)
-    hooks = getattr(module, "_state_dict_hooks", None)
-    if hooks is not None and handle.id in hooks:
-        hooks.move_to_end(handle.id, last=False)
-    return handle
-
-
-def register_load_hook(module: nn.Module, hook: Callable) -> Any:
-    """Have `hook(module, state_dict, prefix, ...)` run before the module loads its own tensors.
-
-    Before torch 2.5 `hook` is called without the module.
-    """
-    if hasattr(module, "register_load_state_dict_pre_hook"):
-        return module.register_load_state_dict_pre_hook(hook)
-    return module._register_load_state_dict_pre_hook(hook, with_module=True)

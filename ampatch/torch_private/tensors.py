@@ -31,10 +31,11 @@ def memory_of(storage: torch.UntypedStorage) -> int:
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
-def can_take_data(tensor: Tensor, data: Tensor) -> bool:
-    """Whether `tensor.data = data` works: not between the host and some kinds of accelerators.
+def keeps_parameter(tensor: Tensor, data: Tensor) -> bool:
+    """Whether `Module.to` keeps a parameter that is `tensor` and becomes `data`.
 
-    `Module.to` makes new parameters then.
+    Between the host and some kinds of accelerators it makes new ones, unless it swaps them.
     """
     compatible = getattr(torch, "_has_compatible_shallow_copy_type", None)
-    return compatible is None or compatible(tensor, data)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    return compatible is None or swaps or compatible(tensor, data)

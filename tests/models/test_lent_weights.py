@@ -484,22 +484,24 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
 @pytest.mark.parametrize(
     "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
 )
-def test_a_part_that_the_forward_makes_is_lent_at_once(make):
-    """A momentum encoder, or a layer whose sizes the first input says."""
+def test_a_part_that_the_forward_makes_is_lent_from_the_next_forward_on(make):
+    """A momentum encoder, or a layer whose sizes the first input says.  Until then: an error."""
 
     class Making(Net):
         def encode(self, x):
             if not hasattr(self, "late"):
                 self.late = make(self)
-            self.seen.append(self.late.weight.dtype)
             return self.late(x) + self.first(x)
 
     model, _ = start(Making())
-    for _ in range(2):
-        model(inputs()).sum().backward()
-        assert set(model.seen) == {HALF} and is_float(model)
-        assert model.late.weight.grad.dtype is torch.float32
-        assert torch.equal(model.late.weight.grad, model.first.weight.grad)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        model(inputs())
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "Making is at O2" in told and is_float(model)
+    model.late.weight.grad = None
+    model(inputs()).sum().backward()
+    assert is_float(model) and model.late.weight.grad.dtype is torch.float32
+    assert torch.equal(model.late.weight.grad, model.first.weight.grad)
 
 
 class InBackward(torch.autograd.Function):
@@ -571,14 +573,14 @@ def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant)
     assert all(map(torch.equal, *grads))
 
 
-def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gradient():
-    """One thread evaluates, another trains by parts."""
+def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
+    """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
     model, _ = start()
     inside, go_on = threading.Event(), threading.Event()
 
     def wait(model):
         inside.set()
-        go_on.wait(1)
+        go_on.wait(9)
 
     model.inside = wait
 
@@ -589,10 +591,11 @@ def test_a_part_called_while_another_thread_runs_the_model_waits_and_has_its_gra
     thread = threading.Thread(target=evaluate)
     thread.start()
     inside.wait()
-    threading.Timer(0.2, go_on.set).start()
-    hidden = model.first(inputs())
-    hidden.square().mean().backward()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model.first(inputs())
+    go_on.set()
     thread.join()
+    model.first(inputs()).square().mean().backward()
     assert model.first.weight.grad is not None and is_float(model)
 
 

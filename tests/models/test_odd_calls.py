@@ -161,6 +161,25 @@ def test_layers_that_are_put_in_without_registration(level, make, change):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_that_is_put_in_a_table_is_computed_with_and_trained(level):
+    """As `Module._apply` and `functional_call` do it: no registration tells of it."""
+
+    def loss_of(model, x, y):
+        if next(numbers) == 1:
+            model[0]._parameters["weight"] = nn.Parameter(torch.linspace(-1, 1, 32).view(8, 4))
+        return F.mse_loss(model(x)[:, :2].float(), y)
+
+    found = []
+    for one in ("FP32", level):
+        model, numbers = net(), iter(range(3))
+        found.append(train(lambda model=model: (model,), one, loss_of=loss_of))
+        found[-1].append(model[0].weight.grad.float())
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+    assert found[1][-1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_a_layer_from_outside(level, reentrant):
     def loss_of(model, x, y):
@@ -212,6 +231,8 @@ def test_parametrize_cached_around_a_penalty_and_the_forward(level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("in_no_grad", [False, True])
 def test_a_forward_that_assigns_a_new_parameter_before_using_it(level, in_no_grad):
+    """In half models torch's error about dtypes, once: in the next forward it is half."""
+
     def forward(self, x):
         if not self.is_new:
             self.is_new = True
@@ -223,6 +244,9 @@ def test_a_forward_that_assigns_a_new_parameter_before_using_it(level, in_no_gra
     model.is_new = False
     ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0)
     x, y = data()
+    if level != "O1":
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
     for _ in range(2):
         model.zero_grad()
         loss = F.mse_loss(model(x).float(), y)
