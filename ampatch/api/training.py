@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..config.validation import positive_number, truth_value
+from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
@@ -72,11 +72,10 @@ def scale_loss(
         delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:
-        TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
+        TypeError: `loss_id` is no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
-    argument_checks.floating_loss(loss, "ampatch.scale_loss")
     if isinstance(optimizers, (list, tuple)):
         if not optimizers:  # nothing would unscale the gradients
             raise ValueError(
@@ -91,10 +90,6 @@ def scale_loss(
         session, managed = found[0], [found[1]]
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
-    if isinstance(delay_unscale, str):  # "False" is true
-        delay_unscale = truth_value(
-            f"ampatch.scale_loss(delay_unscale={delay_unscale!r})", delay_unscale
-        )
     if not session.properties.enabled:
         return PlainBackward(loss)
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
@@ -146,10 +141,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
-    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Raises `TypeError` for an
-    object that is no optimizer.
+    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    argument_checks.one_optimizer(optimizer, "ampatch.master_params")
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

@@ -1,0 +1,62 @@
+"""What one `initialize` is to change: its arguments and the environment's, all checked.
+
+Nothing is changed while the plan is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ..config import environment
+from ..config.opt_levels import Properties, properties_for
+from ..config.overrides import Overrides, parse
+from ..log import logger
+from . import argument_checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings and objects of one `initialize`.
+
+    `replaced` is what the environment has changed of the script's settings: by name
+    `(the script's, the one in force)`.
+    """
+
+    properties: Properties
+    rules: Overrides
+    models: list[nn.Module]
+    optimizers: list[Any]
+    process_group: Any
+    replaced: dict[str, tuple[Any, Any]]
+
+
+def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str, Any]) -> Plan:
+    """The plan for these arguments of `initialize`; `settings` are the other ones, by name.
+
+    Raises what `initialize` raises.
+    """
+    asked = environment.read()
+    in_force = environment.over(settings, asked)
+    rules = parse(in_force.pop("overrides"))
+    properties = properties_for(**in_force)
+    listed_models = argument_checks.as_models(models)
+    listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
+    if properties.enabled:
+        argument_checks.models_can_change(listed_models, properties)
+        argument_checks.optimizers_can_train(
+            listed_optimizers, listed_models, properties, process_group
+        )
+        argument_checks.overridden_exist(rules, listed_models, from_outside="overrides" in asked)
+    if properties.opt_level == "O0" and any(rules):
+        logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
+        rules = parse(None)
+    if properties.lends_weights and properties.keep_batchnorm_fp32 is False:
+        logger.info(
+            "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
+            "inputs beside FP32 weights and statistics. For half ones add master_weights=False."
+        )
+    replaced = environment.replaced(settings, asked, properties) if asked else {}
+    return Plan(properties, rules, listed_models, listed_optimizers, process_group, replaced)
