@@ -49,7 +49,8 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
         argument_checks.optimizers_can_train(
             listed_optimizers, listed_models, properties, process_group
         )
-        argument_checks.overridden_exist(rules, listed_models, from_outside="overrides" in asked)
+        if any(rules):
+            argument_checks.overridden_exist(rules, listed_models, "overrides" in asked)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)

@@ -58,8 +58,6 @@ class Registry:
 
     def add(self, session: Session) -> None:
         """A session opens."""
-        for earlier in self.sessions:
-            earlier.has_trained = False
         self.sessions = [*self.sessions, session]
         self.refresh()
 

@@ -62,7 +62,6 @@ class Session:
         self.is_open = False
         self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
         self.statistics = weakref.WeakKeyDictionary()
-        self.has_trained = False  # since a later session opened
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
@@ -294,7 +293,6 @@ class Session:
         """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
         registry.state.drop_interrupted()
         self.policies.cache.close()
-        self.has_trained = True
         scaler, observers = self.scalers[loss_id], registry.observers
         if observers.are_there:
             observers.notify("on_loss", loss, loss_id)
@@ -345,7 +343,6 @@ class Session:
         """It has ended."""
         self.policies.cache.close()
         registry.state.drop_interrupted()
-        self.has_trained = True
         for statistics in list(self.statistics.values()):
             statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
