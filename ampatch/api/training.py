@@ -6,14 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..config.validation import positive_number
 from ..errors import AmpatchError, type_name
 from ..log import ONCE, logger
-from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
@@ -73,18 +72,16 @@ def scale_loss(
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
-    if isinstance(optimizers, (list, tuple)):
-        if not optimizers:  # nothing would unscale the gradients
-            raise ValueError(
-                "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the "
-                "loss reaches, at least one."
-            )
-        session, managed = _managed_optimizers(optimizers)
-    else:
-        found = registry.table.find(optimizers)
-        if found is None or isinstance(found[1], ManagedModel):
-            found = _behind(optimizers, "optimizers")
-        session, managed = found[0], [found[1]]
+    managed: list[Any] = []
+    for one in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
+        session, found = registry.table.find_optimizer(one) or _unmanaged(one, "scale_loss")
+        if found not in managed:
+            managed.append(found)
+    if not managed:  # nothing would unscale the gradients
+        raise ValueError(
+            "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
+            "reaches, at least one."
+        )
     if loss_id != 0 or isinstance(loss_id, bool):
         argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
     if not session.properties.enabled:
@@ -92,44 +89,26 @@ def scale_loss(
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
 
 
-def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
-    """The session of the last of several optimizers, and each of them as managed."""
-    session = registry.latest("ampatch.scale_loss(...)")
-    managed = {}
-    for index, optimizer in enumerate(optimizers):
-        found = registry.table.find(optimizer)
-        if found is None or isinstance(found[1], ManagedModel):
-            found = _behind(optimizer, f"optimizers[{index}]")
-        session, managed[id(found[1])] = found
-    return session, list(managed.values())
-
-
-def _behind(optimizer: Any, where: str) -> tuple[Session, Any]:
-    """The session of the optimizer that this one stands for, and that optimizer as managed.
-
-    Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
-    """
-    latest = registry.latest("ampatch.scale_loss(...)")
-    found = registry.table.find_optimizer(optimizer)
-    if found is None and not any(session.properties.enabled for session in registry.sessions):
-        return latest, optimizer
-    return found or _refuse_unknown(optimizer, f"scale_loss({where}=")
-
-
-def _managed(optimizer: Any, call: str) -> Any:
+def _managed(optimizer: Any, call: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.table.find_optimizer(optimizer) or _refuse_unknown(optimizer, f"{call}("))[1]
+    return (registry.table.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
 
 
-def _refuse_unknown(optimizer: Any, call: str) -> NoReturn:
-    """Name an optimizer that no session manages, those that are managed, and what to do."""
+def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
+    """The session opened last, for an optimizer that none manages, where all are disabled.
+
+    Else raises an `AmpatchError` that names the optimizers that are managed.
+    """
+    session = registry.latest(f"ampatch.{call}(...)")
+    if not any(one.properties.enabled for one in registry.sessions):
+        return session, None
     known = [managed.optimizer for managed in registry.optimizers()]
     known += alive(*[session.unmanaged_rows for session in registry.sessions])
     names = Counter(type(one).__name__ for one in known)
-    managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
+    shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
-        f"ampatch.{call}<{type(optimizer).__name__}>): this optimizer was not given to "
-        f"ampatch.initialize. Managed are: {', '.join(managed) or 'none'}. Pass one of these, or "
+        f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
         "give this one to ampatch.initialize or ampatch.add_optimizers first."
     )
 

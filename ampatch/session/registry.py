@@ -52,7 +52,6 @@ class Registry:
         self._tools = TorchTools(tools(self), watches(self))
         self._awaited: set[ModuleType] = set()
         self._table_edits: list[tuple[str, str, Rule | None]] = []
-        self._closing_all = False
 
     # Sessions
 
@@ -64,8 +63,7 @@ class Registry:
     def remove(self, session: Session) -> None:
         """A session closes."""
         self.sessions = [known for known in self.sessions if known is not session]
-        if not self._closing_all:
-            self.refresh()
+        self.refresh()
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -79,10 +77,8 @@ class Registry:
         Raises what was raised, when torch, and all that could be, is as it was.
         """
         undo = UndoAll("ampatch.deactivate()")
-        self._closing_all = True
         for session in list(reversed(self.sessions)):
             undo.do(session.close)
-        self._closing_all = False
         undo.do(self.refresh)
         undo.end()
 

@@ -24,7 +24,7 @@ from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
-from ..scaling.optimizers.state import Replaced, fit_state, put_back
+from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from . import policies, rank_settings, table
 from .policies import Policies
@@ -135,9 +135,6 @@ class Session:
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
-                managed = registry.table.managed(given)
-                if isinstance(managed, ManagedOptimizer):
-                    undo.do(put_back, managed.replaced_state)
                 undo.do(self.release, given)
             undo.end()
             raise
@@ -166,7 +163,6 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
-            undo.do(put_back, optimizer.replaced_state)
             undo.do(_fit, optimizer, changed)
         for rows in self._rows:
             self._leave(rows, *rows)
@@ -294,7 +290,7 @@ class Session:
         registry.state.drop_interrupted()
         self.policies.cache.close()
         scaler, observers = self.scalers[loss_id], registry.observers
-        if observers.are_there:
+        if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
             observers.notify("on_block", scaler)
@@ -307,7 +303,7 @@ class Session:
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
                 together=self.policies.tables.apex_tables,
             )
-        return observers.around(block, loss_id) if observers.are_there else block
+        return observers.around(block, loss_id) if observers.all else block
 
     def _partners(
         self, managed: list[ManagedOptimizer]
@@ -336,7 +332,7 @@ class Session:
 
     def before_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers begins."""
-        if registry.observers.are_there:
+        if registry.observers.all:
             registry.observers.notify("on_step_begin", managed.optimizer)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
@@ -353,7 +349,7 @@ class Session:
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
         managed.warn_of_new_half(self.names, self._converted)
-        if registry.observers.are_there:
+        if registry.observers.all:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # Taken over

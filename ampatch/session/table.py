@@ -61,7 +61,9 @@ class Table:
 
     def find_optimizer(self, given: Any) -> tuple[Session, Any] | None:
         """As `find`, for an optimizer, or for what frameworks hand out in its place."""
-        found = self.find(self.optimizer_behind(given))
+        found = self.find(given)
+        if found is None:
+            found = self.find(self.optimizer_behind(given))
         return None if found is None or isinstance(found[1], ManagedModel) else found
 
     def optimizer_behind(self, given: Any) -> Any:
