@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from ..casting.places import NAMESPACES
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
-from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
@@ -281,16 +280,3 @@ def _leaves_half(optimizer: Any, models: list[nn.Module], properties: Properties
         and any(group.get("fused") for group in optimizer.param_groups)
         and any(parameter.device.type == "cpu" for m in models for parameter in m.parameters())
     )
-
-
-# Losses
-
-
-def loss_number(loss_id: Any, count: int, call: str) -> None:
-    """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
-    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
-        raise ValueError(
-            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
-            "numbered from 0."
-            + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
-        )

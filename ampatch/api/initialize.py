@@ -1,4 +1,4 @@
-"""`initialize`, and the functions that undo, change or observe it."""
+"""`initialize`, and the functions that undo, extend or observe it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def initialize(
         patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
             model is cast.  None: the opt level's.  False needs half parameters (O3, or
-            `master_weights=False`); at O2 norms compute with FP32 weights, and this is said.
+            `master_weights=False`); at O2 norms compute with FP32 weights, and a message says so.
         master_weights: whether weights stay in FP32.  False: half models have half parameters.
             None: the opt level's.
         loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
@@ -178,13 +178,13 @@ def initialize(
         has_apex_tables=registry.opens_as_apex,
     )
 
-    def tell() -> None:
+    def notify() -> None:
         registry.observers.notify("on_initialize", plan.properties)
         if plan.replaced:
             registry.observers.notify("on_replaced", plan.replaced)
 
     with taken_over(*plan.models, *plan.optimizers):
-        session.open(plan.models, plan.optimizers, tell)
+        session.open(plan.models, plan.optimizers, notify)
     registry.close_empty()
     logger.info("Initialized: %s", plan.properties)
     warn_of_slow_float16(plan.properties, (p for model in plan.models for p in model.parameters()))
@@ -331,7 +331,8 @@ def observe(observer: object) -> Callable[[], None]:
     The methods, each optional:
 
         on_initialize(properties)
-        on_replaced(values): what the environment replaces, as `{name: (the script's, in force)}`.
+        on_replaced(values): the settings that the environment has changed, as
+            `{name: (the script's value, the one in force)}`.
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.

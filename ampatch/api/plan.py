@@ -1,4 +1,4 @@
-"""What one `initialize` is to change: its arguments and the environment's, all checked.
+"""The plan of one `initialize`: its arguments, those that the environment replaces, all checked.
 
 Nothing is changed while the plan is made.
 """
@@ -21,8 +21,8 @@ from . import argument_checks
 class Plan:
     """Settings and objects of one `initialize`.
 
-    `replaced` is what the environment has changed of the script's settings: by name
-    `(the script's, the one in force)`.
+    `replaced` has the settings that the environment has changed, as `{name: (the script's value,
+    the one in force)}`.
     """
 
     properties: Properties
@@ -38,8 +38,8 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
 
     Raises what `initialize` raises.
     """
-    asked = environment.read()
-    in_force = environment.over(settings, asked)
+    replacing = environment.read()
+    in_force = environment.replace_arguments(settings, replacing)
     rules = parse(in_force.pop("overrides"))
     properties = properties_for(**in_force)
     listed_models = argument_checks.as_models(models)
@@ -50,7 +50,7 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
             listed_optimizers, listed_models, properties, process_group
         )
         if any(rules):
-            argument_checks.overridden_exist(rules, listed_models, "overrides" in asked)
+            argument_checks.overridden_exist(rules, listed_models, "overrides" in replacing)
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
@@ -59,5 +59,5 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
             "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
             "inputs beside FP32 weights and statistics. For half ones add master_weights=False."
         )
-    replaced = environment.replaced(settings, asked, properties) if asked else {}
+    replaced = environment.effects(settings, replacing, properties) if replacing else {}
     return Plan(properties, rules, listed_models, listed_optimizers, process_group, replaced)

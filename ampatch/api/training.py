@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..config.validation import positive_number
+from ..config.validation import positive_number, whole_number
 from ..errors import AmpatchError, type_name
 from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
@@ -22,7 +22,6 @@ from ..session.registry import registry
 from ..session.session import Session
 from ..session.table import alive
 from ..types import AnyOptimizer, Optimizer
-from . import argument_checks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +82,7 @@ def scale_loss(
             "reaches, at least one."
         )
     if loss_id != 0 or isinstance(loss_id, bool):
-        argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
+        _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
         return PlainBackward(loss)
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
@@ -210,8 +209,18 @@ def loss_scale(loss_id: int = 0) -> float:
 def _scaler(call: str, loss_id: int) -> Scaler:
     """A loss scaler of the session opened last."""
     session = registry.latest(f"{call}(...)")
-    argument_checks.loss_number(loss_id, len(session.scalers), call)
+    _check_loss_id(loss_id, session, call)
     return session.scalers[loss_id]
+
+
+def _check_loss_id(loss_id: Any, session: Session, call: str) -> None:
+    """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
+    count = len(session.scalers)
+    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
+        raise ValueError(
+            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered from 0."
+            + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
+        )
 
 
 def set_loss_scale(value: float | str, loss_id: int = 0) -> None:

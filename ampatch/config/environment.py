@@ -13,10 +13,10 @@ These replace arguments of a script:
 
 These hold for the process:
 
-| variable | says |
+| variable | means |
 |---|---|
-| `AMPATCH_NATIVE` | `0`: the native part stays off, unbuilt; `1`: a line says why it is off |
-| `AMPATCH_CACHE` | the folder for what ampatch builds; else `XDG_CACHE_HOME`, or `~/.cache` |
+| `AMPATCH_NATIVE` | `0`: no native part; `1`: a message names the reason where there is none |
+| `AMPATCH_CACHE` | the folder of built files; otherwise `XDG_CACHE_HOME`, or `~/.cache` |
 
 An empty variable counts as not set.
 """
@@ -59,7 +59,7 @@ OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The arguments of `initialize` that the variables replace, by name.
+    """Values for the arguments of `initialize` that the variables replace, by name.
 
     Raises a `ValueError` that names a wrong variable.
     """
@@ -70,7 +70,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         return parse(name, text) if text.strip() else None
 
     enabled = value("AMPATCH_ENABLED", _truth)
-    asked = {
+    found = {
         "opt_level": value("AMPATCH_OPT_LEVEL", opt_level),
         "dtype": value("AMPATCH_DTYPE", dtype),
         "loss_scale": value("AMPATCH_LOSS_SCALE", loss_scale),
@@ -78,41 +78,43 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "enabled": False if enabled is False else None,  # 1 leaves it to the script
     }
     settings = value("AMPATCH_SETTINGS", _settings) or {}
-    return {**{name: one for name, one in asked.items() if one is not None}, **settings}
+    return {**{name: one for name, one in found.items() if one is not None}, **settings}
 
 
-def over(own: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a script, with those that are asked for in their places.
+def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a script, with those that `read` has found in their places.
 
     Settings that the script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
-    contradict the one asked for; they are dropped, and a warning names them.
+    contradict another level.  Where the level is replaced they are dropped, and a warning names
+    them.
     """
-    level = asked.get("opt_level", own["opt_level"])
-    tied = dict.fromkeys(OF_MODELS if level != own["opt_level"] else ())
-    dropped = [name for name in tied if own[name] is not None]
+    level = replacing.get("opt_level", script["opt_level"])
+    tied = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
+    dropped = [name for name in tied if script[name] is not None]
     if dropped:
         logger.warning(
             "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
             "are ignored: %s.",
             level,
-            own["opt_level"],
+            script["opt_level"],
             ", ".join(dropped),
         )
-    return {**own, **tied, **asked}
+    return {**script, **tied, **replacing}
 
 
-def replaced(
-    own: dict[str, Any], asked: dict[str, Any], in_force: Properties
+def effects(
+    script: dict[str, Any], replacing: dict[str, Any], in_force: Properties
 ) -> dict[str, tuple[Any, Any]]:
-    """`(the script's, the one in force)` by name, for what is asked for and changes something.
+    """`(the script's value, the one in force)` by name, for replaced arguments that differ.
 
     Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic".
     """
-    script = dict(own)
-    with contextlib.suppress(TypeError, ValueError):  # no error of this training
-        script |= vars(properties_for(**{name: own[name] for name in own if name != "overrides"}))
-    now = {**asked, **vars(in_force)}
-    return {name: (script[name], now[name]) for name in asked if script[name] != now[name]}
+    own = dict(script)
+    settings = {name: script[name] for name in script if name != "overrides"}
+    with contextlib.suppress(TypeError, ValueError):  # the script's own values may be wrong
+        own |= vars(properties_for(**settings))
+    now = {**replacing, **vars(in_force)}
+    return {name: (own[name], now[name]) for name in replacing if own[name] != now[name]}
 
 
 def native(environment: Mapping[str, str] = os.environ) -> bool | None:

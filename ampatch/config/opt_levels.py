@@ -119,7 +119,7 @@ LEVELS_IN_WORDS = (
     "zero)"
 )
 
-# What an opt level decides unless told otherwise; None means "as the level says".
+# What an opt level decides unless an argument does; None means "as the level has it".
 OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 OF_LEVELS = (*OF_MODELS, "loss_scale")
 
@@ -134,9 +134,9 @@ ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
     """The checked `Properties` for an opt level and what the user gave beside it.
 
-    In `given`, None means "as the level says" for what an opt level decides (`OF_LEVELS`), and the
-    default for a setting of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming the
-    argument.
+    In `given`, None means "as the level has it" for what an opt level decides (`OF_LEVELS`), and
+    the default for a setting of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming
+    the argument.
     """
     name, half = level_name(opt_level), half_type(dtype)
     if name in _BFLOAT16_LEVELS:
@@ -159,7 +159,7 @@ def _call(argument: str, value: Any) -> str:
 
 
 def level_name(value: Any) -> str:
-    """`"O1"` from `"O1"`, and, said once, from `"o1"`, `"01"`, `"1"` or `1`."""
+    """`"O1"` from `"O1"`, and, with one message, from `"o1"`, `"01"`, `"1"` or `1`."""
     known = (*LEVELS, *_BFLOAT16_LEVELS)
     if value in known and isinstance(value, str):
         return value

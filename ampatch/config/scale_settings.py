@@ -47,14 +47,14 @@ class ScaleSettings:
         """
         checked: dict[str, Any] = {}
         for name, value in given.items():
-            said = f"{what}: {name}={value!r}"
+            setting = f"{what}: {name}={value!r}"
             if name not in SETTINGS:
                 hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
                 raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
             if name == "growth_interval":
-                checked[name] = whole_number(said, value, least=1)
+                checked[name] = whole_number(setting, value, least=1)
             else:
-                checked[name] = positive_number(said, value, or_text=True)
+                checked[name] = positive_number(setting, value, or_text=True)
         new = dataclasses.replace(self, **checked)
         if new.growth_factor <= 1.0:
             raise ValueError(

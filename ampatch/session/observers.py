@@ -1,4 +1,4 @@
-"""Objects that are told what happens in the sessions."""
+"""Objects that are notified of what happens in the sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..scaling.scaled_backward import refuse_attribute
 class Observers:
     """Calls the method of each observer that is named after an event.
 
-    `all` is a plain attribute: a training step asks it before it makes what an event needs.
+    `all` is a plain attribute: a training step reads it before it makes what an event needs.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Observers:
                 method(*values)
 
     def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> ObservedBlock:
-        """A `scale_loss` block; tells when its backward pass and when it has ended."""
+        """A `scale_loss` block; observers are notified when its backward pass and when it ends."""
         return ObservedBlock(block, self, loss_id)
 
 

@@ -36,7 +36,7 @@ class Registry:
     """The open sessions, newest last, and what they share.
 
     `table` finds the session and the managed counterpart of a model or an optimizer.
-    `events` tells all sessions what happens in torch.
+    `events` passes what happens in torch to all sessions.
     """
 
     def __init__(self, ask_state: Callable[[], CastState]) -> None:

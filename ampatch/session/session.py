@@ -37,8 +37,8 @@ class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, in force after `open`.  `models` and `optimizers` are those that it
-    manages, `policies` what it casts.  Its optimizers ask it what they need for a step
-    (`StepOwner`).
+    manages, `policies` what it casts.  It is the owner of its
+    optimizers (`StepOwner`).
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Session:
         self,
         models: list[nn.Module],
         optimizers: list[Any],
-        tell: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """Change models, optimizers and torch, and tell of it; on an exception change nothing."""
+        """Change models, optimizers and torch, and call `notify`; an exception undoes all of it."""
         if not models:
             self.policies.cast_everywhere()
         try:
             self._put_in(models, optimizers)
             self.is_open = True
             registry.add(self)
-            tell()
+            notify()
             self._settle()
         except BaseException:
             self.close()

@@ -1,4 +1,4 @@
-"""Who manages this module, or this optimizer?  One table per process, asked by everybody."""
+"""Who manages this module, or this optimizer?  The one table of the process that answers it."""
 
 from __future__ import annotations
 
