@@ -159,27 +159,13 @@ def _call(argument: str, value: Any) -> str:
 
 
 def level_name(value: Any) -> str:
-    """`"O1"` from `"O1"`, and, with one message, from `"o1"`, `"01"`, `"1"` or `1`."""
-    known = (*LEVELS, *_BFLOAT16_LEVELS)
-    if value in known and isinstance(value, str):
-        return value
-    if isinstance(value, (str, int)) and not isinstance(value, bool):
-        digits = str(value).strip().upper()[-1:]
-        if "O" + digits in known and str(value).strip().upper() in _spellings(digits):
-            logger.warning(
-                'opt_level=%r was read as "O%s"; the opt levels are written with the letter O.',
-                value,
-                digits,
-            )
-            return "O" + digits
-    raise ValueError(
-        f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-        f"Expected {LEVELS_IN_WORDS}."
-    )
-
-
-def _spellings(digit: str) -> tuple[str, ...]:
-    return (f"O{digit}", f"0{digit}", digit)
+    """The name of an opt level.  Raises `ValueError` for anything else."""
+    if value not in (*LEVELS, *_BFLOAT16_LEVELS):
+        raise ValueError(
+            f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
+            f"Expected {LEVELS_IN_WORDS}."
+        )
+    return str(value)
 
 
 def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -> None:
