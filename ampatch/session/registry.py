@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +49,7 @@ class Registry:
         self.ranks = RankSettings(self)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
-        self._awaited: set[ModuleType] = set()
+        self._awaits_dynamo = False
         self._table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
@@ -155,7 +154,9 @@ class Registry:
         if is_new:
             installed.autocast.begin()
         self._tools.put_in(needs)
-        self._await(dynamo_inputs, needs.half_models)
+        if needs.half_models and not self._awaits_dynamo:
+            self._awaits_dynamo = True
+            dynamo_inputs.when_imported(self._refresh_tools)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.
@@ -176,22 +177,15 @@ class Registry:
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
-        original_of, rules = (
-            self.installation.replacements.original,
-            session.policies.function_rules,
-        )
+        original_of = self.installation.replacements.original
+        rules = session.policies.function_rules
         self.installation.ensure(map(original_of, rules))
         for function, precision in rules.items():
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.policies.tables.override(original_of(function), dtype)
 
-    def _await(self, tool: Any, is_needed: bool) -> None:
-        """Replace functions of a module of torch once it is imported; `tool` knows which."""
-        if is_needed and not (tool.is_imported() or tool in self._awaited):
-            self._awaited.add(tool)
-            tool.when_imported(self._refresh_tools)
-
     def _refresh_tools(self) -> None:
+        """Dynamo has been imported, and has functions to replace."""
         tables, casts = self.installation.has_tables, self.state.process is not None
         self._tools.put_in(needs_of(self, tables=tables, casts=casts))
 
