@@ -27,7 +27,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,14 +47,6 @@ from .overrides import PRECISIONS
 from .overrides import read as read_overrides
 from .validation import word
 
-VARIABLES = (
-    "AMPATCH_OPT_LEVEL",
-    "AMPATCH_DTYPE",
-    "AMPATCH_LOSS_SCALE",
-    "AMPATCH_OVERRIDES",
-    "AMPATCH_ENABLED",
-    "AMPATCH_SETTINGS",
-)
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
 
@@ -64,21 +56,15 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Raises a `ValueError` that names a wrong variable.
     """
     native(environment)
-
-    def value(name: str, parse: Any) -> Any:
-        text = environment.get(name, "")
-        return parse(name, text) if text.strip() else None
-
-    enabled = value("AMPATCH_ENABLED", _truth)
     found = {
-        "opt_level": value("AMPATCH_OPT_LEVEL", opt_level),
-        "dtype": value("AMPATCH_DTYPE", dtype),
-        "loss_scale": value("AMPATCH_LOSS_SCALE", loss_scale),
-        "overrides": value("AMPATCH_OVERRIDES", overrides),
-        "enabled": False if enabled is False else None,  # 1 leaves it to the script
+        argument: parse(variable, text)
+        for variable, (argument, parse) in _READERS.items()
+        if (text := environment.get(variable, "")).strip()
     }
-    settings = value("AMPATCH_SETTINGS", _settings) or {}
-    return {**{name: one for name, one in found.items() if one is not None}, **settings}
+    settings = found.pop("settings", {})
+    if found.get("enabled"):
+        del found["enabled"]  # 1 leaves it to the script
+    return {**found, **settings}
 
 
 def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
@@ -183,3 +169,15 @@ def _checked(name: str, text: str, check: Any, expected: str) -> Any:
         return check(text.strip())
     except ValueError:
         raise ValueError(f"{name}={text}: not understood. Expected {expected}.") from None
+
+
+_READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "AMPATCH_OPT_LEVEL": ("opt_level", opt_level),
+    "AMPATCH_DTYPE": ("dtype", dtype),
+    "AMPATCH_LOSS_SCALE": ("loss_scale", loss_scale),
+    "AMPATCH_OVERRIDES": ("overrides", overrides),
+    "AMPATCH_ENABLED": ("enabled", _truth),
+    "AMPATCH_SETTINGS": ("settings", _settings),
+}
+VARIABLES = tuple(_READERS)
+"""Those that replace arguments."""
