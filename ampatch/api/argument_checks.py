@@ -77,8 +77,9 @@ def _is_optimizer(value: Any) -> bool:
 def models_can_change(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for models that cannot get what the level gives them."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
-        if _changes_dtypes(model, properties) and _are_accumulators_held(model):
+        if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
                 "DistributedDataParallel, or a loss of it is kept: something holds the nodes of "
@@ -86,7 +87,7 @@ def models_can_change(models: list[nn.Module], properties: Properties) -> None:
                 "get new nodes, and DistributedDataParallel would not average their gradients. "
                 "Call initialize first and wrap the model it returns."
             )
-        if not properties.casts_model:
+        if properties.cast_model_type is None:
             continue
         for name, why in _unfit_weights(model, properties):
             raise AmpatchError(
@@ -109,6 +110,7 @@ def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
 
 
 def _is_other(tensor: Tensor, properties: Properties) -> bool:
+    """Whether a tensor has another floating dtype than the level computes in."""
     return tensor.dtype is not properties.cast_model_type and tensor.is_floating_point()
 
 
@@ -120,9 +122,6 @@ def _are_accumulators_held(model: nn.Module) -> bool:
     the DistributedDataParallel around it, so each node gets a mark: a node that nothing holds is
     gone at once, and its mark with it.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
     gc.collect()  # garbage is no reason to refuse
     mark = object()
     leaves = [
@@ -144,14 +143,19 @@ def _notes_at(leaf: Tensor) -> dict[Any, Any]:
 def _unfit_weights(model: nn.Module, properties: Properties) -> Iterator[tuple[str, str]]:
     """Names of weights that can neither be cast in place nor have half copies, and why not."""
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        why = _unfit(tensor, properties, kinds)
-        if why is not None and id(tensor) not in sharded_parameters(model):  # FSDP2 casts those
-            yield name, why
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    unfit = [(name, tensor, _unfit(tensor, properties, kinds)) for name, tensor in tensors]
+    unfit = [one for one in unfit if one[2] is not None]
+    by_policy = sharded_parameters(model) if unfit else ()  # FSDP2 casts these
+    for name, tensor, why in unfit:
+        if id(tensor) not in by_policy:
+            yield name, str(why)
 
 
 def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | None:
-    """Why a weight, in a model of modules of these kinds, can have no other dtype, if it cannot.
+    """The reason why a weight can have no other dtype; None: it can.
+
+    `kinds` are the names of the classes of the model's modules.
 
     FullyShardedDataParallel has views of its own of the data, and would go on gathering the old
     data.  The DTensors of tensor parallel hold their data themselves.
@@ -173,7 +177,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if properties.lends_weights and is_part_of_dtensor(tensor):
+    if is_part_of_dtensor(tensor) and properties.lends_weights:
         return (
             "a part of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not know its half copy."

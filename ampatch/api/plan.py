@@ -54,7 +54,7 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
-    if properties.lends_weights and properties.keep_batchnorm_fp32 is False:
+    if properties.keep_batchnorm_fp32 is False and properties.lends_weights:
         logger.info(
             "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
             "inputs beside FP32 weights and statistics. For half ones add master_weights=False."

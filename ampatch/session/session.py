@@ -37,8 +37,7 @@ class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, in force after `open`.  `models` and `optimizers` are those that it
-    manages, `policies` what it casts.  It is the owner of its
-    optimizers (`StepOwner`).
+    manages, `policies` what it casts.  Its optimizers call it around each step (`StepOwner`).
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Session:
         self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
         self.statistics = weakref.WeakKeyDictionary()
         self.may_cast = True  # until `stop_casting`
-        self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
+        self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
         self.process_group = process_group
         self._was_given = False
@@ -72,16 +71,16 @@ class Session:
 
     @property
     def models(self) -> list[ManagedModel]:
-        """Those that are still in use."""
+        """The managed models that are still in use."""
         return alive(self.model_rows)
 
     @property
     def optimizers(self) -> list[ManagedOptimizer]:
-        """Those that are still in use."""
+        """The managed optimizers that are still in use."""
         return alive(self.optimizer_rows)
 
     def is_alive(self) -> bool:
-        """Whether a model or optimizer is still in use, or none is to be."""
+        """Whether a model or an optimizer is still in use, or none was collected."""
         for rows in self._rows:
             for held in list(rows.values()):
                 if held() is not None:
@@ -89,7 +88,7 @@ class Session:
         return not self._was_given or self.is_empty()
 
     def is_empty(self) -> bool:
-        """Whether all models and optimizers that were given have left; collected ones have not."""
+        """Whether every model and optimizer was released again; a collected one was not."""
         return self._was_given and not any(self._rows)
 
     def _join(self, rows: Rows[Any], given: Any, managed: Any) -> None:
@@ -195,7 +194,7 @@ class Session:
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
     def _settle(self) -> None:
-        """The states of optimizers fit; from here on nothing goes back to what it was before."""
+        """Fit the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
         converted = self._converted()
         for optimizer in optimizers:
@@ -286,7 +285,7 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
+        """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
         registry.state.drop_interrupted()
         self.policies.cache.close()
         scaler, observers = self.scalers[loss_id], registry.observers
@@ -336,7 +335,7 @@ class Session:
             registry.observers.notify("on_step_begin", managed.optimizer)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """It has ended."""
+        """A step of one of the optimizers has ended."""
         self.policies.cache.close()
         registry.state.drop_interrupted()
         for statistics in list(self.statistics.values()):
