@@ -296,8 +296,8 @@ config/opt_levels.py
 | config/test_opt_levels.py models/test_models.py
 
 config/environment.py
-|         return {**own, **tied, **self.replacing()}
-|         return {**own, **self.replacing()}
+|     return {**script, **tied, **replacing}
+|     return {**script, **replacing}
 | session/test_sessions.py launch/test_run.py config/test_settings_variable.py
 
 session/policies.py

@@ -6,6 +6,6 @@ Where to look first:
 * `scale_loss`, `master_params`, state dicts, questions about scale and skips: `training`;
 * decorators, registrations, `disable_casts`, `precision`: `casting`;
 * `init`, apex's oldest API: `legacy_init`;
-* messages for wrong arguments, and what is refused (DDP too early, sharded models):
-  `argument_checks`.
+* what an `initialize` is to change, all of it checked: `plan`; which models and optimizers are
+  refused (DDP too early, sharded models): `argument_checks`.
 """

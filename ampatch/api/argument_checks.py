@@ -1,27 +1,24 @@
-"""Checks of models, optimizers and losses that a script gives; sharded models are refused here.
+"""Checks of models and optimizers that a script gives, before anything is changed.
 
-The checks of `initialize` run before it changes anything.  Single numbers and words are checked
-in `config/validation.py`, settings of an opt level in `config/opt_levels.py`.
+Single numbers and words are checked in `config/validation.py`, settings of an opt level in
+`config/opt_levels.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES
-from ..config.opt_levels import HALF_TYPES, Properties, slow_float16
+from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
-from ..config.validation import whole_number
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
@@ -35,85 +32,43 @@ from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_d
 
 
 def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
-    """The models as a list.  Raises `TypeError` for anything that is no module."""
-    listed = _listed(models)
-    for index, model in enumerate(listed):
-        if not isinstance(model, nn.Module):
-            hint = " The first argument is the model, the second the optimizer."
-            raise TypeError(
-                f"{call}({_where('models', models, index)}=...): expected a torch.nn.Module, or a "
-                f"list or tuple of them, got {type_name(model)}."
-                + (hint if hasattr(model, "param_groups") else "")
-            )
-        if isinstance(model, torch.jit.RecursiveScriptModule):
-            raise TypeError(
-                f"{call}(models=...): {model.original_name} was compiled by "
-                "torch.jit.script, and such modules take no hooks. Expected the model as it "
-                "was before, or a module around the compiled one: torch.nn.Sequential(model)."
-            )
-    if len(set(map(id, listed))) != len(listed):
-        raise ValueError(f"{call}(models=[...]): the same object is listed twice. List each once.")
-    return listed
+    """The models as a list.
+
+    Raises `TypeError` for anything that is no module, `ValueError` for the same object twice.
+    """
+    expected = "a torch.nn.Module"
+    return _listed(models, lambda one: isinstance(one, nn.Module), f"{call}(models=", expected)
 
 
 def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
-    """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC).
+    """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC), except
+    those with `__slots__`, whose `step` cannot be replaced.
 
     In the place of one that stands for a managed optimizer there is that optimizer.
     Raises `TypeError` for anything else, `ValueError` for the same object twice.
     """
-    listed = _listed(optimizers)
-    for index, optimizer in enumerate(listed):
-        if not is_optimizer(optimizer):
+    expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
+    listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
+    behind = map(registry.table.optimizer_behind, listed)
+    return list({id(optimizer): optimizer for optimizer in behind}.values())
+
+
+def _listed(given: Any, is_one: Callable[[Any], bool], call: str, expected: str) -> list[Any]:
+    listed = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in listed:
+        if not is_one(one):
             raise TypeError(
-                f"{call}({_where('optimizers', optimizers, index)}=...): expected a "
-                "torch.optim.Optimizer (or an object with param_groups and step), or a list or "
-                f"tuple of them, got {type_name(optimizer)}."
-            )
-        if not hasattr(optimizer, "__dict__"):
-            raise TypeError(
-                f"{call}(optimizers=...): {type_name(optimizer)} has __slots__, so its "
-                "step cannot be replaced. Expected an optimizer with a __dict__: derive a class "
-                "from it without __slots__."
+                f"{call}...): expected {expected}, or a list or tuple of them, got "
+                f"{type_name(one)}."
             )
     if len(set(map(id, listed))) != len(listed):
-        raise ValueError(
-            f"{call}(optimizers=[...]): the same object is listed twice. List each once."
-        )
-    listed = list(map(registry.table.optimizer_behind, listed))
-    return list({id(optimizer): optimizer for optimizer in listed}.values())
+        raise ValueError(f"{call}[...]): the same object is listed twice. List each once.")
+    return listed
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _where(argument: str, given: Any, index: int) -> str:
-    return f"{argument}[{index}]" if isinstance(given, (list, tuple)) else argument
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether an object has what `initialize` needs of an optimizer."""
-    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
-
-
-def one_group(group: Any) -> None:
-    """Raise `TypeError` for a `process_group` that is no group of processes."""
-    kind = getattr(torch.distributed, "ProcessGroup", ())  # none in a torch without distributed
-    if group is not None and not isinstance(group, kind):
-        raise TypeError(
-            f"ampatch.initialize(process_group={group!r}): expected a group of ranks, such as "
-            f"torch.distributed.group.WORLD or mesh.get_group(), got {type_name(group)}."
-        )
-
-
-def one_optimizer(optimizer: Any, call: str) -> None:
-    """Raise `TypeError` for an object that is no optimizer."""
-    if not is_optimizer(optimizer):
-        raise TypeError(
-            f"{call}(optimizer=...): expected an object with param_groups and step, "
-            f"got {type_name(optimizer)}."
-        )
+def _is_optimizer(value: Any) -> bool:
+    has_step = hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+    return has_step and hasattr(value, "__dict__")
 
 
 # Models under an opt level
@@ -122,15 +77,17 @@ def one_optimizer(optimizer: Any, call: str) -> None:
 def models_can_change(models: list[nn.Module], properties: Properties) -> None:
     """Raise `AmpatchError` for models that cannot get what the level gives them."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
-        for name in _wrapped_parts(model, properties):
+        if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
-                f"{call}: models[{index}]{'.' + name if name else ''} is already wrapped in "
-                "DistributedDataParallel, which would miss the gradients of parameters that are "
-                f"cast to {properties.cast_model_type or torch.float32}. Call initialize first and "
-                "wrap the model it returns."
+                f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
+                "DistributedDataParallel, or a loss of it is kept: something holds the nodes of "
+                "autograd that add to its gradients. Its parameters would change their dtype and "
+                "get new nodes, and DistributedDataParallel would not average their gradients. "
+                "Call initialize first and wrap the model it returns."
             )
-        if not properties.casts_model:
+        if properties.cast_model_type is None:
             continue
         for name, why in _unfit_weights(model, properties):
             raise AmpatchError(
@@ -140,59 +97,35 @@ def models_can_change(models: list[nn.Module], properties: Properties) -> None:
             )
 
 
-def _wrapped_parts(model: nn.Module, properties: Properties) -> Iterator[str]:
-    """Names of parts, or "" for what is around the model, in DDP though their dtype changes.
+def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
+    """Whether parameters change their dtype: to the level's, or back to FP32 from an earlier O3.
 
-    New data gives a parameter a new AccumulateGrad node.  DDP's hooks are on the old node, so the
-    ranks would silently train different weights.  Weights that are lent do not change.
+    Weights that are lent do not change.
     """
     managed = registry.table.managed(model)
-    is_half = isinstance(managed, ManagedModel) and bool(managed.converted())  # FP32 when it leaves
-    if is_half or (_has_others(model, properties) and not properties.lends_weights):
-        for name, module in model.named_modules():
-            is_wrapper = isinstance(module, DistributedDataParallel)
-            if is_wrapper and (is_half or _has_others(module, properties)):
-                yield name
-        if wrappers_around([model]):
-            yield ""
+    if isinstance(managed, ManagedModel) and managed.converted():
+        return True
+    changes = properties.casts_model and not properties.lends_weights
+    return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
 
 
 def _is_other(tensor: Tensor, properties: Properties) -> bool:
-    is_other = tensor.dtype is not properties.cast_model_type
-    return properties.casts_model and is_other and tensor.is_floating_point()
+    """Whether a tensor has another floating dtype than the level computes in."""
+    return tensor.dtype is not properties.cast_model_type and tensor.is_floating_point()
 
 
-def _has_others(model: nn.Module, properties: Properties) -> bool:
-    return any(_is_other(parameter, properties) for parameter in model.parameters())
+def _are_accumulators_held(model: nn.Module) -> bool:
+    """Whether something holds the nodes of autograd that add to the gradients of a model.
 
-
-def wrappers_around(models: list[nn.Module]) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel that models, or parts of them, were put into earlier.
-
-    A model holds no reference to it, so all living objects are searched, where something holds
-    the nodes that add to the parameters' gradients: it does.
+    DistributedDataParallel does: its hooks are on these nodes.  New data gives a parameter a new
+    node, and the ranks would silently train different weights.  The model holds no reference to
+    the DistributedDataParallel around it, so each node gets a mark: a node that nothing holds is
+    gone at once, and its mark with it.
     """
-    distributed = torch.distributed
-    if not (models and distributed.is_available() and distributed.is_initialized()):
-        return []
-    if not _are_accumulators_held(models):
-        return []
     gc.collect()  # garbage is no reason to refuse
-    inside = {id(module) for model in models for module in model.modules()}
-    kinds = _with_subclasses(DistributedDataParallel)
-    return [
-        outer
-        for outer in gc.get_objects()
-        if type(outer) in kinds and any(id(module) in inside for module in outer.modules())
-    ]
-
-
-def _are_accumulators_held(models: list[nn.Module]) -> bool:
-    """Whether any accumulator of gradients outlives its last use here: a mark on it is found."""
     mark = object()
     leaves = [
         p
-        for model in models
         for p in model.parameters()
         if p.requires_grad and p.is_leaf and p.layout is torch.strided and not is_lazy(p)
     ]
@@ -207,23 +140,22 @@ def _notes_at(leaf: Tensor) -> dict[Any, Any]:
     return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
 def _unfit_weights(model: nn.Module, properties: Properties) -> Iterator[tuple[str, str]]:
     """Names of weights that can neither be cast in place nor have half copies, and why not."""
-    by_policy = sharded_parameters(model)  # FSDP2 casts them by its own policy
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    unfit = [(name, tensor, _unfit(tensor, properties, kinds)) for name, tensor in tensors]
+    unfit = [one for one in unfit if one[2] is not None]
+    by_policy = sharded_parameters(model) if unfit else ()  # FSDP2 casts these
+    for name, tensor, why in unfit:
         if id(tensor) not in by_policy:
-            why = _unfit(tensor, properties, kinds)
-            if why is not None:
-                yield name, why
+            yield name, str(why)
 
 
 def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | None:
-    """Why a weight, in a model of modules of these kinds, can have no other dtype, if it cannot.
+    """The reason why a weight can have no other dtype; None: it can.
+
+    `kinds` are the names of the classes of the model's modules.
 
     FullyShardedDataParallel has views of its own of the data, and would go on gathering the old
     data.  The DTensors of tensor parallel hold their data themselves.
@@ -245,7 +177,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if properties.lends_weights and is_part_of_dtensor(tensor):
+    if is_part_of_dtensor(tensor) and properties.lends_weights:
         return (
             "a part of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not know its half copy."
@@ -283,17 +215,6 @@ def overridden_exist(rules: Overrides, models: list[nn.Module], from_outside: bo
             )
 
 
-def slow_half_note(models: list[nn.Module], properties: Properties) -> str | None:
-    """The warning about float16 on a CPU, or None."""
-    if properties.dtype is not torch.float16 or properties.opt_level == "O0":
-        return None
-    for model in models:
-        parameter = next(model.parameters(), None)
-        if parameter is not None and parameter.device.type == "cpu":
-            return slow_float16()
-    return None
-
-
 # Optimizers under an opt level
 
 
@@ -322,9 +243,9 @@ def optimizers_can_train(
             )
         if _leaves_half(optimizer, models, properties):
             raise ValueError(
-                f"{call}: in this torch ({torch.__version__}) SGD(fused=True) on the CPU leaves "
-                f"parameters in {properties.cast_model_type} (opt level {properties.opt_level}) "
-                'unchanged. Use fused=False, or opt_level="O2".'
+                f"{call}: SGD(fused=True) on the CPU leaves parameters in "
+                f"{properties.cast_model_type} (opt level {properties.opt_level}) unchanged. Use "
+                'fused=False, or opt_level="O2".'
             )
         if (
             properties.loss_scale == "dynamic"
@@ -356,44 +277,10 @@ def _leaves_half(optimizer: Any, models: list[nn.Module], properties: Properties
 
     Fused SGD on the CPU does, in torch 2.13.
     """
-    dtype = properties.cast_model_type
     return (
-        dtype in HALF_TYPES
+        properties.cast_model_type in HALF_TYPES
         and not properties.master_weights
         and isinstance(optimizer, torch.optim.SGD)
         and any(group.get("fused") for group in optimizer.param_groups)
         and any(parameter.device.type == "cpu" for m in models for parameter in m.parameters())
-        and not _fused_sgd_moves(dtype)
     )
-
-
-@functools.cache
-def _fused_sgd_moves(dtype: torch.dtype) -> bool:
-    parameter = nn.Parameter(torch.ones(256, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
-    return bool((parameter < 1).all())
-
-
-# Losses
-
-
-def floating_loss(loss: Any, call: str) -> None:
-    """Raise `TypeError` for a loss that is no floating tensor."""
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"{call}(loss=...): expected a floating tensor, got {type_name(loss)}."
-            " Pass the loss itself, not loss.item()."
-        )
-    if not loss.is_floating_point():
-        raise TypeError(f"{call}(loss=...): expected a floating tensor, got {loss.dtype}.")
-
-
-def loss_number(loss_id: Any, count: int, call: str) -> None:
-    """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
-    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
-        raise ValueError(
-            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), "
-            "numbered from 0."
-            + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
-        )

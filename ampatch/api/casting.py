@@ -111,7 +111,7 @@ def precision(dtype: Precision) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
     It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an
-    open session that casts it changes nothing.  Raises `ValueError` for another word.
+    open session that casts it changes nothing.  Raises `ValueError` for any other `dtype`.
     """
     call = f"ampatch.precision({dtype!r})"
     word(call, dtype, PRECISIONS)

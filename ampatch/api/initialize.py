@@ -1,4 +1,4 @@
-"""`initialize`, and the functions that undo, change or observe it."""
+"""`initialize`, and the functions that undo, extend or observe it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from .. import native
-from ..config import environment
-from ..config.opt_levels import ARGUMENTS, properties_for
-from ..config.overrides import parse
+from ..config.opt_levels import warn_of_slow_float16
 from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError
-from ..log import ONCE, logger, set_verbosity
+from ..log import logger, set_verbosity
 from ..models.managed_model import ManagedModel
 from ..session.registry import registry
 from ..session.session import Session, taken_over
@@ -29,6 +27,7 @@ from ..types import (
     Overrides,
 )
 from . import argument_checks
+from .plan import plan_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,7 +107,7 @@ def initialize(
         patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
         keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
             model is cast.  None: the opt level's.  False needs half parameters (O3, or
-            `master_weights=False`); at O2 norms compute with FP32 weights, and this is said.
+            `master_weights=False`); at O2 norms compute with FP32 weights, and a message says so.
         master_weights: whether weights stay in FP32.  False: half models have half parameters.
             None: the opt level's.
         loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
@@ -166,53 +165,29 @@ def initialize(
     of the same names.  `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
     (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
     """
-    given = locals()
-    own = {name: given[name] for name in ("opt_level", "dtype", *ARGUMENTS, "overrides")}
+    settings = locals()
+    for name in ("models", "optimizers", "process_group"):
+        del settings[name]
     set_verbosity(verbosity)
-    asked = environment.read()
-    in_force = asked.over(own)
-    asked_overrides = in_force.pop("overrides")
-    properties = properties_for(**in_force)
-    rules = parse(asked_overrides)
-    listed_models = argument_checks.as_models(models)
-    listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
-    argument_checks.one_group(process_group)
     registry.state.end_interrupted()
-    if properties.enabled:
-        argument_checks.models_can_change(listed_models, properties)
-        argument_checks.optimizers_can_train(
-            listed_optimizers, listed_models, properties, process_group
-        )
-        argument_checks.overridden_exist(
-            rules, listed_models, from_outside="overrides" in asked.replacing()
-        )
-    if properties.opt_level == "O0" and any(rules):
-        logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
-        rules = parse(None)
-    if properties.lends_weights and properties.keep_batchnorm_fp32 is False:
-        logger.info(
-            "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
-            "inputs beside FP32 weights and statistics. For half ones add master_weights=False."
-        )
+    plan = plan_of(models, optimizers, process_group, settings)
     session = Session(
-        properties,
-        rules=rules,
+        plan.properties,
+        rules=plan.rules,
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
 
-    def tell() -> None:
-        registry.observers.notify("on_initialize", properties)
-        if registry.observers.are_there and (changes := asked.replaced(own, properties)):
-            registry.observers.notify("on_replaced", changes)
+    def notify() -> None:
+        registry.observers.notify("on_initialize", plan.properties)
+        if plan.replaced:
+            registry.observers.notify("on_replaced", plan.replaced)
 
-    with taken_over(*listed_models, *listed_optimizers):
-        session.open(listed_models, listed_optimizers, tell)
+    with taken_over(*plan.models, *plan.optimizers):
+        session.open(plan.models, plan.optimizers, notify)
     registry.close_empty()
-    note = argument_checks.slow_half_note(listed_models, properties)
-    if note is not None and properties.enabled:
-        logger.warning(note, extra=ONCE)
-    logger.info("Initialized: %s", properties)
+    logger.info("Initialized: %s", plan.properties)
+    warn_of_slow_float16(plan.properties, (p for model in plan.models for p in model.parameters()))
     native.say_what_a_build_gives()
     return models if optimizers is None else (models, optimizers)
 
@@ -344,18 +319,10 @@ def deactivate() -> None:
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.
     """
-    converted = [managed.model for managed in registry.models() if managed.converted()]
     try:
-        if argument_checks.wrappers_around(converted):
-            logger.info(
-                "ampatch.deactivate(): parameters change their dtype in DistributedDataParallel, "
-                "which will not average their gradients any more. Wrap the model again."
-            )
+        registry.close_all()
     finally:
-        try:
-            registry.close_all()
-        finally:
-            registry.observers.notify("on_deactivate")
+        registry.observers.notify("on_deactivate")
 
 
 def observe(observer: object) -> Callable[[], None]:
@@ -364,7 +331,8 @@ def observe(observer: object) -> Callable[[], None]:
     The methods, each optional:
 
         on_initialize(properties)
-        on_replaced(values): what the environment replaces, as `{name: (the script's, in force)}`.
+        on_replaced(values): the settings that the environment has changed, as
+            `{name: (the script's value, the one in force)}`.
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.

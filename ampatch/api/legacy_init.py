@@ -28,7 +28,6 @@ from ..scaling.scaled_backward import PlainBackward
 from ..session.registry import registry
 from ..session.session import Session
 from ..types import Optimizer
-from . import argument_checks
 
 
 def init(
@@ -65,15 +64,15 @@ def init(
         AmpatchError: `AMPATCH_OPT_LEVEL` is O2 or O3, which need the models.
     """
     wanted = environment.read()
-    dtype, level = wanted.dtype or "float16", wanted.opt_level or "O1"
-    loss_scale = wanted.loss_scale or loss_scale
+    dtype, level = wanted.get("dtype", "float16"), wanted.get("opt_level", "O1")
+    loss_scale = wanted.get("loss_scale", loss_scale)
     if level not in ("O0", "O1", "O4"):
         raise AmpatchError(
             f"ampatch.init(): AMPATCH_OPT_LEVEL={level} needs a converted model, and init "
             "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
             f"in the script for {level}."
         )
-    if level == "O0" or not wanted.enabled:
+    if level == "O0" or not wanted.get("enabled", True):
         enabled = False
     asked = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
@@ -135,8 +134,7 @@ class Handle:
         An optimizer that is not managed yet is managed from now on: its `step()` does
         nothing after an overflow.
 
-        Raises `TypeError` for a loss that is no floating tensor or an object that is no
-        optimizer, `AmpatchError` for an optimizer that `ampatch.initialize` manages.
+        Raises `AmpatchError` for an optimizer that `ampatch.initialize` manages.
         """
         if isinstance(optimizer, WrappedOptimizer):
             return optimizer.scale_loss(loss)
@@ -147,18 +145,15 @@ class Handle:
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
         """An optimizer with its own `scale_loss`, with a loss scale for each of `num_loss` losses.
 
-        Raises `TypeError` or `ValueError` for a wrong argument.
+        Raises `TypeError` or `ValueError` for a wrong `num_loss`.
         """
         whole_number(f"wrap_optimizer(num_loss={num_loss!r})", num_loss, least=1)
-        argument_checks.one_optimizer(optimizer, "wrap_optimizer")
         if not self.is_active():
             return WrappedOptimizer(optimizer, self, range(1))
         self._managed(optimizer)
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
     def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
-        argument_checks.floating_loss(loss, "scale_loss")
-        argument_checks.one_optimizer(optimizer, "scale_loss")
         return self._session.scaled_backward(loss, [self._managed(optimizer)], loss_id)
 
     def _managed(self, optimizer: Any) -> Any:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..config.validation import positive_number, truth_value
+from ..config.validation import positive_number, whole_number
 from ..errors import AmpatchError, type_name
-from ..log import logger
-from ..models.managed_model import ManagedModel
+from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
@@ -26,7 +22,6 @@ from ..session.registry import registry
 from ..session.session import Session
 from ..session.table import alive
 from ..types import AnyOptimizer, Optimizer
-from . import argument_checks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,72 +67,47 @@ def scale_loss(
         delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:
-        TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
+        TypeError: `loss_id` is no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
-    argument_checks.floating_loss(loss, "ampatch.scale_loss")
-    if isinstance(optimizers, (list, tuple)):
-        if not optimizers:  # nothing would unscale the gradients
-            raise ValueError(
-                "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the "
-                "loss reaches, at least one."
-            )
-        session, managed = _managed_optimizers(optimizers)
-    else:
-        found = registry.table.find(optimizers)
-        if found is None or isinstance(found[1], ManagedModel):
-            found = _behind(optimizers, "optimizers")
-        session, managed = found[0], [found[1]]
-    if loss_id != 0 or isinstance(loss_id, bool):
-        argument_checks.loss_number(loss_id, len(session.scalers), "ampatch.scale_loss")
-    if isinstance(delay_unscale, str):  # "False" is true
-        delay_unscale = truth_value(
-            f"ampatch.scale_loss(delay_unscale={delay_unscale!r})", delay_unscale
+    managed: list[Any] = []
+    for one in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
+        session, found = registry.table.find_optimizer(one) or _unmanaged(one, "scale_loss")
+        if found not in managed:
+            managed.append(found)
+    if not managed:  # nothing would unscale the gradients
+        raise ValueError(
+            "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
+            "reaches, at least one."
         )
+    if loss_id != 0 or isinstance(loss_id, bool):
+        _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
         return PlainBackward(loss)
     return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
 
 
-def _managed_optimizers(optimizers: list | tuple) -> tuple[Session, list[ManagedOptimizer]]:
-    """The session of the last of several optimizers, and each of them as managed."""
-    session = registry.latest("ampatch.scale_loss(...)")
-    managed = {}
-    for index, optimizer in enumerate(optimizers):
-        found = registry.table.find(optimizer)
-        if found is None or isinstance(found[1], ManagedModel):
-            found = _behind(optimizer, f"optimizers[{index}]")
-        session, managed[id(found[1])] = found
-    return session, list(managed.values())
-
-
-def _behind(optimizer: Any, where: str) -> tuple[Session, Any]:
-    """The session of the optimizer that this one stands for, and that optimizer as managed.
-
-    Raises `AmpatchError` for an optimizer that no session manages, unless all are disabled.
-    """
-    latest = registry.latest("ampatch.scale_loss(...)")
-    found = registry.table.find_optimizer(optimizer)
-    if found is None and not any(session.properties.enabled for session in registry.sessions):
-        return latest, optimizer
-    return found or _refuse_unknown(optimizer, f"scale_loss({where}=")
-
-
-def _managed(optimizer: Any, call: str) -> Any:
+def _managed(optimizer: Any, call: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.table.find_optimizer(optimizer) or _refuse_unknown(optimizer, f"{call}("))[1]
+    return (registry.table.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
 
 
-def _refuse_unknown(optimizer: Any, call: str) -> NoReturn:
-    """Name an optimizer that no session manages, those that are managed, and what to do."""
+def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
+    """The session opened last, for an optimizer that none manages, where all are disabled.
+
+    Else raises an `AmpatchError` that names the optimizers that are managed.
+    """
+    session = registry.latest(f"ampatch.{call}(...)")
+    if not any(one.properties.enabled for one in registry.sessions):
+        return session, None
     known = [managed.optimizer for managed in registry.optimizers()]
     known += alive(*[session.unmanaged_rows for session in registry.sessions])
     names = Counter(type(one).__name__ for one in known)
-    managed = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
+    shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
-        f"ampatch.{call}<{type(optimizer).__name__}>): this optimizer was not given to "
-        f"ampatch.initialize. Managed are: {', '.join(managed) or 'none'}. Pass one of these, or "
+        f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
         "give this one to ampatch.initialize or ampatch.add_optimizers first."
     )
 
@@ -146,39 +116,32 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
-    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.  Raises `TypeError` for an
-    object that is no optimizer.
+    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
     """
-    argument_checks.one_optimizer(optimizer, "ampatch.master_params")
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
-    """The loss scalers of the open sessions: those of the session opened last in apex's format.
+    """The loss scalers of one session in apex's format: of the one opened last, or that of `of`.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
     `"dynamic": False` for a static scale, and the settings that `set_loss_scale_settings`
-    has changed.  The scalers of the other sessions are called `"session0.loss_scaler0"`,
-    ..., numbered in the order in which `initialize` opened them, from the first on that has trained
-    since the last one opened: models that an earlier notebook cell has left are not counted.
+    has changed.  Where `initialize` was called several times, `of` is a model or an optimizer of
+    the session that is meant; without it a warning says that the others have scalers too.
     Waits for the device.
-
-    With `of`, a model or an optimizer: the loss scalers of its session alone, in apex's format.
 
     Raises `AmpatchError` when no session is open, or none has `of`.
     """
-    own, others = _sessions_of(of, "ampatch.state_dict(of=...)")
-    others = list(itertools.dropwhile(lambda session: not session.has_trained, others))
-    return {name: one.state_dict() for name, one in _scalers_by_name(own, others).items()}
+    scalers = _scalers_by_name(of, "ampatch.state_dict(of=...)")
+    return {name: scaler.state_dict() for name, scaler in scalers.items()}
 
 
 def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None = None) -> None:
-    """Restore the loss scalers of the open sessions; with `of`, as for `state_dict`, of one.
+    """Restore the loss scalers of one session, which `of` names as in `state_dict`.
 
     `state` comes from `state_dict`, from a checkpoint of apex, or from
-    `torch.amp.GradScaler.state_dict()`, which then goes to every loss of the session opened
-    last.  The other sessions in it are the last that were opened before that one.  Entries that
-    nothing here answers to are left out, and scalers without an entry stay as they are.  A dynamic
+    `torch.amp.GradScaler.state_dict()`, which then goes to every loss.  Entries that nothing here
+    answers to are left out, and scalers without an entry stay as they are.  A dynamic
     scale is not loaded into a static scaler, nor a static one into a dynamic scaler.  Each is
     logged.
 
@@ -187,43 +150,32 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
             Nothing has been changed then.
         AmpatchError: no session is open, or none has `of`.
     """
-    own, others = _sessions_of(of, "ampatch.load_state_dict(..., of=...)")
+    scalers = _scalers_by_name(of, "ampatch.load_state_dict(..., of=...)")
     if is_grad_scalers(state):
-        state = dict.fromkeys(_scalers_by_name(own, []), from_grad_scaler(state))
+        state = dict.fromkeys(scalers, from_grad_scaler(state))
     if not isinstance(state, dict):
         raise TypeError(
             f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
         )
-    numbers = [int(found[1]) for name in state if (found := _OTHER.match(str(name)))]
-    saved = 1 + max(numbers, default=-1)
-    scalers = _scalers_by_name(own, others, first=saved - len(others))
-    entries = {
-        name: checked_entry(
-            f"ampatch.load_state_dict(state): state[{name!r}]", state[name], scaler.settings
-        )
-        for name, scaler in scalers.items()
-        if name in state
-    }
-    here = _scalers_by_name(own, others)  # the same scalers, as state_dict may call them now
+    found = [name for name in scalers if name in state]
     unknown = sorted(str(name) for name in state if name not in scalers)
-    if not entries:
+    if not found:
         raise ValueError(
-            f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(here)}. Pass "
-            'what state_dict() has returned, such as checkpoint["amp"].'
+            f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(scalers)}. "
+            'Pass what state_dict() has returned, such as checkpoint["amp"].'
         )
-    for name in entries:
+    for name in found:
+        what = f"ampatch.load_state_dict(state): state[{name!r}]"
+        checked_entry(what, state[name], scalers[name].settings)
+    for name in found:
         scalers[name].load_state_dict(state[name])
-    for number, session in enumerate(others, saved - len(others)):
-        session.has_trained |= any(name.startswith(f"session{number}.") for name in entries)
     if unknown:
         logger.warning(
             "ampatch.load_state_dict(state): no loss scaler here has these entries, which are left "
-            "out: %s. To load all, call initialize as often, in the same order and with the same "
-            "num_losses as in the saved run.",
+            "out: %s. To load all, call initialize with the num_losses of the saved run.",
             ", ".join(unknown),
         )
-    names = zip(scalers, here, strict=True)
-    if missing := [f"{name} at {here[name].get():g}" for at, name in names if at not in entries]:
+    if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in found]:
         logger.warning(
             "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
             "stay as they are: %s.",
@@ -231,25 +183,18 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
         )
 
 
-_OTHER = re.compile(r"session(\d+)\.")
-
-
-def _sessions_of(of: Any, call: str) -> tuple[Session, list[Session]]:
-    """The session opened last, and the earlier ones; with `of`, the one that has it, alone."""
+def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
+    """The loss scalers of the session that has `of`, else of the one opened last."""
     session = registry.session_of(of, call)
-    others = registry.sessions[:-1] if of is None else []
-    if others:
-        gc.collect()  # models and optimizers are in cycles, and those of a session may be garbage
-    return session, [session for session in others if session.is_alive()]
-
-
-def _scalers_by_name(own: Session, others: list[Session], first: int = 0) -> dict[str, Scaler]:
-    """Loss scalers by their names in `state_dict`; `first` is the number of the first other."""
-    named = {f"loss_scaler{index}": scaler for index, scaler in enumerate(own.scalers)}
-    for number, session in enumerate(others, first):
-        for index, scaler in enumerate(session.scalers):
-            named[f"session{number}.loss_scaler{index}"] = scaler
-    return named
+    others = [one for one in registry.sessions if one is not session and one.is_alive()]
+    if of is None and any(one.looks_for_overflow() for one in others):
+        logger.warning(
+            "%s: only the session opened last is meant, and earlier calls of initialize have loss "
+            "scales of their own. Give each one's model: ampatch.state_dict(of=model).",
+            call,
+            extra=ONCE,
+        )
+    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
 
 
 def loss_scale(loss_id: int = 0) -> float:
@@ -264,8 +209,18 @@ def loss_scale(loss_id: int = 0) -> float:
 def _scaler(call: str, loss_id: int) -> Scaler:
     """A loss scaler of the session opened last."""
     session = registry.latest(f"{call}(...)")
-    argument_checks.loss_number(loss_id, len(session.scalers), call)
+    _check_loss_id(loss_id, session, call)
     return session.scalers[loss_id]
+
+
+def _check_loss_id(loss_id: Any, session: Session, call: str) -> None:
+    """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
+    count = len(session.scalers)
+    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
+        raise ValueError(
+            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered from 0."
+            + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
+        )
 
 
 def set_loss_scale(value: float | str, loss_id: int = 0) -> None:

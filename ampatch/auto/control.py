@@ -11,49 +11,47 @@ from torch.optim import Optimizer
 
 import ampatch
 
-from ..config.environment import Asked
-from ..config.opt_levels import properties_for, slow_float16
-from ..log import ONCE, logger, set_verbosity
+from ..config.opt_levels import properties_for, warn_of_slow_float16
+from ..log import set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, refusals
 from .backward import Passes
 
 
-def check(asked: Asked) -> None:
+def check(asked: dict[str, Any]) -> None:
     """Raise `ValueError` for an opt level, or for overrides, that `--auto` cannot have."""
-    if asked.overrides:
+    level = asked.get("opt_level", "O1")
+    if "overrides" in asked:
         raise ValueError(
             "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
             "paths, and a script without AMP code never says which module is the model. Write two "
             "lines into the script: import ampatch, and behind model and optimizer model, "
             "optimizer = ampatch.initialize(model, optimizer)."
         )
-    if asked.opt_level in (None, "O0", "O1", "O4"):
+    if level in ("O0", "O1", "O4"):
         return
     raise ValueError(
-        f"--auto with opt level {asked.opt_level}: it converts a model's weights and hooks its "
+        f"--auto with opt level {level}: it converts a model's weights and hooks its "
         "inputs and outputs, and a script without AMP code never says which module is the model, "
         "nor when it is complete. Expected --opt-level O1 (or O0); for "
-        f"{asked.opt_level} write two lines into the script: import ampatch, and behind model and "
+        f"{level} write two lines into the script: import ampatch, and behind model and "
         "optimizer model, optimizer = ampatch.initialize(model, optimizer)."
     )
 
 
-def start(asked: Asked) -> Session | None:
+def start(asked: dict[str, Any]) -> Session | None:
     """Start mixed precision in this process with the settings `asked` (default: O1, float16).
 
     Returns the session; closing it ends mixed precision.  Returns None and changes nothing
     at O0 and if `AMPATCH_ENABLED` is 0.
     """
-    if not asked.enabled or asked.opt_level == "O0":
+    level, half = asked.get("opt_level", "O1"), asked.get("dtype", torch.float16)
+    if not asked.get("enabled", True) or level == "O0":
         return None
     set_verbosity(1)
     properties = properties_for(
-        asked.opt_level or "O1",
-        asked.dtype or torch.float16,
-        loss_scale=asked.loss_scale,
-        patch_scope="process",
+        level, half, loss_scale=asked.get("loss_scale"), patch_scope="process"
     )
     session = facade.open_automatic_session(properties)
     patches = PatchSet()
@@ -95,8 +93,5 @@ def _managing(original: Callable, session: Session) -> Callable:
 
 
 def _manage(session: Session, optimizer: Any) -> None:
-    is_first = not session.optimizers
     managed = facade.manage_optimizer(session, optimizer)
-    devices = {parameter.device.type for parameter in managed.parameters()}
-    if is_first and "cpu" in devices and session.properties.dtype is torch.float16:
-        logger.warning(slow_float16(), extra=ONCE)
+    warn_of_slow_float16(session.properties, managed.parameters())

@@ -13,10 +13,10 @@ These replace arguments of a script:
 
 These hold for the process:
 
-| variable | says |
+| variable | means |
 |---|---|
-| `AMPATCH_NATIVE` | `0`: the native part stays off, unbuilt; `1`: a line says why it is off |
-| `AMPATCH_CACHE` | the folder for what ampatch builds; else `XDG_CACHE_HOME`, or `~/.cache` |
+| `AMPATCH_NATIVE` | `0`: no native part; `1`: a message names the reason where there is none |
+| `AMPATCH_CACHE` | the folder of built files; otherwise `XDG_CACHE_HOME`, or `~/.cache` |
 
 An empty variable counts as not set.
 """
@@ -24,16 +24,17 @@ An empty variable counts as not set.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..log import logger
 from .opt_levels import (
+    ARGUMENTS,
     LEVELS_IN_WORDS,
     OF_MODELS,
     Properties,
@@ -44,98 +45,62 @@ from .opt_levels import (
 )
 from .overrides import PRECISIONS
 from .overrides import read as read_overrides
-from .scale_settings import invertible
 from .validation import word
 
-VARIABLES = (
-    "AMPATCH_OPT_LEVEL",
-    "AMPATCH_DTYPE",
-    "AMPATCH_LOSS_SCALE",
-    "AMPATCH_OVERRIDES",
-    "AMPATCH_ENABLED",
-    "AMPATCH_SETTINGS",
-)
-_ARGUMENTS = ("opt_level", "dtype", "loss_scale", "overrides")
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the environment asks for; None, and `enabled` True, for variables that are not set."""
+def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Values for the arguments of `initialize` that the variables replace, by name.
 
-    opt_level: str | None = None
-    dtype: torch.dtype | None = None
-    loss_scale: str | float | None = None
-    overrides: dict[str, str] | None = None
-    enabled: bool = True
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def replacing(self) -> dict[str, Any]:
-        """The arguments of `initialize` that are asked for, by their names."""
-        named = {name: getattr(self, name) for name in _ARGUMENTS}
-        found = {name: value for name, value in named.items() if value is not None}
-        return {**found, **({} if self.enabled else {"enabled": False}), **self.settings}
-
-    def over(self, own: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a script, with those that are asked for in their places.
-
-        Settings that a script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
-        contradict the one asked for; they are dropped, and a warning says so.
-        """
-        known = [name for name in own if name not in ("opt_level", "dtype")]
-        unknown = [name for name in self.settings if name not in known]
-        if unknown:
-            raise ValueError(
-                f"AMPATCH_SETTINGS: {', '.join(unknown)}: no such setting. Expected names among "
-                f"{', '.join(known)}."
-            )
-        tied = dict.fromkeys(OF_MODELS if self.opt_level not in (None, own["opt_level"]) else ())
-        dropped = [name for name in tied if own[name] is not None]
-        if dropped:
-            logger.warning(
-                "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
-                "are ignored: %s.",
-                self.opt_level,
-                own["opt_level"],
-                ", ".join(dropped),
-            )
-        return {**own, **tied, **self.replacing()}
-
-    def replaced(self, own: dict[str, Any], in_force: Properties) -> dict[str, tuple[Any, Any]]:
-        """`(the script's, the one in force)` by name, for what is asked for and changes something.
-
-        Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic", and O0 has no
-        half type.
-        """
-        pairs = {"overrides": (own.get("overrides"), self.replacing().get("overrides"))}
-        own = {name: value for name, value in own.items() if hasattr(in_force, name)}
-        with contextlib.suppress(TypeError, ValueError):  # no error of this training
-            own = dataclasses.asdict(properties_for(**own))
-        names = [name for name in self.replacing() if name in own]
-        if in_force.opt_level == "O0" and "dtype" in names:
-            names.remove("dtype")
-        pairs |= {name: (own[name], getattr(in_force, name)) for name in names}
-        if pairs["overrides"][1] is None:
-            del pairs["overrides"]
-        return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-
-
-def read(environment: Mapping[str, str] = os.environ) -> Asked:
-    """What replaces arguments of a script.  Raises a `ValueError` that names a wrong variable."""
+    Raises a `ValueError` that names a wrong variable.
+    """
     native(environment)
+    found = {
+        argument: parse(variable, text)
+        for variable, (argument, parse) in _READERS.items()
+        if (text := environment.get(variable, "")).strip()
+    }
+    settings = found.pop("settings", {})
+    if found.get("enabled"):
+        del found["enabled"]  # 1 leaves it to the script
+    return {**found, **settings}
 
-    def value(name: str, parse: Any) -> Any:
-        text = environment.get(name, "")
-        return parse(name, text) if text.strip() else None
 
-    return Asked(
-        opt_level=value("AMPATCH_OPT_LEVEL", opt_level),
-        dtype=value("AMPATCH_DTYPE", dtype),
-        loss_scale=value("AMPATCH_LOSS_SCALE", loss_scale),
-        overrides=value("AMPATCH_OVERRIDES", overrides),
-        enabled=value("AMPATCH_ENABLED", _truth) is not False,
-        settings=value("AMPATCH_SETTINGS", _settings) or {},
-    )
+def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a script, with those that `read` has found in their places.
+
+    Settings that the script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
+    contradict another level.  Where the level is replaced they are dropped, and a warning names
+    them.
+    """
+    level = replacing.get("opt_level", script["opt_level"])
+    tied = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
+    dropped = [name for name in tied if script[name] is not None]
+    if dropped:
+        logger.warning(
+            "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
+            "are ignored: %s.",
+            level,
+            script["opt_level"],
+            ", ".join(dropped),
+        )
+    return {**script, **tied, **replacing}
+
+
+def effects(
+    script: dict[str, Any], replacing: dict[str, Any], in_force: Properties
+) -> dict[str, tuple[Any, Any]]:
+    """`(the script's value, the one in force)` by name, for replaced arguments that differ.
+
+    Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic".
+    """
+    own = dict(script)
+    settings = {name: script[name] for name in script if name != "overrides"}
+    with contextlib.suppress(TypeError, ValueError):  # the script's own values may be wrong
+        own |= vars(properties_for(**settings))
+    now = {**replacing, **vars(in_force)}
+    return {name: (own[name], now[name]) for name in replacing if own[name] != now[name]}
 
 
 def native(environment: Mapping[str, str] = os.environ) -> bool | None:
@@ -163,7 +128,8 @@ def dtype(name: str, text: str) -> torch.dtype:
 
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
-    return _checked(name, text, _scale, '"dynamic" or a positive number that FP32 can invert')
+    check = functools.partial(loss_scale_value, name)
+    return _checked(name, text, check, '"dynamic" or a positive number that FP32 can invert')
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
@@ -172,11 +138,6 @@ def overrides(name: str, text: str) -> dict[str, str]:
     for glob, precision in found.items():
         word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
     return found
-
-
-def _scale(text: str) -> str | float:
-    value = loss_scale_value("loss_scale", text)
-    return value if isinstance(value, str) else invertible(value)
 
 
 def _truth(name: str, text: str) -> bool:
@@ -194,6 +155,12 @@ def _settings(name: str, text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
+    known = [*ARGUMENTS, "overrides"]
+    if unknown := [setting for setting in found if setting not in known]:
+        raise ValueError(
+            f"{name}: {', '.join(unknown)}: no such setting. Expected names among "
+            f"{', '.join(known)}."
+        )
     return found
 
 
@@ -202,3 +169,15 @@ def _checked(name: str, text: str, check: Any, expected: str) -> Any:
         return check(text.strip())
     except ValueError:
         raise ValueError(f"{name}={text}: not understood. Expected {expected}.") from None
+
+
+_READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "AMPATCH_OPT_LEVEL": ("opt_level", opt_level),
+    "AMPATCH_DTYPE": ("dtype", dtype),
+    "AMPATCH_LOSS_SCALE": ("loss_scale", loss_scale),
+    "AMPATCH_OVERRIDES": ("overrides", overrides),
+    "AMPATCH_ENABLED": ("enabled", _truth),
+    "AMPATCH_SETTINGS": ("settings", _settings),
+}
+VARIABLES = tuple(_READERS)
+"""Those that replace arguments."""

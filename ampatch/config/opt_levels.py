@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..errors import did_you_mean
-from ..log import logger
+from ..log import ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
-from .scale_settings import SETTINGS, ScaleSettings
+from .scale_settings import SETTINGS, ScaleSettings, invertible
 from .validation import positive_number, truth_value, whole_number, word
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -118,11 +119,11 @@ LEVELS_IN_WORDS = (
     "zero)"
 )
 
-# What an opt level decides unless told otherwise; None means "as the level says".
+# What an opt level decides unless an argument does; None means "as the level has it".
 OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 OF_LEVELS = (*OF_MODELS, "loss_scale")
 
-# The arguments of `initialize` that are checked by themselves, in the order of their checks.
+# The other arguments of `initialize` that are settings.
 ARGUMENTS = tuple(
     field.name
     for field in dataclasses.fields(Properties)
@@ -133,18 +134,21 @@ ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
     """The checked `Properties` for an opt level and what the user gave beside it.
 
-    In `given`, None for one of the properties that an opt level decides (`OF_LEVELS`) means
-    "as the level says".  Raises `TypeError` or `ValueError` naming the argument.
+    In `given`, None means "as the level has it" for what an opt level decides (`OF_LEVELS`), and
+    the default for a setting of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming
+    the argument.
     """
     name, half = level_name(opt_level), half_type(dtype)
     if name in _BFLOAT16_LEVELS:
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
-    checked = {
+    defaults = level(name, half)
+    scale = {key: given[key] for key in SETTINGS if given.get(key) is not None}
+    checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
         key: _CHECKS[key](_call(key, value), value)
         for key, value in given.items()
-        if not (value is None and key in (*OF_LEVELS, "min_loss_scale"))
+        if not (key in SETTINGS or (value is None and key in OF_LEVELS))
     }
-    properties = dataclasses.replace(level(name, half), **checked)
+    properties = dataclasses.replace(defaults, **checked)
     _check_together(properties, given)
     return properties
 
@@ -155,42 +159,32 @@ def _call(argument: str, value: Any) -> str:
 
 
 def level_name(value: Any) -> str:
-    """`"O1"` from `"O1"`, and, said once, from `"o1"`, `"01"`, `"1"` or `1`."""
-    known = (*LEVELS, *_BFLOAT16_LEVELS)
-    if value in known and isinstance(value, str):
-        return value
-    if isinstance(value, (str, int)) and not isinstance(value, bool):
-        digits = str(value).strip().upper()[-1:]
-        if "O" + digits in known and str(value).strip().upper() in _spellings(digits):
-            logger.warning(
-                'opt_level=%r was read as "O%s"; the opt levels are written with the letter O.',
-                value,
-                digits,
-            )
-            return "O" + digits
-    raise ValueError(
-        f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-        f"Expected {LEVELS_IN_WORDS}."
-    )
+    """The name of an opt level.  Raises `ValueError` for anything else."""
+    if value not in (*LEVELS, *_BFLOAT16_LEVELS):
+        raise ValueError(
+            f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
+            f"Expected {LEVELS_IN_WORDS}."
+        )
+    return str(value)
 
 
-def _spellings(digit: str) -> tuple[str, ...]:
-    return (f"O{digit}", f"0{digit}", digit)
-
-
-def slow_float16() -> str:
-    """The warning about float16 on the CPU, with what is faster on this one."""
-    note = (
+def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -> None:
+    """Say once that float16 is slow where some of these weights are: on a CPU."""
+    is_used = properties.enabled and properties.opt_level != "O0"
+    if not is_used or properties.dtype is not torch.float16:
+        return
+    if not any(parameter.device.type == "cpu" for parameter in parameters):
+        return
+    slow = (
         "The model is on the CPU, where float16 products are often many times slower than float32"
     )
-    if host_computes_in_bfloat16():
-        return (
-            f"{note}. For speed take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 "
-            "or AMPATCH_DTYPE=bfloat16."
-        )
-    return (
-        f'{note}, and so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'
+    advice = (
+        ". For speed take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or "
+        "AMPATCH_DTYPE=bfloat16."
+        if host_computes_in_bfloat16()
+        else ', and so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'
     )
+    logger.warning(slow + advice, extra=ONCE)
 
 
 def half_type(value: Any) -> torch.dtype:
@@ -206,12 +200,11 @@ def half_type(value: Any) -> torch.dtype:
 
 
 def loss_scale_value(what: str, value: Any) -> str | float:
-    """`"dynamic"` or a positive finite float; numbers may come as strings."""
+    """`"dynamic"` or a positive float that FP32 can invert; numbers may come as strings."""
     if isinstance(value, str) and value.strip().lower() == "dynamic":
         return "dynamic"
-    return positive_number(
-        what, value, '"dynamic" or a positive number, such as 128.0 or "128.0"', or_text=True
-    )
+    expected = '"dynamic" or a positive number, such as 128.0 or "128.0"'
+    return invertible(positive_number(what, value, expected, or_text=True))
 
 
 def _float_dtype(what: str, value: Any) -> torch.dtype:
@@ -233,7 +226,6 @@ def _model_type(what: str, value: Any) -> torch.dtype | None:
     return None if value is False else _float_dtype(what, value)
 
 
-_positive = functools.partial(positive_number, or_text=True)
 _count = functools.partial(whole_number, least=1)
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -246,12 +238,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cast_model_outputs": lambda what, value: value if value is None else _float_dtype(what, value),
     "num_losses": _count,
     "verbosity": functools.partial(whole_number, least=0),
-    "min_loss_scale": _positive,
-    "max_loss_scale": _positive,
-    "init_scale": _positive,
-    "growth_interval": _count,
-    "growth_factor": _positive,
-    "backoff_factor": _positive,
     "max_consecutive_skips": _count,
     "allow_banned": truth_value,
     "patch_scope": functools.partial(
@@ -286,4 +272,3 @@ def _check_together(properties: Properties, given: dict[str, Any]) -> None:
                     "with patched functions all weights stay FP32, those of batch norm too, and "
                     'are their own masters. Leave it out, or use opt_level="O2".',
                 )
-    properties.scale_settings.check_together(f"{call})")

@@ -40,53 +40,39 @@ class ScaleSettings:
         return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
 
     def changed(self, what: str, given: Mapping[str, Any]) -> ScaleSettings:
-        """These settings with those in `given` changed.
+        """These settings with those in `given` changed; numbers may be strings.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, for an unknown name, a wrong
         value, or settings that contradict each other.
         """
-        for name in given:
+        checked: dict[str, Any] = {}
+        for name, value in given.items():
+            setting = f"{what}: {name}={value!r}"
             if name not in SETTINGS:
                 hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
                 raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
-        checked: dict[str, Any] = {
-            name: whole_number(f"{what}: {name}={value!r}", value, least=1)
-            if name == "growth_interval"
-            else positive_number(f"{what}: {name}={value!r}", _limit(name, value))
-            for name, value in given.items()
-        }
+            if name == "growth_interval":
+                checked[name] = whole_number(setting, value, least=1)
+            else:
+                checked[name] = positive_number(setting, value, or_text=True)
         new = dataclasses.replace(self, **checked)
-        new.check_together(what)
+        if new.growth_factor <= 1.0:
+            raise ValueError(
+                f"{what}: growth_factor={new.growth_factor!r}: expected a number above 1."
+            )
+        if new.backoff_factor >= 1.0:
+            raise ValueError(
+                f"{what}: backoff_factor={new.backoff_factor!r}: expected a number below 1."
+            )
+        if new.min_loss_scale > new.max_loss_scale:
+            raise ValueError(
+                f"{what}: min_loss_scale {new.min_loss_scale:g} is above max_loss_scale "
+                f"{new.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale."
+            )
         return new
-
-    def check_together(self, what: str) -> None:
-        """Raise `ValueError`, beginning with `what`, where the settings contradict each other."""
-        if self.growth_factor <= 1.0:
-            raise ValueError(
-                f"{what}: growth_factor={self.growth_factor!r}: expected a number above 1."
-            )
-        if self.backoff_factor >= 1.0:
-            raise ValueError(
-                f"{what}: backoff_factor={self.backoff_factor!r}: expected a number below 1."
-            )
-        if self.min_loss_scale > self.max_loss_scale:
-            raise ValueError(
-                f"{what}: min_loss_scale {self.min_loss_scale:g} is above max_loss_scale "
-                f"{self.max_loss_scale:g}. Expected min_loss_scale <= max_loss_scale."
-            )
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleSettings))
-
-
-def _limit(name: str, value: Any) -> Any:
-    """A limit that came as a string, which `initialize` takes too, as its number."""
-    if name in ("min_loss_scale", "max_loss_scale") and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value  # refused as any other string
-    return value
 
 
 def invertible(value: float) -> float:

@@ -54,7 +54,7 @@ def truth_value(what: str, value: Any) -> bool:
 
 
 def word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
-    """One of the `known` words.  `expected` says them in the error, with what they mean."""
+    """One of the `known` words.  `expected` lists them for the error, with what they mean."""
     if value not in known:
         listed = " or ".join(f'"{name}"' for name in known)
         raise ValueError(

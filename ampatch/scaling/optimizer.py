@@ -21,7 +21,7 @@ from .optimizers import closures, zero
 from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import Replaced
+from .optimizers.state import Replaced, put_back
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
@@ -107,8 +107,12 @@ class ManagedOptimizer:
                 self._methods.put(name, answer)
 
     def uninstall(self) -> None:
-        """Give the optimizer its own methods back; gradients are left unscaled."""
+        """Give the optimizer its own methods back; gradients are left unscaled.
+
+        An `initialize` that fails gives back the state that it has fitted to other dtypes, too.
+        """
         try:
+            put_back(self.replaced_state)
             self.gradients.finish()
         finally:
             self._methods.take_out()

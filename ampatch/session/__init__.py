@@ -4,9 +4,9 @@ Where to look first:
 
 * one session: `session`; what it casts: `policies`;
 * who manages a model or an optimizer: `table`, one per process;
-* what else a process has once: `registry`; which objects are told of events: `observers`; which
-  tools of torch are replaced: `torch_tools`; what they and torch's hooks tell: `torch_events`;
-  what the ranks of one model compare: `rank_settings`;
+* what else a process has once: `registry`; who is notified of events: `observers`; which tools of
+  torch are replaced: `torch_tools`; what these tools report to the sessions: `torch_events`; what
+  the ranks of one model compare: `rank_settings`;
 * batch norms after a step that was skipped: `running_statistics`;
 * the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.

@@ -1,4 +1,4 @@
-"""Objects that are told what happens in the sessions."""
+"""Objects that are notified of what happens in the sessions."""
 
 from __future__ import annotations
 
@@ -15,36 +15,26 @@ from ..scaling.scaled_backward import refuse_attribute
 class Observers:
     """Calls the method of each observer that is named after an event.
 
-    `are_there` is a plain attribute: a training step asks it before it makes what an event needs.
+    `all` is a plain attribute: a training step reads it before it makes what an event needs.
     """
 
     def __init__(self) -> None:
-        self._observers: list[Any] = []
-        self.are_there = False
-
-    def __len__(self) -> int:
-        return len(self._observers)
+        self.all: list[Any] = []
 
     def add(self, observer: Any) -> Callable[[], None]:
         """Notify `observer` from now on; returns the function that ends it."""
-        self._observers.append(observer)
-        self.are_there = True
-        return lambda: self._remove(observer)
-
-    def _remove(self, observer: Any) -> None:
-        if observer in self._observers:
-            self._observers.remove(observer)
-        self.are_there = bool(self._observers)
+        self.all.append(observer)
+        return lambda: self.all.remove(observer) if observer in self.all else None
 
     def notify(self, event: str, *values: Any) -> None:
         """Call the method `event(*values)` of the observers that have it."""
-        for observer in list(self._observers):  # some leave when they are notified
+        for observer in list(self.all):  # some leave when they are notified
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)
 
     def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> ObservedBlock:
-        """A `scale_loss` block; tells when its backward pass and when it has ended."""
+        """A `scale_loss` block; observers are notified when its backward pass and when it ends."""
         return ObservedBlock(block, self, loss_id)
 
 

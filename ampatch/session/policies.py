@@ -60,7 +60,7 @@ class Policies:
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
-        """Cast on every device: there is no model whose device would say where."""
+        """Cast on every device: there is no model whose device would decide."""
         self.tables.devices = None
 
     def cast_on(self, devices: set[str]) -> None:
@@ -69,7 +69,7 @@ class Policies:
             self.tables.devices |= devices
 
     def cast_on_accelerators(self) -> None:
-        """Without models: cast on accelerators, if there are any, and where `cast_on` says."""
+        """Without models: cast on all accelerators, and on the devices of `cast_on`."""
         self.tables.devices = devices_to_start_from()
         self.cast_on(set(device_types()) - {"cpu"})
 
@@ -89,7 +89,7 @@ def _touches(places: Sequence[Places]) -> Callable[[tuple, dict], bool]:
 
     def touches(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) is Tensor:  # asked by every call: no generator for the usual kinds
+            if type(value) is Tensor:  # run by every call: no generator for the usual kinds
                 if value.dtype in HALF_TYPES:
                     return True
             elif value is not None and type(value) not in (int, float, bool):

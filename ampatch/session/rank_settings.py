@@ -1,4 +1,4 @@
-"""What the open sessions have for a model that several ranks train, for these to compare."""
+"""Settings and loss scales of a model that several ranks train, for these ranks to compare."""
 
 from __future__ import annotations
 

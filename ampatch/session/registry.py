@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ class Registry:
     """The open sessions, newest last, and what they share.
 
     `table` finds the session and the managed counterpart of a model or an optimizer.
-    `events` tells all sessions what happens in torch.
+    `events` passes what happens in torch to all sessions.
     """
 
     def __init__(self, ask_state: Callable[[], CastState]) -> None:
@@ -50,24 +49,20 @@ class Registry:
         self.ranks = RankSettings(self)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
-        self._awaited: set[ModuleType] = set()
+        self._awaits_dynamo = False
         self._table_edits: list[tuple[str, str, Rule | None]] = []
-        self._closing_all = False
 
     # Sessions
 
     def add(self, session: Session) -> None:
         """A session opens."""
-        for earlier in self.sessions:
-            earlier.has_trained = False
         self.sessions = [*self.sessions, session]
         self.refresh()
 
     def remove(self, session: Session) -> None:
         """A session closes."""
         self.sessions = [known for known in self.sessions if known is not session]
-        if not self._closing_all:
-            self.refresh()
+        self.refresh()
 
     def close_empty(self) -> None:
         """Close sessions whose models and optimizers have all been taken by later ones."""
@@ -81,10 +76,8 @@ class Registry:
         Raises what was raised, when torch, and all that could be, is as it was.
         """
         undo = UndoAll("ampatch.deactivate()")
-        self._closing_all = True
         for session in list(reversed(self.sessions)):
             undo.do(session.close)
-        self._closing_all = False
         undo.do(self.refresh)
         undo.end()
 
@@ -161,7 +154,9 @@ class Registry:
         if is_new:
             installed.autocast.begin()
         self._tools.put_in(needs)
-        self._await(dynamo_inputs, needs.half_models)
+        if needs.half_models and not self._awaits_dynamo:
+            self._awaits_dynamo = True
+            dynamo_inputs.when_imported(self._refresh_tools)
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.
@@ -182,22 +177,15 @@ class Registry:
     def _apply_special(self, session: Session, policy: Policy) -> None:
         if policy.apex_tables:
             self.installation.install_apex_rows(self._table_edits)
-        original_of, rules = (
-            self.installation.replacements.original,
-            session.policies.function_rules,
-        )
+        original_of = self.installation.replacements.original
+        rules = session.policies.function_rules
         self.installation.ensure(map(original_of, rules))
         for function, precision in rules.items():
             dtype = torch.float32 if precision == "float" else session.properties.dtype
             session.policies.tables.override(original_of(function), dtype)
 
-    def _await(self, tool: Any, is_needed: bool) -> None:
-        """Replace functions of a module of torch once it is imported; `tool` knows which."""
-        if is_needed and not (tool.is_imported() or tool in self._awaited):
-            self._awaited.add(tool)
-            tool.when_imported(self._refresh_tools)
-
     def _refresh_tools(self) -> None:
+        """Dynamo has been imported, and has functions to replace."""
         tables, casts = self.installation.has_tables, self.state.process is not None
         self._tools.put_in(needs_of(self, tables=tables, casts=casts))
 

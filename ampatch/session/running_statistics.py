@@ -29,7 +29,7 @@ _choose = torch.ops.aten.where.self
 
 
 class RunningStatistics:
-    """Those of one model's norms; they hold the buffers, and are to be held by the model alone."""
+    """The running statistics of one model's norms.  Whoever holds it keeps their buffers alive."""
 
     def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]

@@ -24,7 +24,7 @@ from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
-from ..scaling.optimizers.state import Replaced, fit_state, put_back
+from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from . import policies, rank_settings, table
 from .policies import Policies
@@ -37,8 +37,7 @@ class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, in force after `open`.  `models` and `optimizers` are those that it
-    manages, `policies` what it casts.  Its optimizers ask it what they need for a step
-    (`StepOwner`).
+    manages, `policies` what it casts.  Its optimizers call it around each step (`StepOwner`).
     """
 
     def __init__(
@@ -62,10 +61,13 @@ class Session:
         self.is_open = False
         self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
         self.statistics = weakref.WeakKeyDictionary()
+<<<<<<< HEAD
         self.has_norms = False  # there have been such statistics
         self.has_trained = False  # since a later session opened
+=======
+>>>>>>> w-s
         self.may_cast = True  # until `stop_casting`
-        self.scales_by_itself = False  # each pass, for all it reaches: no `scale_loss` is written
+        self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
         self.process_group = process_group
         self._was_given = False
@@ -74,16 +76,16 @@ class Session:
 
     @property
     def models(self) -> list[ManagedModel]:
-        """Those that are still in use."""
+        """The managed models that are still in use."""
         return alive(self.model_rows)
 
     @property
     def optimizers(self) -> list[ManagedOptimizer]:
-        """Those that are still in use."""
+        """The managed optimizers that are still in use."""
         return alive(self.optimizer_rows)
 
     def is_alive(self) -> bool:
-        """Whether a model or optimizer is still in use, or none is to be."""
+        """Whether a model or an optimizer is still in use, or none was collected."""
         for rows in self._rows:
             for held in list(rows.values()):
                 if held() is not None:
@@ -91,7 +93,7 @@ class Session:
         return not self._was_given or self.is_empty()
 
     def is_empty(self) -> bool:
-        """Whether all models and optimizers that were given have left; collected ones have not."""
+        """Whether every model and optimizer was released again; a collected one was not."""
         return self._was_given and not any(self._rows)
 
     def _join(self, rows: Rows[Any], given: Any, managed: Any) -> None:
@@ -114,16 +116,16 @@ class Session:
         self,
         models: list[nn.Module],
         optimizers: list[Any],
-        tell: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """Change models, optimizers and torch, and tell of it; on an exception change nothing."""
+        """Change models, optimizers and torch, and call `notify`; an exception undoes all of it."""
         if not models:
             self.policies.cast_everywhere()
         try:
             self._put_in(models, optimizers)
             self.is_open = True
             registry.add(self)
-            tell()
+            notify()
             self._settle()
         except BaseException:
             self.close()
@@ -137,9 +139,6 @@ class Session:
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
-                managed = registry.table.managed(given)
-                if isinstance(managed, ManagedOptimizer):
-                    undo.do(put_back, managed.replaced_state)
                 undo.do(self.release, given)
             undo.end()
             raise
@@ -168,7 +167,6 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
-            undo.do(put_back, optimizer.replaced_state)
             undo.do(_fit, optimizer, changed)
         for rows in self._rows:
             self._leave(rows, *rows)
@@ -201,7 +199,7 @@ class Session:
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
     def _settle(self) -> None:
-        """The states of optimizers fit; from here on nothing goes back to what it was before."""
+        """Fit the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
         converted = self._converted()
         for optimizer in optimizers:
@@ -293,12 +291,11 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager behind `scale_loss`; at a static scale of 1 it gives the loss."""
+        """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
         registry.state.drop_interrupted()
         self.policies.cache.close()
-        self.has_trained = True
         scaler, observers = self.scalers[loss_id], registry.observers
-        if observers.are_there:
+        if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
             observers.notify("on_block", scaler)
@@ -311,7 +308,7 @@ class Session:
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
                 together=self.policies.tables.apex_tables,
             )
-        return observers.around(block, loss_id) if observers.are_there else block
+        return observers.around(block, loss_id) if observers.all else block
 
     def _partners(
         self, managed: list[ManagedOptimizer]
@@ -340,18 +337,23 @@ class Session:
 
     def before_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers begins."""
-        if registry.observers.are_there:
+        if registry.observers.all:
             registry.observers.notify("on_step_begin", managed.optimizer)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """It has ended."""
+        """A step of one of the optimizers has ended."""
         self.policies.cache.close()
         registry.events.forget_copies()
         registry.state.drop_interrupted()
+<<<<<<< HEAD
         self.has_trained = True
         if self.has_norms:
             for statistics in list(self.statistics.values()):
                 statistics.after_step(managed.skipped)
+=======
+        for statistics in list(self.statistics.values()):
+            statistics.after_step(managed.skipped)
+>>>>>>> w-s
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:
@@ -360,7 +362,7 @@ class Session:
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
         managed.warn_of_new_half(self.names, self._converted)
-        if registry.observers.are_there:
+        if registry.observers.all:
             registry.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # Taken over

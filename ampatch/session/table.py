@@ -1,4 +1,4 @@
-"""Who manages this module, or this optimizer?  One table per process, asked by everybody."""
+"""Who manages this module, or this optimizer?  The one table of the process that answers it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Table:
 
     def find_optimizer(self, given: Any) -> tuple[Session, Any] | None:
         """As `find`, for an optimizer, or for what frameworks hand out in its place."""
-        found = self.find(self.optimizer_behind(given))
+        found = self.find(given)
+        if found is None:
+            found = self.find(self.optimizer_behind(given))
         return None if found is None or isinstance(found[1], ManagedModel) else found
 
     def optimizer_behind(self, given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What replaced tools of torch tell the open sessions, and ask them."""
+"""What replaced tools of torch report to the open sessions, and what they ask them."""
 
 from __future__ import annotations
 

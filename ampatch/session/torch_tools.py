@@ -56,7 +56,7 @@ def needs_of(registry: Registry, *, tables: bool, casts: bool) -> Needs:
 
 
 class Tool(NamedTuple):
-    """Functions of torch that are replaced together, while `is_needed` says so.
+    """Functions of torch that are replaced together, while `is_needed` is true.
 
     `is_over_tables`: some of them can be patched by the tables too.  They are replaced after the
     tables are in and given back before these go.
@@ -69,7 +69,7 @@ class Tool(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """A hook of torch's that is hung in while `is_needed` says so, by `keep(needed)`."""
+    """A hook of torch's that `keep(needed)` registers while `is_needed` is true, and removes."""
 
     name: str
     is_needed: Callable[[Needs], bool]
@@ -157,7 +157,7 @@ def tools(registry: Registry) -> list[Tool]:
 
 
 def watches(registry: Registry) -> list[Watch]:
-    """Every hook of torch's that is hung in for the process."""
+    """Every hook of torch's that is registered for the process."""
     return [
         Watch(
             "TorchFunctionModes: calls go the long way inside them",
@@ -185,7 +185,7 @@ class _Kept:
 
 
 class TorchTools:
-    """Keeps tools replaced and hooks hung in for as long as they are needed.
+    """Keeps tools replaced and hooks registered for as long as they are needed.
 
     The modules of the process are searched for names bound early once for all tools that change
     together: a search takes milliseconds, since thousands of modules are imported.

@@ -31,7 +31,8 @@ BAD_INITIALIZE = [
         "Expected O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, ",
     ),
     ({"opt_level": None}, ValueError, "opt_level=None"),
-    ({"opt_level": True}, ValueError, "opt_level=True"),
+    ({"opt_level": 1}, ValueError, "opt_level=1"),
+    ({"opt_level": "o1"}, ValueError, "(the letter O, not the digit zero)"),
     ({"optlevel": "O1"}, TypeError, "unexpected keyword argument 'optlevel'"),
     (
         {"dtype": torch.float32},
@@ -89,12 +90,6 @@ BAD_INITIALIZE = [
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
     ({"overrides": {3: "float"}}, TypeError, "a module path (globs allowed)"),
     ({"overrides": {training: "float"}}, ValueError, "register_float_function"),
-    (
-        {"process_group": "gloo"},
-        TypeError,
-        "ampatch.initialize(process_group='gloo'): expected a group of ranks, such as "
-        "torch.distributed.group.WORLD or mesh.get_group(), got str.",
-    ),
 ]
 
 
@@ -117,11 +112,11 @@ def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message
 
 def test_models_and_optimizers_of_the_wrong_type():
     model, optimizer = training()
-    with pytest.raises(TypeError, match="The first argument is the model, the second the optim"):
+    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got .*SGD"):
         ampatch.initialize(optimizer, model)
-    with pytest.raises(TypeError, match=r"models\[1\]=...\): expected a torch.nn.Module.*got int"):
+    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got int"):
         ampatch.initialize([model, 3], optimizer)
-    with pytest.raises(TypeError, match=r"optimizers\[1\]=...\): expected a torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizers=...\): expected a torch.optim.Optimizer"):
         ampatch.initialize(model, [optimizer, "adam"])
     with pytest.raises(ValueError, match="the same object is listed twice"):
         ampatch.initialize([model, model], optimizer)
@@ -139,24 +134,6 @@ def test_an_optimizer_of_another_model():
     assert "step" not in vars(foreign)
 
 
-def test_ddp_before_a_cast_of_the_model():
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    model, optimizer = training()
-    wrapped = nn.Module()
-    ddp = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(ddp)
-    ddp.module = model
-    wrapped.inner = ddp
-    with pytest.raises(
-        ampatch.AmpatchError,
-        match=r"models\[0\].inner is already wrapped in Distr"
-        r".*Call initialize first and wrap the model it returns",
-    ):
-        ampatch.initialize(wrapped, optimizer, opt_level="O3")
-    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
-
-
 def test_scale_loss_before_initialize_and_with_strangers():
     model, optimizer = training()
     loss = model(torch.randn(4, 4)).sum()
@@ -164,9 +141,9 @@ def test_scale_loss_before_initialize_and_with_strangers():
         ampatch.scale_loss(loss, optimizer)
     ampatch.initialize(model, optimizer)
     _, foreign = training()
-    with pytest.raises(ampatch.AmpatchError, match=r"optimizers=<SGD>\): this optimizer was not"):
+    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
         ampatch.scale_loss(loss, foreign)
-    with pytest.raises(ampatch.AmpatchError, match=r"optimizers\[1\]=<SGD>"):
+    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
         ampatch.scale_loss(loss, [optimizer, foreign])
 
 
@@ -245,8 +222,6 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda o: ampatch.scale_loss(3.0, o), TypeError, "Pass the loss itself, not loss.item()"),
-        (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
         (
             lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
             ValueError,
@@ -254,11 +229,6 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
             "Call initialize(..., num_losses=3)",
         ),
         (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
-        (
-            lambda o: ampatch.scale_loss(torch.tensor(3.0), o, delay_unscale="no"),
-            TypeError,
-            "scale_loss(delay_unscale='no'): expected True or False",
-        ),
         (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
         (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
         (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a positive number"),
@@ -283,12 +253,6 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
         ),
         (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
         (
-            lambda o: ampatch.master_params(None),
-            TypeError,
-            "ampatch.master_params(optimizer=...): expected an object with param_groups and step, "
-            "got NoneType.",
-        ),
-        (
             lambda o: ampatch.add_optimizers(None),
             TypeError,
             "ampatch.add_optimizers(optimizers=...): expected a torch.optim.Optimizer",
@@ -302,18 +266,9 @@ def test_the_other_calls(call, kind, message):
         call(given[1])
 
 
-def test_a_level_written_carelessly_is_understood_and_said(caplog):
-    for spelling in ("o1", "01", "1", 1):
-        ampatch.initialize(*training(), opt_level=spelling)
-        assert ampatch.session.session.registry.sessions[-1].properties.opt_level == "O1"
-        assert 'was read as "O1"' in caplog.text
-        caplog.clear()
-        ampatch.deactivate()
-
-
 def test_nothing_is_said_at_verbosity_zero(caplog, capsys):
     caplog.set_level("DEBUG")
-    _model, _optimizer = ampatch.initialize(*training(), opt_level="o1", verbosity=0)
+    _model, _optimizer = ampatch.initialize(*training(), verbosity=0)
     torch.nn.functional.binary_cross_entropy(torch.rand(3).half(), torch.rand(3).half())
     assert caplog.text == "" and capsys.readouterr() == ("", "")
 
@@ -328,7 +283,8 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
 
 def test_other_ranks_say_nothing(caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    ampatch.initialize(*training(), opt_level="o1")
+    caplog.set_level("DEBUG")
+    ampatch.initialize(*training())
     assert caplog.text == ""
 
 

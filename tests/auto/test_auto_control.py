@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import ampatch
 from ampatch import auto
-from ampatch.config.environment import Asked
 from ampatch.session.registry import registry
 
 
@@ -51,13 +50,13 @@ def test_nothing_is_left_behind():
 
 
 def test_off_means_off():
-    assert auto.start(Asked(enabled=False)) is None
-    assert auto.start(Asked(opt_level="O0")) is None
+    assert auto.start({"enabled": False}) is None
+    assert auto.start({"opt_level": "O0"}) is None
     assert registry.sessions == []
 
 
 def test_copies_of_optimizers_are_noticed():
-    begin(Asked())
+    begin({})
     model = net()
     optimizer = copy.deepcopy(torch.optim.SGD(model.parameters(), lr=0.1))
     params = optimizer.param_groups[0]["params"]
@@ -69,7 +68,7 @@ def test_copies_of_optimizers_are_noticed():
 
 
 def test_optimizers_are_held_weakly():
-    session = begin(Asked())
+    session = begin({})
     alive = []
     for _ in range(5):
         model = net()

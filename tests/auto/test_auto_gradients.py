@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import auto
-from ampatch.config.environment import Asked
 
 
 def test_all_gradients_are_true(asked):
@@ -54,7 +53,7 @@ def test_weights_updated_by_hand(asked):
 
 def test_weights_updated_by_hand_do_not_meet_the_first_scale(caplog):
     """No code would skip this step, so its backward pass is not scaled."""
-    auto.start(Asked())
+    auto.start({})
     w = torch.ones(4, 1, requires_grad=True)
     for _ in range(2):
         w.grad = None

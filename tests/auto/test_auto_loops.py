@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import ampatch
 from ampatch import auto
-from ampatch.config.environment import Asked
 
 
 def test_a_plain_loop_trains_as_in_fp32(asked):
@@ -120,7 +119,7 @@ def test_two_losses_of_one_graph_and_one_shared_part(asked):
 def test_schedulers_are_content():
     """No warning of a scheduler that steps before its optimizer, a skipped first step included."""
     model = net()
-    begin(Asked())
+    begin({})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=8)
     skipped = []
@@ -211,7 +210,7 @@ def test_data_are_prepared_as_ever():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_go_to_numpy_in_fp32(dtype):
     numpy = pytest.importorskip("numpy")
-    auto.start(Asked(dtype=dtype))
+    auto.start({"dtype": dtype})
     with torch.no_grad():
         out = net()(torch.ones(2, 4))
     assert out.dtype is dtype

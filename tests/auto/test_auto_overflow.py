@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch import auto
-from ampatch.config.environment import Asked
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_skips_the_step_and_only_it(fused):
-    session = begin(Asked())
+    session = begin({})
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
     other_model = net()
@@ -42,7 +41,7 @@ def test_an_overflow_skips_the_step_and_only_it(fused):
 
 def test_an_overflow_where_every_weight_is_hidden():
     """Reentrant checkpointing shows the outer graph no parameter at all."""
-    begin(Asked())
+    begin({})
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 4, requires_grad=True)
@@ -55,7 +54,7 @@ def test_an_overflow_where_every_weight_is_hidden():
 
 @pytest.mark.parametrize("zero", ["optimizer", "module", "module, kept", "by hand"])
 def test_gradients_thrown_away_take_their_overflow_with_them(zero):
-    begin(Asked())
+    begin({})
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = batch()
@@ -124,19 +123,20 @@ def test_float16_without_a_scale_would_lose_what_is_kept():
         (model(torch.ones(2, 4)).float().sum() * 1e-8).backward()
         return grads(model)
 
-    expected, found = both(loop, Asked())
+    expected, found = both(loop, {})
     close(expected, found, atol=0)
-    auto.start(Asked(loss_scale=1.0))
+    auto.start({"loss_scale": 1.0})
     assert not any(grad.any() for grad in loop())
 
 
 @pytest.mark.parametrize("level, dtype", [(None, None), ("O1", torch.bfloat16), ("O4", None)])
 def test_half_types(level, dtype):
-    session = auto.start(Asked(opt_level=level, dtype=dtype))
+    asked = {"opt_level": level, "dtype": dtype}
+    session = auto.start({name: value for name, value in asked.items() if value is not None})
     half = torch.float16 if (level, dtype) == (None, None) else torch.bfloat16
     assert net()(torch.ones(1, 4)).dtype is half
     assert session.scalers[0].is_dynamic == (half is torch.float16)
 
 
 def test_bfloat16_trains_too():
-    close(*both(plain, Asked(dtype=torch.bfloat16)), atol=2e-2, rtol=5e-2)
+    close(*both(plain, {"dtype": torch.bfloat16}), atol=2e-2, rtol=5e-2)

@@ -386,7 +386,7 @@ def test_bounds_as_strings():
             scaled.backward()
         optimizer.step()
     assert scaler.loss_scale() == 256.0
-    with pytest.raises(TypeError, match="max_loss_scale='many': expected a positive number"):
+    with pytest.raises(ValueError, match="max_loss_scale='many': expected a positive number"):
         ampatch.set_loss_scale_settings(max_loss_scale="many")
 
 
@@ -423,7 +423,7 @@ def test_a_second_initialize():
             scaled.backward()
         optimizer.step()
         assert not any(map(torch.equal, before, weights(model)))
-    assert list(amp.state_dict()) == ["loss_scaler0", "session0.loss_scaler0"]
+    assert list(amp.state_dict()) == ["loss_scaler0"]
     model, optimizer = pairs[0]
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)  # apex: RuntimeError
     seen = []

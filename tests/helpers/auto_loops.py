@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import ampatch
 from ampatch import auto
-from ampatch.config.environment import Asked
 
 SCALE = 2.0**10
 
@@ -21,10 +20,10 @@ SCALE = 2.0**10
 @pytest.fixture(params=["static", "dynamic"])
 def asked(request):
     """float16, at a static scale or a dynamic one, begun where these losses do not overflow."""
-    return Asked(loss_scale=SCALE if request.param == "static" else None)
+    return {"loss_scale": SCALE} if request.param == "static" else {}
 
 
-AT_SCALE = Asked(loss_scale=SCALE)
+AT_SCALE = {"loss_scale": SCALE}
 
 
 def begin(asked=AT_SCALE):

@@ -296,7 +296,10 @@ def test_options_override_what_the_script_gives(options, expected, tmp_path):
             "opt_level O2 -> O1, dtype float16 -> bfloat16",
         ),
         (["--opt-level", "O2", "--dtype", "float16", "--loss-scale", "8"], None),
-        (["--opt-level", "O0", "--dtype", "bfloat16"], "opt_level O2 -> O0"),
+        (
+            ["--opt-level", "O0", "--dtype", "bfloat16"],
+            "opt_level O2 -> O0, dtype float16 -> bfloat16",
+        ),
         (["--loss-scale", "dynamic"], "loss_scale 8.0 -> dynamic"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -356,7 +359,7 @@ def test_variables_count_without_the_command(monkeypatch):
 
 
 def test_an_empty_variable_counts_as_not_set():
-    assert variables.read(dict.fromkeys(variables.VARIABLES, " ")) == variables.Asked()
+    assert variables.read(dict.fromkeys(variables.VARIABLES, " ")) == {}
 
 
 @pytest.mark.parametrize(

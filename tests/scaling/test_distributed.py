@@ -228,6 +228,24 @@ def test_ddp_wrapped_first_works_or_is_refused(ranks, level):
             assert all(map(torch.equal, one[given], two[given]))
 
 
+def kept_loss(rank: int) -> tuple[str, bool, bool]:
+    """A loss of the model is alive when its dtype is to change, then no more."""
+    model, optimizer = build(seed=0)
+    loss = model(batch(0)[0]).sum()
+    with pytest.raises(amp.AmpatchError) as refused:
+        amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    is_unchanged = "step" not in vars(optimizer) and not model._forward_pre_hooks
+    del loss
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    return str(refused.value), is_unchanged, amp.step_was_skipped(optimizer)
+
+
+def test_a_loss_that_is_kept_is_refused_as_ddp_is(ranks):
+    """Both hold the nodes that add to gradients; the message names both."""
+    for message, is_unchanged, is_skipped in ranks(kept_loss):
+        assert "or a loss of it is kept" in message and is_unchanged and not is_skipped
+
+
 def other_levels(rank: int, first: str, then: str) -> dict:
     """A model in DDP gets another level."""
     model, optimizer = build(seed=0)

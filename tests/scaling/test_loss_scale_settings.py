@@ -114,7 +114,7 @@ def test_a_count_beyond_a_shorter_interval_still_grows(through):
         ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected a number below 1"),
         ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
         ({"init_scale": -1.0}, ValueError, "init_scale=-1.0: must be above 0"),
-        ({"init_scale": "dynamic"}, TypeError, "expected a positive number, got str"),
+        ({"init_scale": "dynamic"}, ValueError, "'dynamic': expected a positive number"),
         ({"max_loss_scale": math.inf}, ValueError, "max_loss_scale=inf: must be above 0"),
         ({"min_loss_scale": 2.0**25}, ValueError, "above max_loss_scale"),
         ({"growth_intervall": 3}, TypeError, 'Did you mean "growth_interval"?'),

@@ -212,7 +212,7 @@ def test_an_optimizer_whose_step_cannot_be_replaced_is_refused():
     model = seeded()
     optimizer = Slots()
     optimizer.param_groups = [{"params": list(model.parameters())}]
-    with pytest.raises(TypeError, match="Slots has __slots__, so its step cannot be replaced"):
+    with pytest.raises(TypeError, match="param_groups, step and __dict__.*got .*Slots"):
         ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 

@@ -203,8 +203,13 @@ def test_counts_go_on_when_a_fused_optimizer_stops_looking():
 def test_counts_of_a_disabled_or_unknown_optimizer():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ampatch.AmpatchError, match=r"step_counts.*no ampatch session is open"):
+        ampatch.step_counts(optimizer)
+    kept = ampatch.initialize(nn.Linear(2, 1), verbosity=0)
     with pytest.raises(ampatch.AmpatchError, match=r"step_counts\(<SGD>\).*not given"):
         ampatch.step_counts(optimizer)
+    del kept
+    ampatch.deactivate()
     ampatch.initialize(model, optimizer, enabled=False)
     assert ampatch.step_counts(optimizer) == (0, 0, 0)
     assert not ampatch.step_was_skipped(optimizer)

@@ -1,14 +1,18 @@
-"""`state_dict()` holds the loss scales of all open sessions; `load_state_dict` restores them."""
+"""`state_dict(of=...)` holds the loss scales of one session; `load_state_dict` restores them."""
 
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
 import ampatch
+from ampatch import log
+
+SCALE = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 3}}
 
 
 def begin(**settings):
@@ -34,87 +38,46 @@ def three(**settings):
     ]
 
 
-def test_all_scales_come_back():
+def test_the_scales_of_each_session_come_back():
     pairs = three()
     for times, pair in enumerate(pairs, 1):
         overflow(*pair, times)
-    state = copy.deepcopy(ampatch.state_dict())
-    assert {name: entry["loss_scale"] for name, entry in state.items()} == {
-        "loss_scaler0": 2.0**11,
-        "session0.loss_scaler0": 2.0**9,
-        "session1.loss_scaler0": 2.0**10,
-        "session1.loss_scaler1": 2.0**12,
-    }
-    assert next(iter(state)) == "loss_scaler0"  # apex's come first
+    states = [copy.deepcopy(ampatch.state_dict(of=model)) for model, _ in pairs]
+    assert [[entry["loss_scale"] for entry in state.values()] for state in states] == [
+        [2.0**9],
+        [2.0**10, 2.0**12],
+        [2.0**11],
+    ]
     ampatch.deactivate()
     pairs = three()
-    ampatch.load_state_dict(state)
-    assert ampatch.state_dict() == state
-    scales = []
-    for model, optimizer in pairs:
-        with ampatch.scale_loss(model(torch.ones(1, 2)).sum() * 0 + 1, optimizer) as scaled:
-            scales.append(scaled.item())
-    assert scales == [2.0**9, 2.0**10, 2.0**11]
+    for (_, optimizer), state in zip(pairs, states, strict=True):
+        ampatch.load_state_dict(state, of=optimizer)
+    assert [ampatch.state_dict(of=model) for model, _ in pairs] == states
+
+
+@pytest.mark.parametrize("call", [ampatch.state_dict, lambda: ampatch.load_state_dict(SCALE)])
+def test_that_the_scales_of_earlier_sessions_are_not_meant_is_said(call, caplog, monkeypatch):
+    monkeypatch.setattr(log._noise, "_said_for_good", set())
+    kept = begin(dtype=torch.bfloat16, verbosity=1)
+    first, second = begin(verbosity=1), begin(dtype=torch.bfloat16, verbosity=1)
+    caplog.clear()
+    ampatch.state_dict(of=first[0])
+    assert caplog.text == ""
+    assert list(call() or ampatch.state_dict()) == ["loss_scaler0"]
+    assert "Give each one's model: ampatch.state_dict(of=model)" in caplog.text
+    del kept, first
+    gc.collect()
+    caplog.clear()
+    monkeypatch.setattr(log._noise, "_said_for_good", set())
+    call()
+    assert "of=model" not in caplog.text  # those that are gone, or have no dynamic scale
+    del second
 
 
 def test_one_session_is_apexs_format():
     kept = begin()
     assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
     del kept
-
-
-def test_sessions_that_are_gone_do_not_count():
-    pairs = three()
-    overflow(*pairs[0])
-    overflow(*pairs[1])
-    del pairs[0]
-    assert list(ampatch.state_dict()) == [
-        "loss_scaler0",
-        "session0.loss_scaler0",
-        "session0.loss_scaler1",
-    ]
-
-
-@pytest.mark.parametrize("grad_scaler", [False, True])
-def test_a_state_without_the_other_sessions_is_said(caplog, grad_scaler):
-    """An apex checkpoint, or one of an earlier ampatch."""
-    pairs = three(verbosity=1)
-    state = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 3}}
-    if grad_scaler:
-        state = {"scale": 64.0, "_growth_tracker": 3}
-    ampatch.load_state_dict(state)
-    assert ampatch.loss_scale() == 64.0
-    assert (
-        "loss scalers, which stay as they are: session0.loss_scaler0 at 1024, "
-        "session1.loss_scaler0 at 4096, session1.loss_scaler1 at 4096." in caplog.text
-    )
-    del pairs
-
-
-def test_what_an_old_cell_of_a_notebook_has_left_does_not_count():
-    """Its output keeps model and optimizer; a state of the new ones loads where there is no old."""
-    old = three()
-    for pair in old:
-        overflow(*pair)
-    new = three()
-    assert list(ampatch.state_dict()) == ["loss_scaler0"]
-    for times, pair in enumerate(new, 1):
-        overflow(*pair, times)
-    state = copy.deepcopy(ampatch.state_dict())
-    assert {name: entry["loss_scale"] for name, entry in state.items()} == {
-        "loss_scaler0": 2.0**11,
-        "session0.loss_scaler0": 2.0**9,
-        "session1.loss_scaler0": 2.0**10,
-        "session1.loss_scaler1": 2.0**12,
-    }
-    for keeps_old in (True, False):
-        if not keeps_old:
-            ampatch.deactivate()
-        again = three()
-        ampatch.load_state_dict(state)
-        assert ampatch.state_dict() == state
-        del again
-    del old
 
 
 @pytest.mark.parametrize(
@@ -147,18 +110,16 @@ def test_more_or_fewer_scalers_load_what_is_known_and_say_the_rest(edit, expecte
 
 
 def test_a_wrong_entry_and_a_state_of_something_else_change_nothing():
-    pairs = three()
-    for pair in pairs:
-        overflow(*pair)
+    kept = begin(num_losses=2)
     state = ampatch.state_dict()
     before = copy.deepcopy(state)
     for name in state:
         state[name] = {**state[name], "loss_scale": 2.0}
     for value in (-1.0, 0.0, float("nan")):
-        wrong = {**state, "session0.loss_scaler0": {"loss_scale": value, "unskipped": 0}}
-        with pytest.raises(ValueError, match=r"state\['session0.loss_scaler0'\]"):
+        wrong = {**state, "loss_scaler1": {"loss_scale": value, "unskipped": 0}}
+        with pytest.raises(ValueError, match=r"state\['loss_scaler1'\]"):
             ampatch.load_state_dict(wrong)
-    with pytest.raises(ValueError, match=r"\['amp', 'model'\], expected .*'session0.loss_s"):
+    with pytest.raises(ValueError, match=r"\['amp', 'model'\], expected .*'loss_scaler1'"):
         ampatch.load_state_dict({"model": {}, "amp": state})
     assert ampatch.state_dict() == before
-    del pairs
+    del kept

@@ -224,17 +224,6 @@ def test_what_an_open_session_adds_to_the_next_initialize_is_little(level):
     assert is_linear(found[1:]) and found[2] - found[1] <= 20 * 12 + 10
 
 
-def test_deactivate_looks_once_at_what_is_needed(monkeypatch):
-    looks = []
-    refresh = registry.refresh
-    pairs = [pair() for _ in range(20)]
-    for model, optimizer in pairs:
-        ampatch.initialize(model, optimizer, **SETTINGS)
-    monkeypatch.setattr(registry, "refresh", lambda: looks.append(refresh()))
-    ampatch.deactivate()
-    assert len(looks) == 1 and entries() == 0
-
-
 def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
     first, second = pair(), pair()
     for model, optimizer in (first, second):

@@ -20,7 +20,6 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.config.environment import Asked
 from ampatch.config.opt_levels import properties_for
 from ampatch.session.facade import PatchSet
 from ampatch.sweep.measure.recorder import Recorder
@@ -34,11 +33,11 @@ class _Steps:
         self.on_metrics, self.on_step_begin = recorder.on_metrics, recorder.on_step_begin
 
 
-def watch_automatic(recorder: Recorder, asked: Asked) -> None:
+def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
     """Report a script that `ampatch.auto` trains, from before its losses are scaled."""
     PlainTraining(recorder, "").watch_losses()
     ampatch.observe(_Steps(recorder))
-    recorder.on_initialize(properties_for(asked.opt_level, asked.dtype))
+    recorder.on_initialize(properties_for(asked["opt_level"], asked["dtype"]))
 
 
 class PlainTraining:
