@@ -145,6 +145,12 @@ def _chooser_of(equation: str) -> Choose:
     return choose_float if any(labels - kept for labels in operands) else widest
 
 
+def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of `matrix_power(A, n)`: 0 and 1 multiply nothing, an inverse has no kernel for half."""
+    n = args[1] if len(args) > 1 else kwargs.get("n", 1)
+    return None if n in (0, 1) else policy.half_to if n > 1 else torch.float32
+
+
 def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
 
@@ -243,6 +249,7 @@ def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
 CHOOSERS: dict[Rule, Choose] = {
     Rule.HALF: choose_half,
     Rule.CONTRACTION: _contraction,
+    Rule.POWER: _power,
     Rule.FLOAT: choose_float,
     Rule.FLOAT_ON_CPU: _float_on_cpu,
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,

@@ -35,7 +35,7 @@ class Rule(Enum):
     PROMOTE = "promote"  # the widest floating dtype among the inputs
     PROMOTE_UNLESS_SCALAR = "promote unless scalar"  # nothing where an input has no dimension
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
-    POWER = "matrix power"  # HALF from the first multiplication on
+    POWER = "matrix power"  # HALF for exponents from 2 on, FP32 for negative ones
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
 
@@ -72,7 +72,7 @@ _CONTRACTION = (
 _PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."
 _POWER = (
     "Powers are repeated matrix products and run in half; exponents 0 and 1 multiply nothing,"
-    " and an inverse needs FP32."
+    " and negative ones begin with an inverse, which needs FP32."
 )
 
 _EXPONENTIAL = "Grows exponentially: FP16 ends at 65504, which inputs of 11 to 12 reach."

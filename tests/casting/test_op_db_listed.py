@@ -134,7 +134,7 @@ def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
     if rules == {Rule.HALF}:
         return half
     if rules == {Rule.POWER}:
-        return torch.float32 if sample.args[1] == -1 else half
+        return torch.float32 if sample.args[1] < 0 else half
     given = {tensor.dtype for tensor in sample.castable()}
     if rules == {Rule.FLOAT_IF_BFLOAT16} and torch.bfloat16 in given:
         return torch.float32

@@ -35,7 +35,7 @@ RULES = {
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
     Rule.PROMOTE_UNLESS_SCALAR: "As promote, unless one of the inputs has no dimension.",
     Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
-    Rule.POWER: "As half from the first multiplication on.",
+    Rule.POWER: "As half for exponents from 2 on, as float for negative ones.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
     "`allow_banned=False` it raises NotImplementedError.",
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
