@@ -158,8 +158,6 @@ class Registry:
         for session, policy in casting:
             self._apply_special(session, policy)
         self.state.process = outside
-        if is_new:
-            installed.autocast.begin()
         self._tools.put_in(needs)
         self._await(dynamo_inputs, needs.half_models)
 
