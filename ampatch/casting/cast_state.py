@@ -25,7 +25,7 @@ from ..torch_private.probes import current_backward_pass
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
-from .stack import BLOCK, CALL, FOLLOW, REGION, USER, Block, Entry, is_running
+from .stack import BLOCK, FOLLOW, KEEP, REGION, USER, Block, Entry, is_running
 from .torch_autocast import devices_on, half_type, switched_off
 
 
@@ -100,6 +100,7 @@ class CastState:
         on: list[str] = []
         if by_user:
             if self.thread.stack[-1].block.kind == USER or devices_on():  # by a region inside it
+                block.enter(KEEP)
                 return
             policy = setting
         elif policy is not None and policy.gate is None and policy.follows_tables:
@@ -138,14 +139,8 @@ class CastState:
         self._traced_region.leave()
 
     def drop_interrupted(self) -> None:
-        """Leave calls that never ended: Ctrl-C skips forward hooks.
-
-        To be called where no managed forward can be running: around `scale_loss`, after a step,
-        when a session closes.
-        """
-        stack = self.thread.stack
-        while stack and stack[-1].block.kind == CALL:
-            stack[-1].block.leave()
+        """Leave calls that run no longer, and take back what was lent to them."""
+        self.drop_ended()
         self.end_interrupted()
 
     def end_interrupted(self) -> None:
@@ -154,10 +149,10 @@ class CastState:
             lending.end_if_interrupted()
 
     def drop_ended(self) -> None:
-        """Leave calls that run no longer: Ctrl-C skips forward hooks."""
-        stack = self.thread.stack
-        while stack and stack[-1].caller is not None and not is_running(stack[-1].caller):
-            stack[-1].block.leave()
+        """Leave calls that run no longer, and what was entered in them: Ctrl-C skips hooks."""
+        for entry in reversed(list(self.thread.stack)):
+            if entry.caller is not None and not is_running(entry.caller):
+                entry.block.leave()
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:

@@ -51,9 +51,8 @@ class Block:
     """Something that runs under a policy; as a `with` block, without casts.
 
     `of`: the object that it stands for, where its end is known by that.  One object may be entered
-    many times, also in several threads.  It ends wherever it is in the stack: an interrupted
-    forward may have left its entry above, and blocks in generators end in any order.  A call
-    ends only as the innermost: within a block of the user's it has entered nothing.
+    many times, also in several threads.  Its end is the end of all that was entered within it and
+    has not been left, as after Ctrl-C, which skips forward hooks and may strike any exit.
     """
 
     __slots__ = ("_state", "kind", "of")
@@ -96,29 +95,15 @@ class Block:
         thread = state.thread
         stack = thread.stack
         place = len(stack) - 1
-        if self.kind != CALL:
-            while place >= 0 and stack[place].block is not self:
-                place -= 1
-        if place < 0 or stack[place].block is not self:
-            return
-        _, policy, off, _ = stack.pop(place)
-        if place < len(stack):
-            self._hand_up(stack, place, off)
-        elif off:
-            switch_on(off)
-        if policy is not FOLLOW:
-            thread.policy = stack[-1].policy if stack else FOLLOW
-            state.watch(-1)
-
-    def _hand_up(self, stack: list[Entry], place: int, off: Sequence[str]) -> None:
-        """To what is above, and ends later.
-
-        The end of a region brings back what was before it: nothing is left to switch on.
-        """
-        if self.kind == REGION:
-            stack[place:] = [entry._replace(off=()) for entry in stack[place:]]
-        elif off and not stack[place].off:
-            stack[place] = stack[place]._replace(off=off)
+        while place >= 0 and stack[place].block is not self:
+            place -= 1
+        while len(stack) > place >= 0:
+            _, policy, off, _ = stack.pop()
+            if policy is not FOLLOW:
+                thread.policy = stack[-1].policy if stack else FOLLOW
+                state.watch(-1)
+            if off:
+                switch_on(off)
 
     __enter__: Callable[..., None] = enter
     __exit__ = leave
