@@ -142,7 +142,7 @@ def test_module_methods_of_ours_under_a_mock():
         nn.Module.zero_grad = original
 
 
-# Functions for modules that are not imported yet
+# Registered functions
 
 
 @pytest.fixture
@@ -152,38 +152,6 @@ def late_module(tmp_path, monkeypatch):
     with forgotten_afterwards():
         yield "late_library"
     sys.modules.pop("late_library", None)
-
-
-def test_wrapped_once_however_many_sessions_waited(late_module):
-    ampatch.register_half_function("late_library.dtype_of")
-    for _ in range(5):
-        start()
-        ampatch.deactivate()
-    start()
-    import late_library
-
-    assert late_library.dtype_of(torch.ones(1)) is H
-    cells = [cell.cell_contents for cell in late_library.dtype_of.__closure__]
-    inside = [
-        cell
-        for cell in cells
-        if getattr(cell, "__name__", "") == "dtype_of" and cell is not late_library.dtype_of
-    ]
-    assert [function.__closure__ for function in inside] == [None]
-    ampatch.deactivate()
-    assert late_library.dtype_of(torch.ones(1)) is torch.float32
-    assert late_library.dtype_of.__code__.co_name == "dtype_of"
-
-
-def test_not_wrapped_when_imported_after_deactivate(late_module):
-    ampatch.register_half_function("late_library.dtype_of")
-    start()
-    ampatch.deactivate()
-    import late_library
-
-    assert late_library.dtype_of.__closure__ is None
-    start()
-    assert late_library.dtype_of(torch.ones(1)) is H
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -204,15 +172,6 @@ def test_unregister(late_module, how, when):
     assert late_library.dtype_of is original and F.linear is not ORIGINALS["linear"]
     with pytest.raises(ValueError, match="late_library.dtype_of is not registered.*nothing"):
         ampatch.unregister_function(*place)
-
-
-def test_unregistered_while_awaited(late_module):
-    ampatch.register_half_function("late_library.dtype_of")
-    start()
-    ampatch.unregister_function("late_library.dtype_of")
-    import late_library
-
-    assert late_library.dtype_of.__closure__ is None
 
 
 def test_registered_again_follows_the_new_rule(late_module):
