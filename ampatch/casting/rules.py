@@ -168,11 +168,6 @@ def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> to
     return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
 
 
-def _float_if_bfloat16(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    found = [dtype_of(value) for value in tensors_in((*args, *kwargs.values()))]
-    return torch.float32 if torch.bfloat16 in found else widest(args, kwargs, policy)
-
-
 def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 even under `precision("half")`, for what has no kernel for half."""
     return torch.float32
@@ -182,19 +177,6 @@ def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtyp
     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
         return None
     return policy.float_to
-
-
-def _float_unless_same_size(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    tensor, *size = (*args, *kwargs.values())
-    wanted = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
-    is_same = isinstance(tensor, Tensor) and tensor.shape == tuple(wanted)
-    return None if is_same and wanted else policy.float_to  # a size of () sums in any case
-
-
-def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    if any(value.dim() == 0 for value in tensors_in((*args, *kwargs.values()))):
-        return None
-    return widest(args, kwargs, policy)
 
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -253,11 +235,8 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.FLOAT: choose_float,
     Rule.FLOAT_ON_CPU: _float_on_cpu,
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
-    Rule.FLOAT_IF_BFLOAT16: _float_if_bfloat16,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
-    Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,
-    Rule.PROMOTE_UNLESS_SCALAR: _widest_unless_scalar,
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}

@@ -33,7 +33,10 @@ def start(**options):
 
 
 def replacements():
-    return list(ampatch.session.session.registry.installation.replacements)
+    return [
+        made
+        for made, _ in ampatch.session.session.registry.installation.replacements.pairs.values()
+    ]
 
 
 HOLDERS = """
