@@ -140,10 +140,10 @@ def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
     """The dtype that the rule of a call asks for."""
     if rules == {Rule.HALF}:
         return half
-    if rules == {Rule.POWER}:
+    if rules == {Rule.POWER} and sample.args[1] not in (0, 1):
         return torch.float32 if sample.args[1] < 0 else half
     given = {tensor.dtype for tensor in sample.castable()}
-    if rules <= PROMOTES:
+    if rules <= PROMOTES | {Rule.POWER}:
         return given.pop() if len(given) == 1 else torch.float32
     assert rules <= EXACT | {Rule.FLOAT_ON_CPU}
     return torch.float32

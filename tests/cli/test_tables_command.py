@@ -149,6 +149,10 @@ def mixtures(where: str, name: str) -> dict:
         made[kind] = tree_unflatten(cast, spec)
     if name == "einsum":
         made["products of elements"] = ("i,j->ij", [torch.ones(2), torch.ones(2)]), {}
+    if name == "matrix_power":
+        made["a negative power"] = (torch.eye(2), -2), {}
+    if name == "sum_to_size":
+        made["its own size"] = (torch.ones(2, 3, dtype=torch.float16), (2, 3)), {}
     return made
 
 
