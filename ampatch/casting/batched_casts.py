@@ -70,7 +70,8 @@ class _CastTogether(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if (  # one call may write them all
-            list(map(_layout_of, grads)).count(torch.strided) == len(grads)
+            type(None) not in map(type, grads)
+            and set(map(_layout_of, grads)) == {torch.strided}
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
             and not any(map(is_batched, grads))
@@ -81,10 +82,6 @@ class _CastTogether(Function):
 
 _apply = super(Function, _CastTogether).apply
 """`Function.apply` without its questions about torch.func: in its transforms it is not used."""
-
-
-def _layout_of(grad: Tensor | None) -> torch.layout | None:
-    return None if grad is None else grad.layout
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -209,6 +206,7 @@ class LastForward:
         return [part for bucket in buckets for part in alike(bucket, alone)]
 
 
+_layout_of = operator.attrgetter("layout")
 _wants_grad = operator.attrgetter("requires_grad")
 _version_of = operator.attrgetter("_version")
 

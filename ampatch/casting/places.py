@@ -58,8 +58,9 @@ def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
 
     Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
     """
-    owner, attribute = place, name
-    if not isinstance(name, str) or place is None:
+    if isinstance(name, str) and place is not None:
+        owner, attribute = place, name
+    else:
         owner, _, attribute = str(place).rpartition(".")
         is_text = isinstance(place, str) and name is None
         if not is_text or not owner:

@@ -87,9 +87,13 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
     """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
+    cast_args, cast_kwargs = [], kwargs  # loops, since a comprehension is a call before Python 3.12
     try:
-        cast_args = [arg if type(arg) in SCALARS else cast(arg, to, policy) for arg in args]
-        return cast_args, {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        for arg in args:
+            cast_args.append(arg if type(arg) in SCALARS else cast(arg, to, policy))
+        if kwargs:
+            cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        return cast_args, cast_kwargs
     except _NoHalfKernel:
         return cast_call(args, kwargs, torch.float32, policy)
 
