@@ -144,7 +144,7 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
     """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it."""
     wanting = map(_wants_grad, bucket)
     return (
-        may_be_planned(weight)
+        may_share_node(weight)
         and all(wanting if weight.requires_grad else map(operator.not_, wanting))
         and not any(map(any, map(hooks_of, bucket)))
     )
@@ -164,7 +164,7 @@ def alike(bucket: list[Tensor], alone: Collection[int] = ()) -> list[list[Tensor
         return [bucket]
     frozen = [one for one in bucket if not one.requires_grad]
     wanting = [
-        one for one in bucket if one.requires_grad and may_be_planned(one) and id(one) not in alone
+        one for one in bucket if one.requires_grad and may_share_node(one) and id(one) not in alone
     ]
     return [part for part in (frozen, wanting) if part]
 
@@ -186,7 +186,7 @@ class LastForward:
         """A forward has ended that used copies of these weights (by id), in this order."""
         ids = list(used)
         if ids != self._found[0]:
-            buckets = divide(filter(may_be_planned, used.values()))
+            buckets = divide(filter(may_share_node, used.values()))
             self._found = ids, buckets, hook_tables(list(self._model.modules()))
 
     def buckets(self) -> list[list[Tensor]]:
@@ -211,7 +211,7 @@ _wants_grad = operator.attrgetter("requires_grad")
 _version_of = operator.attrgetter("_version")
 
 
-def may_be_planned(weight: Tensor) -> bool:
+def may_share_node(weight: Tensor) -> bool:
     """Whether a weight, as it is, may be cast together with others."""
     return (
         type(weight) is Parameter

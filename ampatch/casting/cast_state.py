@@ -89,7 +89,7 @@ class CastState:
         return self.process, False
 
     def enter_forward(self, policy: Policy | None, block: Block) -> None:
-        """A managed forward begins inside something: `block` is in force until it is left.
+        """A managed forward begins, and the thread's stack has entries: enter `block`.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
         torch.autocast do not: the innermost wins.  One that is enabled gives the half type.
@@ -113,7 +113,7 @@ class CastState:
             block.enter(policy if half_type(on[-1]) is policy.half_to else None)
 
     def instead_of_torch(self) -> Sequence[str]:
-        """Switch torch's autocast off, for what is not under it; to be given to `Block.enter`."""
+        """Switch torch's autocast off; on which devices it was on, for `Block.enter`."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
 
     def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
@@ -156,7 +156,7 @@ class CastState:
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:
-        """Within `casts_off`: what was in force around it is so meanwhile."""
+        """Within `casts_off`: the policy that was in force around it is so again meanwhile."""
         self.casts_off.leave()
         try:
             yield

@@ -74,7 +74,7 @@ class KeptCopies:
             self._seen = found
 
     def _look(self) -> tuple[list[int], list[int]]:
-        """Versions, and where the values are: `.data = ...` changes that alone."""
+        """The weights' versions and addresses; `.data = ...` changes the address alone."""
         return list(map(_version_of, self._weights)), list(map(Tensor.data_ptr, self._weights))
 
     def store(self) -> Store:
@@ -117,5 +117,5 @@ def _cast(weights: list[Tensor], dtype: torch.dtype, in_one_block: bool) -> Sequ
 
 
 def _is_watched(weight: Tensor) -> bool:
-    """Whether one can see here that it changes."""
+    """Whether changes of a weight are seen, by its version or its address."""
     return type(weight) is nn.Parameter and has_values(weight.device) and not weight.is_inference()

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _OURS = __name__.partition(".")[0] + "."
 
 FOLLOW: Any = object()
-"""In the place of a policy: that of the process counts."""
+"""In the place of a policy: that of the process is in force."""
 KEEP: Any = object()
-"""Instead of a policy, where a block is entered: what is in force stays."""
+"""Given to `Block.enter` in the place of a policy: what is in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
 BLOCK = "block"
-"""Code that ampatch runs under a policy; also what takes its policy along to another time."""
+"""Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
 USER = "user"
 """A `with` block of the user's: it holds in managed models too."""
 REGION = "region"
@@ -39,12 +39,12 @@ BACKWARD = "backward"
 
 
 class Entry(NamedTuple):
-    """What is in force from here upwards, and what leaving it brings back."""
+    """The policy from here upwards, and what to restore when the entry is left."""
 
     block: Block
     policy: Any  # a Policy, None (no casts), or FOLLOW
     off: Sequence[str]  # device types on which torch's autocast is off meanwhile
-    caller: FrameType | None  # while it runs so does the call of the module
+    caller: FrameType | None  # of a module's call, which has ended when the frame has
 
 
 class Block:
@@ -73,7 +73,7 @@ class Block:
         if not is_compiled and thread.stack:
             state.drop_ended()
         found = thread.policy
-        holds = policy is None and self.kind == USER  # in sessions that begin in it, too
+        holds = policy is None and self.kind == USER  # also in sessions that open inside
         in_force = state.process if found is FOLLOW else found
         if policy is KEEP or (policy is in_force and not holds):
             new = found

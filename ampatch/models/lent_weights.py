@@ -41,7 +41,7 @@ from ..casting.batched_casts import (
     cast_in_graph,
     cast_in_one_block,
     cast_together,
-    may_be_planned,
+    may_share_node,
     may_use_all,
 )
 from ..casting.cast_state import CastState
@@ -591,7 +591,7 @@ class LentWeights:
         group = [
             one
             for one in weights
-            if are_together and one.requires_grad and may_be_planned(one) and id(one) not in hooked
+            if are_together and one.requires_grad and may_share_node(one) and id(one) not in hooked
         ]
         copies: dict[int, Tensor] = {}
         for alike in (frozen, group):
