@@ -53,9 +53,9 @@ casting/rules.py
 | casting/test_devices.py
 
 casting/rules.py
-|     is_same = isinstance(tensor, Tensor) and tensor.shape == tuple(wanted)
-|     is_same = True
-| casting/test_casting.py casting/test_composites.py casting/test_autocast_lists.py
+| policy.half_to if n > 1 else torch.float32
+| policy.half_to
+| casting/test_calls.py casting/test_composites.py
 
 casting/rules.py
 |     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):

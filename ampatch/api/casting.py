@@ -61,15 +61,15 @@ def register_half_function(module: Owner, name: str | None = None) -> None:
     """As `half_function`, for a function that lives elsewhere.
 
     `register_half_function(package.module, "function")`, or one dotted string
-    `"package.module.function"`, whose module need not be imported yet.  The module may be a
-    class, and the name that of a method or of an autograd Function class.  It may be called
-    before or after `initialize`.  It holds for this session and later ones, until
-    `unregister_function`.  Registered again the function follows the new rule.
+    `"package.module.function"`, whose module is imported.  The module may be a class, and the
+    name that of a method or of an autograd Function class.  It may be called before or after
+    `initialize`.  It holds for this session and later ones, until `unregister_function`.
+    Registered again the function follows the new rule.
 
     Raises:
         AttributeError: the module lacks the name.
         TypeError: `half_function` would refuse the object, or there is no module.
-        ValueError: a single string has no dot.
+        ValueError: a single string has no dot, or names a module that is not imported.
     """
     registry.register(module, name, Rule.HALF)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def leaves(values: Iterable[Any]) -> list[Any]:
-    """All that is no list or tuple itself."""
+    """The values in nested lists and tuples, in their order."""
     found = []
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -20,5 +20,5 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors."""
+    """The tensors among these values, in nested lists and tuples too."""
     return [value for value in leaves(values) if isinstance(value, Tensor)]

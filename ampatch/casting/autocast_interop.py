@@ -6,8 +6,7 @@ type: ampatch goes on casting, and torch's autocast is off.  Outside of managed 
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
 policy again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of
 a forward enters regions too.  What it runs in them takes its policy along
-(`context_propagation`), which is the innermost setting.  Regions of checkpoints, one or two in
-each recompute, are not even entries.
+(`context_propagation`), which is the innermost setting.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts as they are; a warning names the cure.
@@ -38,24 +37,18 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, CHECKPOINTS
+from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
 from .cast_state import CastState
 from .policy import Policy
 from .stack import BACKWARD, REGION, Block
-from .torch_autocast import devices_on, is_enabled, nesting, set_enabled
+from .torch_autocast import is_enabled, set_enabled
 
 Make = Callable[[Callable], Callable]
 
-_ENABLED = 2
-"""The position of `enabled` among the arguments of torch.autocast."""
-
 _IGNORED = "_ampatch_ignored"
-"""Attribute of a region that changes no casts of ampatch: it was to cast on a device which this
-machine lacks, a checkpoint restores a state by it, or `silence` was called for it."""
-
-_EARLIER = "regions that were entered before the patches"
+"""Attribute of a region that changes no casts of ampatch: see `silence`."""
 
 
 class AutocastInterop:
@@ -67,7 +60,6 @@ class AutocastInterop:
     def places(self) -> list[tuple[str, str, Make]]:
         """`(where, name, make)` for what enters and leaves regions, switches and answers."""
         return [
-            (AUTOCAST + ".autocast", "__init__", _note),
             (AUTOCAST + ".autocast", "__enter__", self._enter),
             (AUTOCAST + ".autocast", "__exit__", self._exit),
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
@@ -78,23 +70,6 @@ class AutocastInterop:
             ("torch", "get_autocast_cpu_dtype", lambda original: self._dtype(original, "cpu")),
             ("torch", "get_autocast_gpu_dtype", lambda original: self._dtype(original, "cuda")),
         ]
-
-    def begin(self) -> None:
-        """The patches are installed: what this thread is already in counts too.
-
-        The exit of a region calls no replacement, since the `with` block has looked `__exit__` up
-        before; but torch's own turns the switch.
-        """
-        if nesting() == 0:
-            for device in devices_on():  # by the switch
-                _warn_of_the_switch(device)
-            return
-        found = policy = self._state.current()
-        for device in devices_on():
-            policy = without(policy, device)
-        if policy is found:  # disabled, and for which device is not known
-            policy = None
-        Block(self._state, REGION, of=_EARLIER).enter(policy)
 
     def end(self) -> None:
         """The patches go, and nothing will be seen to leave a region: this thread leaves all."""
@@ -108,7 +83,7 @@ class AutocastInterop:
         def enter(region: Any) -> Any:
             entered = original(region)
             if not hasattr(region, _IGNORED) and not is_compiling():
-                self._put_under(region, region.device, is_enabled(region.device), region.fast_dtype)
+                self._put_under(region)
             return entered
 
         return enter
@@ -121,45 +96,45 @@ class AutocastInterop:
 
         return exit
 
-    def _put_under(
-        self, region: Any, device: str, is_on: bool = False, half: torch.dtype | None = None
-    ) -> None:
-        """Enter a region for tensors on one type of device; `half` if ampatch may cast there."""
-        state = self._state
+    def _put_under(self, region: torch.autocast) -> None:
+        """Push the policy that holds in a region, for tensors on its type of device."""
+        state, device = self._state, region.device
         state.drop_ended()
-        stack, policy = state.thread.stack, state.current()
+        stack, policy, is_on = state.thread.stack, state.current(), is_enabled(device)
         is_custom_bwd = bool(stack) and stack[-1].block.kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
         elif is_custom_bwd and (is_on or not policy.follows_tables):
             set_enabled(device, False)  # what leaves the region brings back what was before
-        elif is_on and half is not None and policy.follows_tables and policy.gate is None:
+        elif is_on and policy.follows_tables and policy.gate is None:
             set_enabled(device, False)
-            policy = policy.in_type(half)
+            policy = policy.in_type(region.fast_dtype)
         else:
             policy = without(policy, device)
         Block(state, REGION, of=region).enter(policy)
 
-    def _leave(self, region: Any) -> bool:
-        """Leave the innermost entry for `region`; whether there was one."""
+    def _leave(self, region: Any) -> None:
+        """Leave the innermost entry for `region`, if there is one."""
         for entry in reversed(self._state.thread.stack):
-            if entry.block.of == region:
+            if entry.block.of is region:
                 entry.block.leave()
-                return True
-        return False
+                return
 
     # The switch
 
     def _set(self, original: Callable, usual: str) -> Callable:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or _is_of_torch(_module(sys._getframe(1))):
                 return
-            if _is_of_torch(_module(sys._getframe(1))):  # a region of torch.autocast begins or ends
-                if self._state.thread.stack and nesting() == 0:
-                    self._leave(_EARLIER)
-            elif self._state.policy_on(device := _device_of(args, kwargs, usual)) is not None:
-                _warn_of_the_switch(device)
+            device = _device_of(args, kwargs, usual)
+            if self._state.policy_on(device) is not None:
+                logger.warning(
+                    "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
+                    "casts stay. To run code without them write `with torch.autocast(%r, "
+                    "enabled=False):` or `with ampatch.disable_casts():`.",
+                    *(device, device),
+                )
 
         return set_autocast_enabled
 
@@ -199,18 +174,6 @@ class AutocastInterop:
         return policy if asking is not None and _module(asking) == AUTOCAST else None
 
 
-def _note(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
-        original(region, *args, **kwargs)
-        asked = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
-        restores = not is_dynamo_compiling() and _module(sys._getframe(1)) == CHECKPOINTS
-        if restores or (asked and region.device not in device_types()):
-            setattr(region, _IGNORED, True)
-
-    return __init__
-
-
 def silence(region: Any) -> None:
     """Have a region of torch.autocast change no casts of ampatch when it is entered."""
     setattr(region, _IGNORED, True)
@@ -242,26 +205,10 @@ def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
     return usual
 
 
-def _warn_of_the_switch(device: str) -> None:
-    logger.warning(
-        "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's casts stay. To "
-        "run code without them write `with torch.autocast(%r, enabled=False):` or "
-        "`with ampatch.disable_casts():`.",
-        *(device, device),
-    )
-
-
-def without(policy: Policy | None, device: str) -> Policy | None:
+def without(policy: Policy, device: str) -> Policy | None:
     """`policy`, except for tensors on one type of device; the same if it casts none there."""
-    if policy is None:
-        return None
-    if policy.devices is None:
-        if len(device_types()) == 1:  # whatever device the region names: it can only mean this one
-            return None
-        left = set(device_types())
-    else:
-        left = set(policy.devices)
-    if policy.devices is not None and device not in left:
+    left = set(device_types() if policy.devices is None else policy.devices)
+    if device not in left:
         return policy
     left -= {device, "meta"}
     return dataclasses.replace(policy, devices=left) if left else None

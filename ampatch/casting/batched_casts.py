@@ -70,7 +70,8 @@ class _CastTogether(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if (  # one call may write them all
-            list(map(_layout_of, grads)).count(torch.strided) == len(grads)
+            type(None) not in map(type, grads)
+            and set(map(_layout_of, grads)) == {torch.strided}
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
             and not any(map(is_batched, grads))
@@ -81,10 +82,6 @@ class _CastTogether(Function):
 
 _apply = super(Function, _CastTogether).apply
 """`Function.apply` without its questions about torch.func: in its transforms it is not used."""
-
-
-def _layout_of(grad: Tensor | None) -> torch.layout | None:
-    return None if grad is None else grad.layout
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -147,7 +144,7 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
     """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it."""
     wanting = map(_wants_grad, bucket)
     return (
-        may_be_planned(weight)
+        may_share_node(weight)
         and all(wanting if weight.requires_grad else map(operator.not_, wanting))
         and not any(map(any, map(hooks_of, bucket)))
     )
@@ -167,7 +164,7 @@ def alike(bucket: list[Tensor], alone: Collection[int] = ()) -> list[list[Tensor
         return [bucket]
     frozen = [one for one in bucket if not one.requires_grad]
     wanting = [
-        one for one in bucket if one.requires_grad and may_be_planned(one) and id(one) not in alone
+        one for one in bucket if one.requires_grad and may_share_node(one) and id(one) not in alone
     ]
     return [part for part in (frozen, wanting) if part]
 
@@ -189,7 +186,7 @@ class LastForward:
         """A forward has ended that used copies of these weights (by id), in this order."""
         ids = list(used)
         if ids != self._found[0]:
-            buckets = divide(filter(may_be_planned, used.values()))
+            buckets = divide(filter(may_share_node, used.values()))
             self._found = ids, buckets, hook_tables(list(self._model.modules()))
 
     def buckets(self) -> list[list[Tensor]]:
@@ -209,11 +206,12 @@ class LastForward:
         return [part for bucket in buckets for part in alike(bucket, alone)]
 
 
+_layout_of = operator.attrgetter("layout")
 _wants_grad = operator.attrgetter("requires_grad")
 _version_of = operator.attrgetter("_version")
 
 
-def may_be_planned(weight: Tensor) -> bool:
+def may_share_node(weight: Tensor) -> bool:
     """Whether a weight, as it is, may be cast together with others."""
     return (
         type(weight) is Parameter

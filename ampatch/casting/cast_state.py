@@ -25,7 +25,7 @@ from ..torch_private.probes import current_backward_pass
 from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
-from .stack import BLOCK, CALL, FOLLOW, REGION, USER, Block, Entry, is_running
+from .stack import BLOCK, FOLLOW, KEEP, REGION, USER, Block, Entry, is_running
 from .torch_autocast import devices_on, half_type, switched_off
 
 
@@ -89,7 +89,7 @@ class CastState:
         return self.process, False
 
     def enter_forward(self, policy: Policy | None, block: Block) -> None:
-        """A managed forward begins inside something: `block` is in force until it is left.
+        """A managed forward begins, and the thread's stack has entries: enter `block`.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
         torch.autocast do not: the innermost wins.  One that is enabled gives the half type.
@@ -100,6 +100,7 @@ class CastState:
         on: list[str] = []
         if by_user:
             if self.thread.stack[-1].block.kind == USER or devices_on():  # by a region inside it
+                block.enter(KEEP)
                 return
             policy = setting
         elif policy is not None and policy.gate is None and policy.follows_tables:
@@ -112,7 +113,7 @@ class CastState:
             block.enter(policy if half_type(on[-1]) is policy.half_to else None)
 
     def instead_of_torch(self) -> Sequence[str]:
-        """Switch torch's autocast off, for what is not under it; to be given to `Block.enter`."""
+        """Switch torch's autocast off; on which devices it was on, for `Block.enter`."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
 
     def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
@@ -138,14 +139,8 @@ class CastState:
         self._traced_region.leave()
 
     def drop_interrupted(self) -> None:
-        """Leave calls that never ended: Ctrl-C skips forward hooks.
-
-        To be called where no managed forward can be running: around `scale_loss`, after a step,
-        when a session closes.
-        """
-        stack = self.thread.stack
-        while stack and stack[-1].block.kind == CALL:
-            stack[-1].block.leave()
+        """Leave calls that run no longer, and take back what was lent to them."""
+        self.drop_ended()
         self.end_interrupted()
 
     def end_interrupted(self) -> None:
@@ -154,14 +149,14 @@ class CastState:
             lending.end_if_interrupted()
 
     def drop_ended(self) -> None:
-        """Leave calls that run no longer: Ctrl-C skips forward hooks."""
-        stack = self.thread.stack
-        while stack and stack[-1].caller is not None and not is_running(stack[-1].caller):
-            stack[-1].block.leave()
+        """Leave calls that run no longer, and what was entered in them: Ctrl-C skips hooks."""
+        for entry in reversed(list(self.thread.stack)):
+            if entry.caller is not None and not is_running(entry.caller):
+                entry.block.leave()
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:
-        """Within `casts_off`: what was in force around it is so meanwhile."""
+        """Within `casts_off`: the policy that was in force around it is so again meanwhile."""
         self.casts_off.leave()
         try:
             yield

@@ -109,7 +109,7 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
 
 @contextmanager
 def _forwards_copies(context: Any) -> Iterator[None]:
-    """They are in place meanwhile; they are let go unless the graph is kept."""
+    """The forward's half copies are in place meanwhile, and let go unless the graph is kept."""
     lent = getattr(context, _LENT)
     setattr(context, _LENT, ())
     try:
@@ -123,7 +123,7 @@ def _forwards_copies(context: Any) -> Iterator[None]:
 
 
 def _setting(state: CastState) -> tuple[Policy | None, str]:
-    """The policy to take along from here, and the kind of block that it holds as later."""
+    """The policy to take along from here, and the kind of block to enter with it later."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
     return policy, USER if by_user and policy is setting else BLOCK
 
@@ -165,7 +165,7 @@ def _repeatable(function: Callable, state: CastState) -> Callable:
 class _Recompute:
     """The context of a recompute: the policy of the forward, and in it the user's own context.
 
-    So it is in the forward, where the user's context is entered under that policy.
+    In the forward, too, the user's context is entered under that policy.
     """
 
     def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:

@@ -86,17 +86,6 @@ def call_handlers(
     )
 
 
-def overridable(made: Callable, original: Callable, state: CastState) -> Callable:
-    """`made` for handlers to see as they see torch's functions: for replacements of few calls."""
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if is_asked(args, kwargs):
-            return call_handlers(state, patched, original, args, kwargs)
-        return made(*args, **kwargs)
-
-    return patched
-
-
 @contextlib.contextmanager
 def _popped() -> Iterator[TorchFunctionMode]:
     mode = pop_mode()

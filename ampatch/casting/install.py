@@ -173,8 +173,6 @@ class Installation:
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         """What a row puts in one of its places: decided here for all rows."""
         rule, uncast = row.rule, None
-        if rule is Rule.POWER:
-            return lambda original: special_ops.matrix_power(original, self._state)
         message = f"{public_name(f'{row.where}.{name}')} was called with a half precision argument."
         if rule is Rule.BANNED:
             choose = banned(f"{message} {row.why}", self._warn_once)

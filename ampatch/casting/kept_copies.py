@@ -77,7 +77,7 @@ class KeptCopies:
             self._seen = found
 
     def _look(self) -> tuple[list[int], list[int], int]:
-        """Versions, where the values are (`.data = ...` changes that alone), and what is unseen."""
+        """Versions, addresses (`.data = ...` changes these alone) and the count of unseen changes."""
         places = list(map(Tensor.data_ptr, self._weights))
         return list(map(_version_of, self._weights)), places, KeptCopies.unseen_changes
 
@@ -121,5 +121,5 @@ def _cast(weights: list[Tensor], dtype: torch.dtype, in_one_block: bool) -> Sequ
 
 
 def _is_watched(weight: Tensor) -> bool:
-    """Whether one can see here that it changes."""
+    """Whether changes of a weight are seen, by its version or its address."""
     return type(weight) is nn.Parameter and has_values(weight.device) and not weight.is_inference()

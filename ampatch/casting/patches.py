@@ -11,15 +11,12 @@ Three rules keep the restore exact:
 * an inherited name is deleted, not written back: of the 696 callables on
   `torch.Tensor` only 64 are its own, and a written-back copy would hide any
   later change to the base;
-* what other code put over a replacement afterwards is left alone.  The replacement
-  beneath it does nothing by then but call the original, since no policy is in force; if it
-  is put back, as by a mock that ends later, the next `replace` there restores the original first.
+* what other code put over a replacement afterwards is left alone.  If it puts the replacement
+  back, as a mock does that ends later, that one stays: without a policy it calls the original.
 """
 
 from __future__ import annotations
 
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +28,6 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
-_retired: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what they covered
 
 
 class _Covered(NamedTuple):
@@ -57,9 +53,6 @@ class PatchSet:
         matters is for the caller to say.
         """
         _, _, original = wrapt.resolve_path(owner, name)  # raw, not bound to the class
-        while type(original) is types.FunctionType and original in _retired:
-            _put_back(owner, name, _retired[original])
-            _, _, original = wrapt.resolve_path(owner, name)
         found = vars(owner).get(name, _INHERITED)
         replacement = make(original)
         # Noted before it is put in, and forgotten after it is back: Ctrl-C may strike anywhere.
@@ -98,17 +91,12 @@ class PatchSet:
 
 def _restore(entry: _Covered) -> None:
     owner, name, found, put = entry
-    if type(put) is types.FunctionType:
-        _retired[put] = found
     now = vars(owner).get(name, _INHERITED)
-    if now is put:
-        _put_back(owner, name, found)
-    elif now is not found:
+    if now is found:
+        return
+    if now is not put:
         _tell_left_alone(getattr(owner, "__name__", owner), name)
-
-
-def _put_back(owner: Any, name: str, found: Any) -> None:
-    if found is _INHERITED:
+    elif found is _INHERITED:
         delattr(owner, name)
     else:
         setattr(owner, name, found)

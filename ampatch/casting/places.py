@@ -53,29 +53,24 @@ def public_name(where: str) -> str:
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
-def parse_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
-    """`(owner, attribute)` from a module and a name, or from one dotted string.
+def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
+    """`(owner, name)` of a function of the user's, given so or as one dotted string.
 
-    The owner of a dotted string stays a string: it may not be imported yet.  An error begins with
-    `call`.
+    Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
     """
     if isinstance(name, str) and place is not None:
-        return place, name
-    owner, _, attribute = str(place).rpartition(".")
-    is_text = isinstance(place, str) and name is None
-    if not is_text or not owner:
-        raise (ValueError if is_text else TypeError)(
-            f"{call}(module={place!r}, name={name!r}): expected a module or class and the name of "
-            'a function in it, or one dotted string such as "package.module.function".'
-        )
+        owner, attribute = place, name
+    else:
+        owner, _, attribute = str(place).rpartition(".")
+        is_text = isinstance(place, str) and name is None
+        if not is_text or not owner:
+            raise (ValueError if is_text else TypeError)(
+                f"{call}(module={place!r}, name={name!r}): expected a module or class and the name "
+                'of a function in it, or one dotted string such as "package.module.function".'
+            )
+    if isinstance(owner, str):
+        title, (parent, _, inner) = owner, owner.rpartition(".")
+        owner = sys.modules.get(title) or getattr(sys.modules.get(parent), inner, None)
+        if owner is None:
+            raise ValueError(f"{call}: {title} is not imported. Import it before this call.")
     return owner, attribute
-
-
-def resolve_user_place(owner: Any) -> Any:
-    """The module or class to patch, or None while the module it names is not imported."""
-    if not isinstance(owner, str):
-        return owner
-    if owner in sys.modules:
-        return sys.modules[owner]
-    parent, _, name = owner.rpartition(".")
-    return getattr(sys.modules[parent], name, None) if parent in sys.modules else None

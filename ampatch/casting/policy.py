@@ -54,10 +54,7 @@ class Policy:
         return dataclasses.replace(self, gate=_outside_passes(self.gate), in_forwards=self)
 
     def in_type(self, half: torch.dtype) -> Policy:
-        """The tables with another half type.
-
-        Its cache is closed: a plan is for weights in one type.
-        """
+        """The tables with another half type, and with a cache that no forward opens."""
         if half is self.half_to:
             return self
         return dataclasses.replace(
@@ -82,7 +79,7 @@ class Policy:
         self.special[original] = dtype
 
     def forced(self, dtype: torch.dtype) -> Policy:
-        """This policy with every rule casting to `dtype`; its own (closed) cache."""
+        """This policy with every rule casting to `dtype`, and a cache that no forward opens."""
         return dataclasses.replace(
             self,
             half_to=dtype,

@@ -21,17 +21,13 @@ class Replacements:
 
     def __init__(self, patches: PatchSet) -> None:
         self._patches = patches
-        self._pairs: dict[int, tuple[Any, Any]] = {}  # by a replacement's id: it, its original
+        self.pairs: dict[int, tuple[Any, Any]] = {}  # by a replacement's id: it, its original
         self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
-
-    def __iter__(self) -> Any:
-        """The replacements."""
-        return iter([made for made, _ in self._pairs.values()])
 
     def original(self, function: Any) -> Any:
         """What `function` replaced, if it is a replacement; else `function` itself."""
-        while id(function) in self._pairs:
-            function = self._pairs[id(function)][1]
+        while id(function) in self.pairs:
+            function = self.pairs[id(function)][1]
         return function
 
     def of(self, original: Any) -> Any:
@@ -50,7 +46,7 @@ class Replacements:
                 return found
             made = make(original)
             _name_after_place(made, original, owner, name)
-            self._pairs[id(made)] = (made, original)
+            self.pairs[id(made)] = (made, original)
             self._by_original.setdefault(id(original), made)
             self._register_for_script(made, original)
             return made
@@ -70,9 +66,9 @@ class Replacements:
 
     def give_back(self) -> None:
         """The patches are undone: give originals to the user's modules that hold replacements."""
-        if self._pairs:
-            rebind.give_back((made, self.original(made)) for made, _ in self._pairs.values())
-        self._pairs.clear()
+        if self.pairs:
+            rebind.give_back((made, self.original(made)) for made, _ in self.pairs.values())
+        self.pairs.clear()
         self._by_original.clear()
 
 

@@ -87,9 +87,13 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
     """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
+    cast_args, cast_kwargs = [], kwargs  # loops, since a comprehension is a call before Python 3.12
     try:
-        cast_args = [arg if type(arg) in SCALARS else cast(arg, to, policy) for arg in args]
-        return cast_args, {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        for arg in args:
+            cast_args.append(arg if type(arg) in SCALARS else cast(arg, to, policy))
+        if kwargs:
+            cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
+        return cast_args, cast_kwargs
     except _NoHalfKernel:
         return cast_call(args, kwargs, torch.float32, policy)
 
@@ -145,6 +149,12 @@ def _chooser_of(equation: str) -> Choose:
     return choose_float if any(labels - kept for labels in operands) else widest
 
 
+def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of `matrix_power(A, n)`: 0 and 1 multiply nothing, an inverse has no kernel for half."""
+    n = args[1] if len(args) > 1 else kwargs.get("n", 1)
+    return None if n in (0, 1) else policy.half_to if n > 1 else torch.float32
+
+
 def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return policy.float_to
 
@@ -162,11 +172,6 @@ def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> to
     return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
 
 
-def _float_if_bfloat16(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    found = [dtype_of(value) for value in tensors_in((*args, *kwargs.values()))]
-    return torch.float32 if torch.bfloat16 in found else widest(args, kwargs, policy)
-
-
 def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 even under `precision("half")`, for what has no kernel for half."""
     return torch.float32
@@ -176,19 +181,6 @@ def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtyp
     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
         return None
     return policy.float_to
-
-
-def _float_unless_same_size(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    tensor, *size = (*args, *kwargs.values())
-    wanted = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
-    is_same = isinstance(tensor, Tensor) and tensor.shape == tuple(wanted)
-    return None if is_same and wanted else policy.float_to  # a size of () sums in any case
-
-
-def _widest_unless_scalar(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    if any(value.dim() == 0 for value in tensors_in((*args, *kwargs.values()))):
-        return None
-    return widest(args, kwargs, policy)
 
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -243,14 +235,12 @@ def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
 CHOOSERS: dict[Rule, Choose] = {
     Rule.HALF: choose_half,
     Rule.CONTRACTION: _contraction,
+    Rule.POWER: _power,
     Rule.FLOAT: choose_float,
     Rule.FLOAT_ON_CPU: _float_on_cpu,
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
-    Rule.FLOAT_IF_BFLOAT16: _float_if_bfloat16,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
-    Rule.FLOAT_UNLESS_SAME_SIZE: _float_unless_same_size,
     Rule.PROMOTE: widest,
-    Rule.PROMOTE_UNLESS_SCALAR: _widest_unless_scalar,
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}

@@ -18,48 +18,16 @@ from torch.compiler import is_dynamo_compiling
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
-from .cast_observers import observed, observers
 from .cast_state import CastState
-from .handlers import overridable, unseen_where_modes_are
+from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import Choose, cast, cast_call, castable, never, widest
+from .rules import Choose, cast, cast_call, castable, widest
 from .stack import FOLLOW
-from .wrapper import replacement
 
 Make = Callable[[Callable], Callable]
 
 _EVERYWHERE = Policy(half_to=torch.float32)
-
-
-def matrix_power(original: Callable, state: CastState) -> Callable:
-    """HALF from the first multiplication on.
-
-    `A**0` and `A**1` multiply nothing and keep their dtype; a negative power
-    starts with an inverse, which has no half kernel and needs the precision.
-    """
-
-    as_given = replacement(original, never, state)
-
-    def patched(A: Tensor, n: int, **kwargs: Any) -> Tensor:
-        policy = state.table_policy()
-        if (
-            policy is None
-            or original in policy.special
-            or kwargs.get("out") is not None
-            or not isinstance(A, Tensor)
-            or not castable(A, policy)
-            or A.layout is not torch.strided
-            or n in (0, 1)
-            or (policy.gate is not None and not policy.gate((A,), kwargs))
-        ):
-            return as_given(A, n, **kwargs)
-        call = observed(original, (A,), kwargs) if observers else original
-        if n < 0:
-            A, n = torch.linalg.inv(A.float()), -n
-        return A if n == 1 else call(cast(A, policy.half_to, policy), n)
-
-    return overridable(patched, original, state)
 
 
 def float_inside(choose: Choose) -> Callable:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
 
 FOLLOW: Any = object()
-"""In the place of a policy: that of the process counts."""
+"""In the place of a policy: that of the process is in force."""
 KEEP: Any = object()
-"""Instead of a policy, where a block is entered: what is in force stays."""
+"""Given to `Block.enter` in the place of a policy: what is in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
 BLOCK = "block"
-"""Code that ampatch runs under a policy; also what takes its policy along to another time."""
+"""Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
 USER = "user"
 """A `with` block of the user's: it holds in managed models too."""
 REGION = "region"
@@ -39,21 +39,20 @@ BACKWARD = "backward"
 
 
 class Entry(NamedTuple):
-    """What is in force from here upwards, and what leaving it brings back."""
+    """The policy from here upwards, and what to restore when the entry is left."""
 
     block: Block
     policy: Any  # a Policy, None (no casts), or FOLLOW
     off: Sequence[str]  # device types on which torch's autocast is off meanwhile
-    caller: FrameType | None  # while it runs so does the call of the module
+    caller: FrameType | None  # of a module's call, which has ended when the frame has
 
 
 class Block:
     """Something that runs under a policy; as a `with` block, without casts.
 
     `of`: the object that it stands for, where its end is known by that.  One object may be entered
-    many times, also in several threads.  It ends wherever it is in the stack: an interrupted
-    forward may have left its entry above, and blocks in generators end in any order.  A call
-    ends only as the innermost: within a block of the user's it has entered nothing.
+    many times, also in several threads.  Its end is the end of all that was entered within it and
+    has not been left, as after Ctrl-C, which skips forward hooks and may strike any exit.
     """
 
     __slots__ = ("_state", "kind", "of")
@@ -74,7 +73,7 @@ class Block:
         if not is_compiled and thread.stack:
             state.drop_ended()
         found = thread.policy
-        holds = policy is None and self.kind == USER  # in sessions that begin in it, too
+        holds = policy is None and self.kind == USER  # also in sessions that open inside
         in_force = state.process if found is FOLLOW else found
         if policy is KEEP or (policy is in_force and not holds):
             new = found
@@ -96,29 +95,15 @@ class Block:
         thread = state.thread
         stack = thread.stack
         place = len(stack) - 1
-        if self.kind != CALL:
-            while place >= 0 and stack[place].block is not self:
-                place -= 1
-        if place < 0 or stack[place].block is not self:
-            return
-        _, policy, off, _ = stack.pop(place)
-        if place < len(stack):
-            self._hand_up(stack, place, off)
-        elif off:
-            switch_on(off)
-        if policy is not FOLLOW:
-            thread.policy = stack[-1].policy if stack else FOLLOW
-            state.watch(-1)
-
-    def _hand_up(self, stack: list[Entry], place: int, off: Sequence[str]) -> None:
-        """To what is above, and ends later.
-
-        The end of a region brings back what was before it: nothing is left to switch on.
-        """
-        if self.kind == REGION:
-            stack[place:] = [entry._replace(off=()) for entry in stack[place:]]
-        elif off and not stack[place].off:
-            stack[place] = stack[place]._replace(off=off)
+        while place >= 0 and stack[place].block is not self:
+            place -= 1
+        while len(stack) > place >= 0:
+            _, policy, off, _ = stack.pop()
+            if policy is not FOLLOW:
+                thread.policy = stack[-1].policy if stack else FOLLOW
+                state.watch(-1)
+            if off:
+                switch_on(off)
 
     __enter__: Callable[..., None] = enter
     __exit__ = leave

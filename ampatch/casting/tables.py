@@ -29,13 +29,10 @@ class Rule(Enum):
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
     FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of torch.embedding
-    FLOAT_IF_BFLOAT16 = "float if bfloat16"  # FP32 where an input is bfloat16, else PROMOTE
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
-    FLOAT_UNLESS_SAME_SIZE = "float unless same size"  # as FLOAT, if there is anything to sum
     PROMOTE = "promote"  # the widest floating dtype among the inputs
-    PROMOTE_UNLESS_SCALAR = "promote unless scalar"  # nothing where an input has no dimension
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
-    POWER = "matrix power"  # HALF from the first multiplication on
+    POWER = "matrix power"  # HALF for exponents from 2 on, FP32 for negative ones
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
 
@@ -72,7 +69,7 @@ _CONTRACTION = (
 _PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."
 _POWER = (
     "Powers are repeated matrix products and run in half; exponents 0 and 1 multiply nothing,"
-    " and an inverse needs FP32."
+    " and negative ones begin with an inverse, which needs FP32."
 )
 
 _EXPONENTIAL = "Grows exponentially: FP16 ends at 65504, which inputs of 11 to 12 reach."
@@ -94,7 +91,6 @@ _RESIZE = "Its backward pass adds many output gradients into one input pixel, a 
 
 _ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dimension (scalars)."
 _ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
-_SCALED = "PyTorch refuses inputs of two dtypes here, except a scalar, by which it only multiplies."
 _OUT_OF_BOUNDS = (
     "On the CPU PyTorch's half kernel counts pixels in 16 bits, and reads and writes outside of an"
     " image of over 32,767; elsewhere it refuses inputs of two dtypes, so the widest one decides."
@@ -109,7 +105,10 @@ _DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
 _NO_HALF = "PyTorch has no kernel for it in half."
 _NO_HALF_ON_CPU = "PyTorch has no kernel for it in half on the CPU, and has one on GPUs."
 _COUNTS = "Counts in the dtype of its input, FP16 up to 2,048 and bfloat16 up to 256."
-_NO_COMPLEX = "PyTorch has no complex numbers with bfloat16 parts; the result is no view then."
+_NO_COMPLEX = (
+    "PyTorch has no complex numbers with bfloat16 parts, and few functions for those with FP16"
+    " parts; the result is no view of a half input."
+)
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
@@ -226,7 +225,7 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch.Tensor", ("logsumexp",), Rule.FLOAT, _SOFTMAX),
     Row("torch.Tensor", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
     Row("torch.Tensor", ("corrcoef", "cov"), Rule.FLOAT, _COVARIANCE),
-    Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT_UNLESS_SAME_SIZE, _TOTAL),
+    Row("torch.Tensor", ("sum_to_size",), Rule.FLOAT, _TOTAL),
     Row("torch.Tensor", ("cumprod", "cumsum", "prod", "sum"), Rule.FLOAT_UNLESS_DTYPE, _TOTAL),
     Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
         Rule.FLOAT, _NORM),
@@ -255,13 +254,11 @@ BLACKLIST: tuple[Row, ...] = (
 
 PROMOTE: tuple[Row, ...] = (
     Row("torch", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
-    Row("torch", ("bilinear", "cross", "dot", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
+    Row("torch", ("bilinear", "cross", "dot", "inner", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch", ("grid_sampler",), Rule.FLOAT_ON_CPU, _OUT_OF_BOUNDS),
-    Row("torch", ("inner",), Rule.PROMOTE_UNLESS_SCALAR, _SCALED),
     Row("torch", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.Tensor", ("addcdiv", "addcmul", "arctan2", "atan2"), Rule.PROMOTE, _ZERO_DIM),
-    Row("torch.Tensor", ("cross", "dot", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
-    Row("torch.Tensor", ("inner",), Rule.PROMOTE_UNLESS_SCALAR, _SCALED),
+    Row("torch.Tensor", ("cross", "dot", "inner", "vdot"), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch.Tensor", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.nn.functional", ("bilinear",), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),
@@ -305,7 +302,7 @@ BEYOND: tuple[Row, ...] = (
         Rule.FLOAT, _NO_HALF),
     Row("torch", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch", ("rrelu",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
-    Row("torch", ("complex", "view_as_complex"), Rule.FLOAT_IF_BFLOAT16, _NO_COMPLEX),
+    Row("torch", ("complex", "view_as_complex"), Rule.FLOAT, _NO_COMPLEX),
     Row("torch.Tensor", ("histogram", "nanquantile", "quantile"), Rule.FLOAT, _NO_HALF),
     Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),

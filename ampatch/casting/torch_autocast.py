@@ -21,12 +21,6 @@ def devices_on() -> list[str]:
     return [device for device in device_types() if is_enabled(device)]
 
 
-def nesting() -> int:
-    """How many regions of it this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
 def switched_off(devices: Sequence[str]) -> Sequence[str]:
     """Switch it off for these device types, which are returned."""
     for device in devices:

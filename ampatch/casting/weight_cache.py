@@ -52,7 +52,7 @@ class _Forward:
         self.graphed: Copies = {}
         self.plain: Copies = {}
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
-        self.lasting = lasting  # has what is plain beyond this forward
+        self.lasting = lasting  # keeps the plain copies beyond this forward
         if lasting is not None:
             self.plain, self.kept = lasting.store()
         self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order

@@ -42,7 +42,7 @@ def replacement(
 ) -> Callable:
     """A plain function that stands in for `original` and casts to what `choose` says.
 
-    `is_whole`: what the function calls itself is not cast, as of a function with an override.
+    `is_whole`: casts are off inside the function, as in one that has an override.
     `uncast(call, *args, **kwargs)` makes calls that are not cast here, if it is given.
     """
     as_object = opaque_call(original)

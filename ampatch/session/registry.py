@@ -151,8 +151,6 @@ class Registry:
         for session, policy in casting:
             self._apply_special(session, policy)
         self.state.process = outside
-        if is_new:
-            installed.autocast.begin()
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True

@@ -61,11 +61,7 @@ class Session:
         self.is_open = False
         self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
         self.statistics = weakref.WeakKeyDictionary()
-<<<<<<< HEAD
         self.has_norms = False  # there have been such statistics
-        self.has_trained = False  # since a later session opened
-=======
->>>>>>> w-s
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
@@ -345,15 +341,9 @@ class Session:
         self.policies.cache.close()
         registry.events.forget_copies()
         registry.state.drop_interrupted()
-<<<<<<< HEAD
-        self.has_trained = True
         if self.has_norms:
             for statistics in list(self.statistics.values()):
                 statistics.after_step(managed.skipped)
-=======
-        for statistics in list(self.statistics.values()):
-            statistics.after_step(managed.skipped)
->>>>>>> w-s
         limit = self.properties.max_consecutive_skips
         news = managed.counter.news(limit, managed.gradients)
         if news is not None:

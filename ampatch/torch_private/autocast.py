@@ -5,9 +5,6 @@ from __future__ import annotations
 AUTOCAST = "torch.amp.autocast_mode"
 """Has `torch.autocast`; `custom_fwd` asks from here."""
 
-CHECKPOINTS = "torch.utils.checkpoint"
-"""Restores the state of a forward around its recompute, which takes its policy along."""
-
 ASK_TO_CAST = frozenset(("torch.nested._internal.sdpa",))
 """They ask about autocast in order to cast to the answer."""
 

@@ -345,9 +345,9 @@ def test_a_region_belongs_to_its_thread():
 
 
 def test_regions_around_sessions():
-    with off():
+    with off():  # from before the session: initialize is the innermost
         model = o1()
-        assert model(X).dtype is H and F.linear(X, model.layer.weight).dtype is FP32
+        assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
     assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
     with off():
         ampatch.deactivate()
@@ -395,7 +395,7 @@ def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_befor
     try:
         assert model(X).dtype is H and not STATE.thread.stack
         said = [m for m in caplog.messages if "autocast_enabled" in m]
-        assert len(said) == (value or not is_before)
+        assert len(said) == (not is_before)
         assert all("with ampatch.disable_casts():" in message for message in said)
     finally:
         ampatch.deactivate()

@@ -72,7 +72,7 @@ def test_what_runs_after_it_has_returned_is_not_decorated(function, block, writt
     assert now() is H and not frames()
 
 
-# Blocks that end in another order than they began
+# Blocks that end in another order than they began, or never
 
 
 def suspended(block):
@@ -81,43 +81,41 @@ def suspended(block):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
-def test_blocks_in_generators_end_in_any_order(order):
-    """As with torch.no_grad the block holds for the thread; here it also ends whole."""
+def test_a_block_ends_with_what_was_entered_in_it(order):
+    """As with torch.no_grad a block in a generator holds for the thread."""
     blocks = [ampatch.disable_casts, ampatch.disable_casts, lambda: ampatch.precision("half")]
     steps = [suspended(block) for block in blocks]
     for step in steps:
         next(step)
-    for index in order:
-        assert now() is FP32
+    assert now() is FP32
+    for count, index in enumerate(order):
         with contextlib.suppress(StopIteration):
             next(steps[index])
+        assert len(frames()) == min(order[: count + 1])
     assert now() is H and not frames()
 
 
-def test_the_middle_of_three_ends_first():
-    def half():
-        return torch.exp(X.to(H)).dtype
+@pytest.mark.parametrize("around", [ampatch.disable_casts, lambda: torch.autocast("cpu", H)])
+def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_the_one_around(around):
+    with around():
+        ampatch.disable_casts().__enter__()
+        assert now() is FP32
+    assert now() is H and not frames()
 
-    outer, middle, inner = (
-        suspended(block)
-        for block in (
-            lambda: ampatch.precision("half"),
-            ampatch.disable_casts,
-            lambda: ampatch.precision("half"),
-        )
-    )
-    next(outer), next(middle)
-    assert now() is FP32
-    assert next(middle, None) is None
-    assert now() is H and half() is H  # the outer one's
-    middle = suspended(ampatch.disable_casts)
-    next(middle), next(inner)
-    next(middle, None)
-    assert now() is FP32, "chosen when casts were off"
-    next(inner, None)
-    assert half() is H
-    next(outer, None)
-    assert half() is FP32 and not frames()
+
+def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_the_forward_that_it_was_in():
+    def struck(self, x):
+        ampatch.disable_casts().__enter__()
+        raise KeyboardInterrupt
+
+    model = ampatch.initialize(Parts(), dtype=H, verbosity=0)
+    Parts.forward = struck
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+    finally:
+        Parts.forward = parts
+    assert model(X) == (H, H) and not frames()
 
 
 def test_a_block_left_in_another_thread_ends_nothing_there():

@@ -125,10 +125,8 @@ def test_matrix_power(where, half, o1):
             reference = torch.linalg.matrix_power(matrix, n)
         found = power(matrix, n)
         torch.testing.assert_close(found.float(), reference, rtol=0.05, atol=0.05)
-        assert (
-            found.dtype is power(matrix, n=n).dtype is (torch.float32 if n in (0, 1, -1) else half)
-        )
-        assert power(matrix.to(half), n).dtype is (torch.float32 if n == -1 else half)
+        assert found.dtype is power(matrix, n=n).dtype is (half if n > 1 else torch.float32)
+        assert power(matrix.to(half), n).dtype is (torch.float32 if n < 0 else half)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

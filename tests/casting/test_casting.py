@@ -21,8 +21,8 @@ PLACES = [
     for name in row.names
     if not row.native and has(row.where, name)
 ]
-FLOATS = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
-PROMOTES = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR}
+FLOATS = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
+PROMOTES = {Rule.PROMOTE}
 NO_SHAPE_FUNCTION = {"cudnn_convolution", "cudnn_convolution_transpose"}
 """Not even that runs without CUDA."""
 

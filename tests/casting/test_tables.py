@@ -45,8 +45,8 @@ OWNERS = {
 }
 RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
-TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE, Rule.FLOAT_UNLESS_SAME_SIZE}
-TO_WIDEST = {Rule.PROMOTE, Rule.PROMOTE_UNLESS_SCALAR, Rule.FLOAT_ON_CPU}
+TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
+TO_WIDEST = {Rule.PROMOTE, Rule.FLOAT_ON_CPU}
 
 NEW_IN = {("torch.linalg", "matrix_sqrth"): (2, 15)}
 """Rows for functions that some torch from 2.4 on lacks, and the version that has them."""
@@ -220,7 +220,7 @@ def test_in_place_functions_follow_no_rule_but_for_those_that_write_values_in():
         for row in (*PROMOTE, *BEYOND)
         if row.rule is Rule.PROMOTE and row.where == "torch.Tensor" and not row.native
         for name in row.names
-        if name not in {"addcdiv", "addcmul", "arctan2", "atan2", "cross", "dot", "vdot"}
+        if name not in {"addcdiv", "addcmul", "arctan2", "atan2", "cross", "dot", "inner", "vdot"}
     }
     assert written == promoting | {("torch.Tensor", "__setitem__"), ("torch", "index_put_")}
 

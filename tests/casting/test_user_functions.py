@@ -126,18 +126,16 @@ def test_a_missing_name_is_an_error_and_registers_nothing(library):
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
 
-def test_a_module_not_yet_imported(library, tmp_path, monkeypatch):
-    (tmp_path / "imported_later_on.py").write_text("def dtype_of(x):\n    return x.dtype\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    ampatch.register_half_function("imported_later_on.dtype_of")
+@pytest.mark.parametrize("place", [("late.name.dtype_of",), ("late.name", "dtype_of")])
+def test_a_module_that_is_not_imported_is_an_error_and_registers_nothing(library, place):
+    with pytest.raises(ValueError) as error:
+        ampatch.register_half_function(*place)
+    assert str(error.value) == (
+        "ampatch.register_half_function: late.name is not imported. Import it before this call."
+    )
+    with pytest.raises(ValueError, match="ampatch.unregister_function: late.name is not imported"):
+        ampatch.unregister_function(*place)
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    assert "imported_later_on" not in sys.modules
-    import imported_later_on
-
-    assert imported_later_on.dtype_of(X) is H
-    ampatch.deactivate()
-    assert imported_later_on.dtype_of(X) is torch.float32
-    del sys.modules["imported_later_on"]
 
 
 def test_a_decorated_function_keeps_its_name_and_signature():

@@ -399,7 +399,7 @@ def test_a_norm_s_forward_is_registered_as_bert_does_it(monkeypatch):
     import apex
     from apex import amp
 
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", {})
     amp.register_half_function(apex.normalization.FusedLayerNorm, "forward")
     norm = apex.normalization.FusedLayerNorm(4).half()
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)

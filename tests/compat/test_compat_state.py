@@ -179,7 +179,7 @@ def test_wrong_edits_are_refused_before_anything_changes():
 def test_registered_functions_of_torch_win_over_the_tables(monkeypatch):
     from apex import amp
 
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", {})
     amp.register_half_function(torch, "einsum")
     amp.register_half_function(torch, "softmax")
     amp.register_float_function(functions, "conv2d")

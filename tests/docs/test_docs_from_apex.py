@@ -36,7 +36,7 @@ def test_there_are_seven_patterns():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", [])
+    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", {})
     yield
     compat.uninstall()
     ampatch.deactivate()

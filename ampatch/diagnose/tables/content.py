@@ -28,14 +28,10 @@ RULES = {
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
-    Rule.FLOAT_IF_BFLOAT16: "As float, if an input is bfloat16; else as promote.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
-    Rule.FLOAT_UNLESS_SAME_SIZE: "As float, unless the tensor already has the size asked for, "
-    "so that nothing is summed.",
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
-    Rule.PROMOTE_UNLESS_SCALAR: "As promote, unless one of the inputs has no dimension.",
     Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
-    Rule.POWER: "As half from the first multiplication on.",
+    Rule.POWER: "As half for exponents from 2 on, as float for negative ones.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
     "`allow_banned=False` it raises NotImplementedError.",
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",

@@ -12,10 +12,9 @@ from ampatch.casting.tables import Row, Rule
 AUTOCAST = {
     Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU it casts the products and "
     "sums inside, as ampatch.",
+    Rule.POWER: "runs the products of a negative power in half, after its inverse.",
     Rule.PROMOTE: "raises RuntimeError for an input of the half type that is not the active one; "
     "ampatch promotes it like any other.",
-    Rule.PROMOTE_UNLESS_SCALAR: "raises RuntimeError for an input of the half type that is not the "
-    "active one; ampatch promotes it like any other.",
     Rule.BANNED: "raises RuntimeError whatever the dtype; ampatch minds half inputs only.",
 }
 """Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
@@ -23,6 +22,7 @@ AUTOCAST = {
 AUTOCAST_OF_ROWS = {
     "torch.corrcoef": "runs the product inside in half.",
     "torch.Tensor.corrcoef": "runs the product inside in half.",
+    "torch.Tensor.sum_to_size": "leaves a tensor that has the size as it is.",
     "torch.grid_sampler": "promotes on CUDA, where it raises RuntimeError for an input of the half "
     "type that is not the active one; runs it in FP32 on the CPU.",
     "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of "
