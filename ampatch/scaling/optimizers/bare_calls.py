@@ -24,7 +24,7 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
     None where the wrapper is not torch's or has something to do.  Ampatch's own hook does not
     count: the session forgets its copies after a step of its own.
     """
-    function = getattr(original, "__func__", None)
+    function: Any = getattr(original, "__func__", None)
     if (
         CODE_AROUND_STEPS is None
         or getattr(function, "__code__", None) is not CODE_AROUND_STEPS
