@@ -31,29 +31,33 @@ _grad_of = operator.attrgetter("grad")
 
 @dataclasses.dataclass
 class Check:
-    """What a look for overflow in complete gradients has found.
+    """The result of a look for overflow in complete gradients.
 
-    `found` is None after a step has used them: they may be changed since.
+    `found_inf` is None once a step has used the gradients, since the script may change them
+    afterwards.
     """
 
-    found: Flag | None = None
+    found_inf: Flag | None = None
     scaler: Scaler | None = None
-    is_everyones: bool = False  # all processes have seen an overflow, on whichever it came
+    is_everyones: bool = False  # the flag has been shared by all processes
 
 
 class Gradients:
     """What happens to the gradients of `optimizer`.
 
-    The ranks of `process_group` share their overflow flag in each block.  `owners` is what
-    `owners_among` gave for all that are dealt with together.
+    The ranks of `process_group` share their overflow flag in each block.  `owners` says, where the
+    optimizers of a block share parameters, which of them scales and unscales a gradient
+    (`owners_among`).
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
-        self.scaled: Scaled | None = None  # they wait, by that scale
-        self.aside: list[tuple[Tensor, Tensor]] | None = None  # in a block: with earlier gradients
+        self.scaled: Scaled | None = None  # set while the gradients wait, multiplied by that scale
+        self.aside: list[tuple[Tensor, Tensor]] | None = (
+            None  # in a block: parameters and earlier gradients
+        )
         self._owners: dict[int, Gradients] = {}  # in a block
-        self.check: Check | None = None  # None: none since they were zeroed
+        self.check: Check | None = None  # None: no look since they were zeroed
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         self.had_block = False  # since the last step
         self.left_scaled = False  # a block for others has added scaled ones
@@ -73,7 +77,7 @@ class Gradients:
         return None if self.check is None else self.check.scaler
 
     def has_gradients(self) -> bool:
-        """Whether there is anything to step on."""
+        """Whether a parameter has a gradient."""
         for param in self.parameters():
             if param.grad is not None:
                 return True
@@ -82,9 +86,9 @@ class Gradients:
     # A block
 
     def gather(self, scaler: Scaler) -> list[Tensor]:
-        """Complete the gradients before a block; returns the parameters that have some.
+        """Complete the gradients before a block; returns the parameters that have gradients.
 
-        What waits scaled is unscaled, unless new gradients of `scaler` may be added to it.
+        Gradients that wait scaled are unscaled, unless new ones of `scaler` may be added to them.
         A block that was interrupted before its end is abandoned.
         """
         self.abandon()
@@ -93,12 +97,12 @@ class Gradients:
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
-        if self.check is not None and self.check.found is None:
+        if self.check is not None and self.check.found_inf is None:
             self.look_again()
         return with_grads(self.parameters())
 
     def make_room(self, held: list[Tensor], block: Scaled, owners: dict[int, Gradients]) -> None:
-        """Begin the block: what `gather` found is set aside, or stays, scaled."""
+        """Begin the block: the gradients of `held` are set aside, or scaled and left in `.grad`."""
         aside: list[tuple[Tensor, Tensor]] = []
         stays = False
         if held:
@@ -109,7 +113,7 @@ class Gradients:
         else:
             self.check = self.scaled = None
         self._owners = owners
-        self.aside = aside  # from here on there is something to put back
+        self.aside = aside  # from here on `abandon` puts these back
         self.blocks += 1
         if stays and self.scaled is None:
             block.scale_up(list(map(_grad_of, held)))
@@ -126,7 +130,7 @@ class Gradients:
         return found
 
     def leave_scaled(self, block: Scaled) -> None:
-        """`delay_unscale`: bring everything to the block's scale and leave it there."""
+        """`delay_unscale`: scale earlier gradients as those of the block, and leave all scaled."""
         aside = self._end_block() or []
         block.scale_up([grad for _, grad in aside])
         put_back(aside)
@@ -137,7 +141,7 @@ class Gradients:
         return aside
 
     def abandon(self) -> None:
-        """The backward pass failed: drop what it left, put back what was there.
+        """The backward pass failed: drop its gradients, put back the earlier ones.
 
         Where backward added to earlier gradients, what it added stays in them, which is logged.
         """
@@ -168,7 +172,7 @@ class Gradients:
     def unscale(self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]) -> Flag | None:
         """Unscale the gradients and look for overflow; returns found_inf, None: unchecked.
 
-        Those that an earlier optimizer shares are unscaled already, and only looked at.
+        Gradients that an earlier optimizer of the block has unscaled are looked at only.
         """
         self.scaled = None
         if not owners:
@@ -194,25 +198,25 @@ class Gradients:
         return found
 
     def _owned(self, params: Sequence[Tensor], owners: dict[int, Gradients]) -> list[Tensor]:
-        """Those of `params` that are this optimizer's to deal with."""
+        """Those of `params` whose gradients this optimizer scales and unscales."""
         return [param for param in params if owners.get(id(param), self) is self]
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
         before = self.check
-        if before is not None and before.found is not None:
-            scaler = before.scaler if before.found is True and before.scaler else scaler
-            found = either(before.found, found)
+        if before is not None and before.found_inf is not None:
+            scaler = before.scaler if before.found_inf is True and before.scaler else scaler
+            found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
         self.check = Check(found, scaler, is_everyones)
 
     def finish(self) -> None:
-        """Unscale what `delay_unscale` left scaled; what is in a block stays."""
+        """Unscale what `delay_unscale` left scaled, unless a block is open."""
         if self.scaled is not None and self.aside is None:
             self.scaled.finish()
 
     def look_again(self) -> Flag | None:
-        """Look for overflow in gradients that may be others than their block has checked.
+        """Look for overflow once more, where gradients may have changed since their block ended.
 
         A step has used them and they were not zeroed: an inf may be left.  Or several processes
         train: a script may have averaged the inf of another rank into them.  Returns found_inf;
@@ -221,10 +225,10 @@ class Gradients:
         check = self.check
         if check is None or self.scaled is not None or self.aside is not None:
             return None
-        if check.found is not None and (check.is_everyones or not trains_with_others()):
+        if check.found_inf is not None and (check.is_everyones or not trains_with_others()):
             return None
         if check.scaler is None or not self.has_gradients():
-            if check.found is None:
+            if check.found_inf is None:
                 self.check = None
             return None
         scale = check.scaler.peek()
@@ -234,12 +238,12 @@ class Gradients:
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
-        if self.check is not None and self.check.found is None:
+        if self.check is not None and self.check.found_inf is None:
             self.look_again()
         if self.check is None:
             return None
-        found, self.check.found = self.check.found, None
-        return found if self.has_gradients() else None  # setting them to None takes it away too
+        found, self.check.found_inf = self.check.found_inf, None
+        return found if self.has_gradients() else None  # gradients set to None: no overflow either
 
     def take_overflow(self) -> bool:
         """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
@@ -258,7 +262,7 @@ class Gradients:
                 owner.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
-        """A model or an optimizer zeroed parameters (ids); without gradients forget an overflow."""
+        """Gradients of these parameters (ids) were zeroed; with none left forget an overflow."""
         if self.aside:
             self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
         if self.aside or (self.check is None and not self.left_scaled):
@@ -283,15 +287,18 @@ class Gradients:
     # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 
     def before_others(self) -> Seen | None:
-        """A block for another optimizer begins: what there is now, for `after_others`.
+        """A block for another optimizer begins: the gradients as they are now, for `after_others`.
 
-        None: this one is in a block of its own, in another thread.
+        None: this optimizer is in a block of its own, in another thread.
         """
         seen = self._seen()
         return seen if self._is_outside(seen[0]) else None
 
     def after_others(self, before: Seen | None) -> None:
-        """That block has ended.  Changes by a block of this optimizer's own do not count."""
+        """That block has ended: note if its backward pass has changed gradients of this optimizer.
+
+        Changes by a block of this optimizer's own do not count.
+        """
         if before is None:
             return
         _, grads, versions = self._seen()
@@ -300,11 +307,11 @@ class Gradients:
             self.left_scaled = True
 
     def _is_outside(self, blocks: int) -> bool:
-        """Whether no block has begun since `blocks` of them: asked after a look at gradients."""
+        """Whether no block of this optimizer is open or has begun since there were `blocks`."""
         return self.aside is None and self.blocks == blocks
 
     def _seen(self) -> Seen:
-        """Gradients as backward has left them, and versions, to tell later what it changed."""
+        """Number of blocks, gradients and their versions, to tell later what has changed."""
         grads = list(map(_grad_of, self.parameters()))
         return self.blocks, grads, [-1 if grad is None else grad._version for grad in grads]
 
@@ -380,8 +387,7 @@ class Scaled:
 class Deferred:
     """A scaler's update that waits for the first step of some optimizers, with its overflow flags.
 
-    They are of these optimizers alone: other ranks know no more of them at that step.
-    `together`: an overflow in the gradients of one has all of them skip.
+    `together`: an overflow in the gradients of one optimizer has all of them skip.
     """
 
     def __init__(self, scaler: DynamicScaler, together: bool) -> None:
@@ -391,7 +397,7 @@ class Deferred:
         self._found: Flag | None = None  # None: there is nothing to learn
 
     def join(self, several: Sequence[Gradients]) -> None:
-        """Wait for the step of these optimizers too."""
+        """Wait for the first step of these optimizers as well."""
         for one in several:
             if one not in self._several:
                 self._several.append(one)
@@ -403,7 +409,7 @@ class Deferred:
             self._found = found if self._found is None else either(self._found, found)
 
     def look_again(self) -> None:
-        """Look for overflow that has come since: before the first step, in all gradients."""
+        """Look for overflow in all gradients once more, before the first step."""
         found = [one.look_again() for one in self._several]
         flags = [flag for flag in found if flag is not None]
         self.add(flags)
@@ -411,7 +417,7 @@ class Deferred:
             _skip_together(self._several, self.scaler, flags)
 
     def update(self) -> None:
-        """The first of them steps: the scaler reacts to the flags that were kept."""
+        """The first of the optimizers steps: the scaler reacts to the flags that were kept."""
         for one in self._several:
             one.waiting = [deferred for deferred in one.waiting if deferred is not self]
         self.scaler.update([] if self._found is None else [self._found])
@@ -451,7 +457,7 @@ def update_scaler(
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
-    """Each of these optimizers has the overflow that one of them has."""
+    """An overflow in the gradients of one of these optimizers has each of them skip."""
     if flags:
         found = functools.reduce(either, flags)
         for one in several:

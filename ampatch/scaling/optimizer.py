@@ -36,22 +36,22 @@ state, and parameters with the FP32 values that were saved beside it.
 
 
 class StepOwner(Protocol):
-    """What a managed optimizer asks of the session that it is in."""
+    """What a managed optimizer needs of its session."""
 
     process_group: Any
 
     @property
     def casts_off(self) -> AbstractContextManager[None]:
-        """Without casts, for what the optimizer computes.  One object, entered again and again."""
+        """Context manager: no casts, for what the optimizer computes.  One object for all steps."""
 
     def casts_on(self) -> AbstractContextManager[None]:
-        """With casts as they are around the step, for the forward in a closure."""
+        """Context manager: the casts that hold around the step, for the forward in a closure."""
 
     def before_step(self, managed: ManagedOptimizer) -> None:
         """A step begins, skipped or not."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """It has ended."""
+        """A step has ended, skipped or not."""
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
@@ -63,7 +63,7 @@ class StepOwner(Protocol):
 class ManagedOptimizer:
     """An optimizer whose step looks for overflow.
 
-    `gradients` are on their way to the step, `counter` counts steps.
+    `gradients` follows them from `scale_loss` to the step, `counter` counts steps.
     """
 
     def __init__(self, optimizer: Any, owner: StepOwner) -> None:
@@ -72,8 +72,8 @@ class ManagedOptimizer:
         self.gradients = Gradients(optimizer, owner.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
-        self.replaced_state: Replaced = []  # by an `initialize` that runs, should it fail
-        self.is_evaluating = False  # a `step(closure)` runs
+        self.replaced_state: Replaced = []  # what to put back if `initialize` fails
+        self.is_evaluating = False  # `step(closure)` is running
         self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
         self._is_zero = is_zero(optimizer)
         self._has_warned = False
@@ -95,16 +95,19 @@ class ManagedOptimizer:
     def reinstall(self) -> None:
         """Replace the methods again after `uninstall`."""
         self._methods.take_out()
-        answers = {
+        replacements = {
             "step": self._step,
             "zero_grad": self._zero_grad,
             "load_state_dict": self._load_state_dict,
         }
         if self._two_steps is not None:
-            answers |= {"first_step": self._two_steps.first, "second_step": self._two_steps.second}
-        for name, answer in answers.items():
+            replacements |= {
+                "first_step": self._two_steps.first,
+                "second_step": self._two_steps.second,
+            }
+        for name, replacement in replacements.items():
             if hasattr(self.optimizer, name):
-                self._methods.put(name, answer)
+                self._methods.put(name, replacement)
 
     def uninstall(self) -> None:
         """Give the optimizer its own methods back; gradients are left unscaled.
@@ -176,7 +179,7 @@ class ManagedOptimizer:
         self.settle_overflow()
 
     def settle_overflow(self) -> None:
-        """Have the overflow flag be that of the gradients as they are now, and scalers know it."""
+        """Bring the overflow flag up to date with the gradients, and scalers with the flag."""
         waiting = list(self.gradients.waiting)
         for deferred in waiting:
             deferred.look_again()
@@ -186,7 +189,7 @@ class ManagedOptimizer:
             deferred.update()
 
     def after_step(self) -> None:
-        """A step, noted as taken or skipped, has ended."""
+        """A step has ended that `note_step` has recorded."""
         self.owner.after_step(self)
         self.gradients.had_block = False
 

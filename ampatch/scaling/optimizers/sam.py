@@ -37,7 +37,7 @@ class TwoSteps:
         self._overflowed = False
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answers for `first_step`."""
+        """Replaces `first_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._look()
@@ -47,7 +47,7 @@ class TwoSteps:
         return self._half(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answers for `second_step`."""
+        """Replaces `second_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._look()

@@ -7,18 +7,18 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-Answer = Callable[[Callable, tuple, dict], Any]
-_SEAT = "_ampatch_seat"  # functools.wraps hands it on to wrappers around the replacement
+Replacement = Callable[[Callable, tuple, dict], Any]
+_SLOT = "_ampatch_slot"  # functools.wraps hands it on to wrappers around the replacement
 
 
-class _Seat:
-    """What answers for a method; without an answer calls pass through."""
+class _Slot:
+    """The replacement of a method; None: calls pass through to the original."""
 
-    __slots__ = ("answer", "optimizer")
+    __slots__ = ("optimizer", "replacement")
 
-    def __init__(self, optimizer: Any, answer: Answer) -> None:
+    def __init__(self, optimizer: Any, replacement: Replacement) -> None:
         self.optimizer = optimizer
-        self.answer: Answer | None = answer
+        self.replacement: Replacement | None = replacement
 
 
 class Methods:
@@ -26,35 +26,35 @@ class Methods:
 
     Only a bound method *of the optimizer* is met by LR schedulers built before
     and after: they rebind `step.__func__`.  A scheduler's wrapper stays when
-    the method is taken out from under it; the next `put` takes the seat that is
+    the method is taken out from under it; the next `put` takes the slot that is
     left inside, so that wrappers do not nest ever deeper.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._seats: list[_Seat] = []
+        self._slots: list[_Slot] = []
         self._put: dict[str, tuple[bool, Any, Any]] = {}
 
-    def put(self, name: str, answer: Answer) -> None:
-        """Have `answer(original, args, kwargs)` called for the method `name`."""
+    def put(self, name: str, replacement: Replacement) -> None:
+        """Have `replacement(original, args, kwargs)` called for the method `name`."""
         own = vars(self._optimizer)
         original = getattr(self._optimizer, name)
-        seat = getattr(original, _SEAT, None)
-        if seat is not None and seat.answer is None:
-            seat.answer = answer
+        slot = getattr(original, _SLOT, None)
+        if slot is not None and slot.replacement is None:
+            slot.replacement = replacement
         else:
-            seat = _Seat(self._optimizer, answer)
+            slot = _Slot(self._optimizer, replacement)
             of_class = None if name in own else getattr(type(self._optimizer), name, None)
-            asking = _asking(seat, name, original, of_class)
-            method = types.MethodType(asking, self._optimizer)
+            calling = _calling(slot, name, original, of_class)
+            method = types.MethodType(calling, self._optimizer)
             self._put[name] = (name in own, own.get(name), method)
             own[name] = method
-        self._seats.append(seat)
+        self._slots.append(slot)
 
     def take_out(self) -> None:
         """Give the optimizer its own methods back, except those that other code has wrapped."""
-        for seat in self._seats:
-            seat.answer = None
+        for slot in self._slots:
+            slot.replacement = None
         own = vars(self._optimizer)
         for name, (had_own, found, put) in self._put.items():
             if own.get(name) is not put:
@@ -63,31 +63,31 @@ class Methods:
                 own[name] = found
             else:
                 del own[name]
-        self._seats.clear()
+        self._slots.clear()
         self._put.clear()
 
 
-def _asking(seat: _Seat, name: str, original: Callable, of_class: Any) -> Callable:
-    """A method that asks what answers in `seat`; `original` is what it stands for.
+def _calling(slot: _Slot, name: str, original: Callable, of_class: Any) -> Callable:
+    """A method that calls the replacement in `slot`; `original` is the method that it shadows.
 
-    That was found on the class as `of_class`, if not None; what other code puts there
-    later is called in its place, as Python would do.  A copy of the optimizer asks nobody.
+    `of_class` is where the class has it, if not None: what other code puts there later is called
+    in its place, as Python would do.  On a copy of the optimizer the original is called.
     """
 
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if optimizer is not seat.optimizer:
+        if optimizer is not slot.optimizer:
             return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         call = original
         if of_class is not None:
             present = getattr(type(optimizer), name, of_class)
             if present is not of_class:
                 call = _bound(present, optimizer)
-        if seat.answer is None:
+        if slot.replacement is None:
             return call(*args, **kwargs)
-        return seat.answer(call, args, kwargs)
+        return slot.replacement(call, args, kwargs)
 
-    setattr(method, _SEAT, seat)
+    setattr(method, _SLOT, slot)
     return method
 
 
