@@ -245,7 +245,7 @@ scaling/gradients.py
 | scaling/test_gradients.py scaling/test_scale_loss.py
 
 scaling/gradients.py
-|             found = either(before.found, found)
+|             found = either(before.found_inf, found)
 |             pass
 | scaling/test_gradients.py scaling/test_scale_loss.py scaling/test_skips.py
 
