@@ -129,14 +129,14 @@ def test_steps_are_counted_for_plain_and_managed_optimizers():
 @pytest.mark.parametrize("end", [lambda d: d.remove(), lambda d: ampatch.deactivate()])
 def test_nothing_is_left_behind(end):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.BatchNorm1d(2))
-    before, observers = hooks(model), len(ampatch.session.session.registry.observers)
+    before, observers = hooks(model), len(ampatch.session.session.registry.observers.all)
     debugger = ampatch.debug(model)
     assert hooks(model) > before
     model(torch.randn(3, 2)).sum().backward()
     copy.deepcopy(model)(torch.randn(3, 2))
     end(debugger)
     assert hooks(model) == before and not debugger.is_active
-    assert len(ampatch.session.session.registry.observers) == observers
+    assert len(ampatch.session.session.registry.observers.all) == observers
     model(torch.full((3, 2), float("inf")))
     assert debugger.report is None
 

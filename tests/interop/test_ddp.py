@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -236,22 +234,3 @@ def test_a_process_waits_for_threads_that_have_the_hook(tmp_path):
         **{"capture_output": True, "text": True, "timeout": 200, "check": False},
     )
     assert done.stdout == "let go\n", done.stderr
-
-
-def test_a_wrapper_made_before_is_searched_for_only_where_something_holds_the_accumulators(ranks):
-    """All living objects are: with a large program this takes most of a second."""
-    assert ranks(_searches) == [(0, 1, 0)] * 2
-
-
-def _searches(rank: int) -> tuple[int, ...]:
-    bare, wrapped, graph = Net(0), Net(0), Net(0)
-    parallel = DistributedDataParallel(wrapped)
-    graph(torch.randn(4, 6)).sum().backward()  # its graph has ended
-    counts = []
-    for model in (bare, wrapped, graph):
-        with mock.patch("gc.get_objects", wraps=gc.get_objects) as search:
-            with contextlib.suppress(amp.AmpatchError):  # at O3 the wrapped one is refused
-                amp.initialize(model, opt_level="O3", dtype="bfloat16", verbosity=0)
-        counts.append(search.call_count)
-    del parallel
-    return tuple(counts)

@@ -225,11 +225,15 @@ def test_weights_in_torchscript_are_refused_at_o2_and_nothing_is_done(make, plac
 
 
 @JIT
-def test_a_scripted_model_is_refused_before_anything_is_done():
-    scripted, optimizer = torch.jit.script(Net()), None
+def test_a_scripted_model_is_refused_by_torch_and_nothing_is_left():
+    scripted = torch.jit.script(Net())
+    optimizer = torch.optim.SGD(scripted.parameters(), lr=0.1)
+    linear = F.linear
     for level in LEVELS:
-        with pytest.raises(TypeError, match=r"Net was compiled.*before.*Sequential\(model\)"):
+        with pytest.raises((RuntimeError, ampatch.AmpatchError), match="Script"):
             ampatch.initialize(scripted, optimizer, opt_level=level)
+        assert {param.dtype for param in scripted.parameters()} == {FP32}
+        assert F.linear is linear and "step" not in vars(optimizer)
     assert not ampatch.session.session.registry.sessions
     assert managed("O1", nn.Sequential(scripted))(X)[0].dtype is FP32
 
