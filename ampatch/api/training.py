@@ -71,6 +71,12 @@ def scale_loss(
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
+    if not (isinstance(loss, Tensor) and loss.is_floating_point()):
+        got = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
+        raise TypeError(
+            f"ampatch.scale_loss(loss=...): expected a floating tensor, got {got}. Pass the loss "
+            "itself, not loss.item()."
+        )
     managed: list[Any] = []
     for one in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
         session, found = registry.table.find_optimizer(one) or _unmanaged(one, "scale_loss")

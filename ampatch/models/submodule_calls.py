@@ -106,7 +106,10 @@ class SubmoduleCalls:
                 return None
         elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
             return None
-        taken = self._inputs[id(module)].take(args, kwargs)
+        inputs = self._inputs.get(id(module))
+        if inputs is None:  # a shallow copy of a part has the same tables of hooks
+            return None
+        taken = inputs.take(args, kwargs)
         self._whole.enter_part(module, is_traced)
         return taken
 

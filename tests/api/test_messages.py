@@ -223,6 +223,14 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
     ("call", "kind", "message"),
     [
         (
+            lambda o: ampatch.scale_loss(3.0, o),
+            TypeError,
+            "expected a floating tensor, got float. Pass the loss itself, not loss.item().",
+        ),
+        (lambda o: ampatch.scale_loss(None, o), TypeError, "got None"),
+        (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
+        (lambda o: ampatch.scale_loss(torch.tensor(1j), o), TypeError, "got torch.complex64"),
+        (
             lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
             ValueError,
             "this session has 1 loss scaler(s), numbered from 0. "

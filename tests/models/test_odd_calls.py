@@ -160,6 +160,16 @@ def test_layers_that_are_put_in_without_registration(level, make, change):
     assert is_as_float(level, make, change=change)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_shallow_copy_of_a_part_computes(level):
+    model = net()
+    x = data(0)[0]
+    expected = model[0](x)
+    ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0)
+    torch.testing.assert_close(copy.copy(model[0])(x).float(), expected, atol=0.05, rtol=0.05)
+    assert model[0](x).dtype is (HALF if level == "O1" else torch.float32)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_parameter_that_is_put_in_a_table_is_computed_with_and_trained(level):
     """As `Module._apply` and `functional_call` do it: no registration tells of it."""
