@@ -54,6 +54,7 @@ NOT_RUN = {
     "python3.11 -m venv": ".ci/run makes an environment",
     "pyright": ".ci/run runs it",
     "ruff": ".ci/run runs it",
+    "srun": "it needs an allocation of SLURM; what it starts are other tests' sweeps",
 }
 """Beginnings of commands that no test runs as they are, and why."""
 
