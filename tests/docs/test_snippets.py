@@ -141,6 +141,8 @@ def test_the_python_of_a_page_runs(page, parts, folder, request):
         assert all(losses[-1] < losses[0] for losses, _ in one)
     else:
         torch.compiler.reset()
+        for name in ("train", "train-2"):
+            made_sweep(folder / "ampatch-sweep" / name)
         run_python(parts, of_any_page())
     ampatch.deactivate()
 
@@ -162,9 +164,6 @@ def run_command(command: str, folder: Path, more: tuple[str, ...] = ()) -> str:
 
 @pytest.mark.parametrize("page, command", QUICK, ids=[command for _, command in QUICK])
 def test_a_command_runs(page, command, folder, capsys):
-    if command.startswith("ampatch compare"):
-        for place in command.split()[2:]:
-            made_sweep(folder / place, script="train.py")
     [more] = [more for name, more in SHORTER.items() if command.startswith(name)] or [()]
     printed = run_command(command, folder, more)
     for part in snippets(page):

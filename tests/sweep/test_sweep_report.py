@@ -18,7 +18,7 @@ from PIL import Image
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
+from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep, write_report
 from ampatch.sweep.measure.provenance import command_line, repository
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report import curves, plots
@@ -469,6 +469,15 @@ def test_report_wants_a_sweep(tmp_path, capsys):
             main(["report", str(tmp_path)])
         assert message in capsys.readouterr().err
         assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_no_sweep_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="gone: there is no such directory"):
+        read_sweep(tmp_path / "gone")
+    with pytest.raises(
+        FileNotFoundError, match="there are no results of a sweep in this directory"
+    ):
+        read_sweep(tmp_path)
 
 
 def test_json_and_csv_say_the_same(made):

@@ -196,22 +196,6 @@ class Stored:
     results: Results
     runs: list[Run]
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a figure may depend on: settings, versions, machine, devices."""
-        devices = dict.fromkeys(run.measured.device for run in self.runs if run.measured)
-        return {
-            **self.results.settings,
-            **self.results.versions,
-            **self.results.machine,
-            "device": ", ".join(filter(None, devices)) or "unknown",
-            "runs": f"{self.results.done} of {self.results.planned}",
-        }
-
-    def runs_of(self, row: Row) -> list[Run]:
-        """The runs of a row."""
-        return [run for run in self.runs if run.case.label == row.label]
-
 
 def read_results(directory: str | Path) -> Results | None:
     """The results in a sweep's directory; None if there are none.

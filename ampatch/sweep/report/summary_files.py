@@ -22,7 +22,7 @@ from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report import latex, provenance
 from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.figures import OK, brief
-from ampatch.sweep.report.judge import method
+from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.plots import Picture
 from ampatch.sweep.report.results import PLOTS, SUMMARY, TABLES, Results, Row
@@ -113,7 +113,7 @@ def as_markdown(results: Results) -> str:
         runs=counted(results.planned, "run"),
         results=results,
         figures=Table.of(columns(rows), rows),
-        explained=" ".join([*notes(rows), method("O0")]),
+        explained=" ".join([*notes(rows), METHOD]),
         parts=Table.of(parts, rows) if parts else None,
         parts_explained=PARTS_NOTE,
         facts=provenance.facts(results),
@@ -149,7 +149,7 @@ def as_method(results: Results) -> str:
         if row.skipped
     )
     verdicts = (f"{row.name}: {row.verdict}." for row in rows)
-    said = [*skips, *notes(rows, main=True), method("O0"), *verdicts, *results.notes]
+    said = [*skips, *notes(rows, main=True), METHOD, *verdicts, *results.notes]
     return filled("method.tex", origin=provenance.lines(results), said=said)
 
 
