@@ -41,8 +41,8 @@ def write_shown(directory: Path, trackers: Sequence[str]) -> None:
 
     lacking = write_report(directory)
     print(
-        f"Written to {directory}: report.html, plots/, summary.json, .csv, .md, .tex, "
-        "method.tex, figures.tex; runs and their logs in runs/."
+        f"Written to {directory}: report.html, plots/, summary.json, .csv, .md and .tex; "
+        "runs and their logs in runs/."
     )
     if lacking:
         print(lacking, file=sys.stderr)

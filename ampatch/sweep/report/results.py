@@ -3,8 +3,8 @@
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv        one line per row, the columns of `summary_files.py`
     DIR/summary.md         the recommendation, the table, the verdicts, how it was tested
-    DIR/summary.tex        the table for LaTeX: see `latex.py`
-    DIR/report.html        and figures.tex, plots/: see `render.py`
+    DIR/summary.tex        the main columns of the table for LaTeX
+    DIR/report.html        and plots/: see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
@@ -37,8 +37,7 @@ RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
 CAPTIONS = "captions.md"  # in PLOTS
-FIGURES = "figures.tex"
-TABLES = ("summary.csv", "summary.md", "summary.tex", "method.tex")
+TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
 
