@@ -35,7 +35,7 @@ What is where:
   start alike, `paired.py` has the tests of accuracy. How results are shown: `table.py` has the
   columns for `terminal.py`, `page.py` and `summary_files.py`; `templates/` the documents, which
   `documents.py` fills; `plots.py` the pictures, made of `curves.py` by `drawing.py`; `trackers.py`
-  TensorBoard, Weights & Biases and MLflow.
+  TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
