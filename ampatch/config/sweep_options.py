@@ -68,12 +68,10 @@ class SweepOptions:
         overrides: one more row, with settings of initialize: "O2 loss_scale=128"
         autocast: rows of torch.autocast and GradScaler, or of a script that uses them itself as it
             is (there by default; --no-autocast leaves them out)
-        auto: as by default: a script without AMP code is recognized
         seeds: run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: as many as
             the budget has time for, 5 at most; 1 without a budget)
         override_seeds: where SCRIPT seeds torch, numpy or random itself, use the trial's seed
             instead
-        repeats: run each seed N times (default: 1)
         rounds: measure speed in N rounds at least: each seed is one, short ones are added; when
             resumed N may grow (default: 3)
         budget: plan seeds, rounds and timed runs to take no more than so many minutes in all, with
@@ -113,10 +111,8 @@ class SweepOptions:
         default_factory=list, metadata=_shown(RUN, '"LEVEL NAME=VALUE ..."', flag="--with")
     )
     autocast: bool = field(default=True, metadata=_shown(RUN))
-    auto: bool = field(default=False, metadata=_shown(RUN))
     seeds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
     override_seeds: bool = field(default=False, metadata=_shown(RUN, kept=True))
-    repeats: int = field(default=1, metadata=_shown(RUN, "N", parse=int, kept=True))
     rounds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
     budget: float | None = field(
         default=None, metadata=_shown(RUN, "MINUTES", parse=float, only_for=("local",))

@@ -14,7 +14,7 @@ STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
 
     results = read_results("DIR")                 # Results
     for row in results.rows:                      # one per case
-        for run in read_runs("DIR", row.label):   # its processes: seeds and repeats
+        for run in read_runs("DIR", row.label):   # its processes: seeds and rounds
             run.measured.losses["0"].values       # steps, values, seconds
 
 JSON has no NaN and no infinity; they are the strings "nan", "inf", "-inf",

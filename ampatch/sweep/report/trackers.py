@@ -104,7 +104,7 @@ def _wandb(sweep: Stored, runs: list[Run]) -> str:
         for old in (sweep.directory / "wandb").glob(f"offline-run-*-{name}"):
             shutil.rmtree(old)
         config = {"row": case.label, "opt_level": case.opt_level, "dtype": case.dtype or "float32"}
-        config |= {"seed": trial.seed, "repeat": trial.repeat, "from": origin}
+        config |= {"seed": trial.seed, "from": origin}
         own = {"id": name, "name": trial.label, "dir": sweep.directory, "config": config}
         try:
             with wandb.init(**about, **own, reinit="create_new") as writer:
