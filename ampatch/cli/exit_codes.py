@@ -11,8 +11,6 @@ OWN = {
     "sweep": f"0; 1 where no run went well or the sweep could not go on; {_ON_SIGTERM}",
     "tune": f"0; 1 where nothing brings the level back, or that cannot be told; {_ON_SIGTERM}",
     "report": "0; 1 where something cannot be written",
-    "compare": "0; 1 where the sweeps have no row in common; 2 also for a directory "
-    "without a sweep",
     "run": "the script's own; 1 if an exception or --debug ends it",
     "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
     "a MODULE that cannot be imported",

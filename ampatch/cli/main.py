@@ -1,5 +1,5 @@
-"""The command `ampatch`: sweep, tune, report, compare, run, apex-path, tables, gradients, explain,
-doctor and build.
+"""The command `ampatch`: sweep, tune, report, run, apex-path, tables, gradients, explain, doctor
+and build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
 when it runs, so that a wrong option is refused at once.  `exit_codes` has what each
@@ -20,7 +20,6 @@ from ampatch._version import __version__
 from ampatch.cli import (
     apex_path,
     build,
-    compare,
     doctor,
     explain,
     gradients,
@@ -36,10 +35,7 @@ from ampatch.cli.script_options import split
 from ampatch.errors import did_you_mean
 
 # in the order of --help; each file has the name of its command
-SUBCOMMANDS = (
-    *(sweep, tune, report, compare),
-    *(run, apex_path, tables, gradients, explain, doctor, build),
-)
+SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, doctor, build)
 NAMES = tuple(one.__name__.rpartition(".")[2].replace("_", "-") for one in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and those of the script."""

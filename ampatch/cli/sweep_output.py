@@ -11,7 +11,6 @@ from typing import Any
 _TRACKERS = {
     "tensorboard": "also write event files for TensorBoard, to DIR/tensorboard",
     "wandb": "also write the runs to Weights & Biases; with WANDB_MODE=offline to DIR/wandb",
-    "mlflow": "also write the runs to MLflow: MLFLOW_TRACKING_URI, or else DIR/mlflow.db",
 }
 
 
@@ -23,12 +22,12 @@ def add_trackers(parser: Any) -> None:
 
 def check_trackers(options: argparse.Namespace) -> list[str]:
     """The trackers that are asked for; ends the command if the library of one is missing."""
-    from ampatch.sweep.report.trackers import TRACKERS
+    from ampatch.sweep.report.trackers import check
 
     chosen = [name for name in _TRACKERS if getattr(options, name)]
     for name in chosen:
         try:
-            TRACKERS[name].check()
+            check(name)
         except ImportError as error:
             options.parser.error(f"--{name}: {error}")
     return chosen
@@ -37,14 +36,14 @@ def check_trackers(options: argparse.Namespace) -> list[str]:
 def write_shown(directory: Path, trackers: Sequence[str]) -> None:
     """Write pages, pictures and tables of the stored results, and print where they are."""
     from ampatch.sweep.report.render import write_report
-    from ampatch.sweep.report.trackers import TRACKERS
+    from ampatch.sweep.report.trackers import write
 
     lacking = write_report(directory)
     print(
-        f"Written to {directory}: report.html, plots/, summary.json, .csv, .md, .tex, "
-        "method.tex, figures.tex; runs and their logs in runs/."
+        f"Written to {directory}: report.html, plots/, summary.json, .csv, .md and .tex; "
+        "runs and their logs in runs/."
     )
     if lacking:
         print(lacking, file=sys.stderr)
     for name in trackers:
-        print(TRACKERS[name].write(directory))
+        print(write(name, directory))

@@ -15,7 +15,7 @@ from ampatch.cli.sweep_options import add_options, given
 if TYPE_CHECKING:
     from ampatch.tune import Tuning
 
-LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "auto", "repeats", "steps", "budget")
+LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
 OTHER_TEXTS = {
     "seeds": "judge the answer with seeds 0 to N-1, at least 4, and candidates with half of them "

@@ -14,9 +14,7 @@ from ..errors import did_you_mean
 from .validation import positive_number, whole_number
 
 ROUNDS = 3
-ENGINES = ("local", "ray", "slurm")
-CLUSTERS = ("ray", "slurm")
-PACKAGES = {"ray": "ray", "slurm": "submitit"}
+ENGINES = ("local", "ray")
 GROUPS = RUN, MEASURES, HOW, WHERE = (
     "what is run",
     "what is measured",
@@ -70,12 +68,10 @@ class SweepOptions:
         overrides: one more row, with settings of initialize: "O2 loss_scale=128"
         autocast: rows of torch.autocast and GradScaler, or of a script that uses them itself as it
             is (there by default; --no-autocast leaves them out)
-        auto: as by default: a script without AMP code is recognized
         seeds: run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: as many as
             the budget has time for, 5 at most; 1 without a budget)
         override_seeds: where SCRIPT seeds torch, numpy or random itself, use the trial's seed
             instead
-        repeats: run each seed N times (default: 1)
         rounds: measure speed in N rounds at least: each seed is one, short ones are added; when
             resumed N may grow (default: 3)
         budget: plan seeds, rounds and timed runs to take no more than so many minutes in all, with
@@ -96,12 +92,10 @@ class SweepOptions:
         timeout: end a run that takes longer, and go on with the next
         devices: give each trial one of these; timed trials run alone, on the first
         jobs: run N trials at a time, for accuracy; timed trials run alone
-        engine: what runs the trials (default: local; the others need ampatch[ray], ampatch[slurm])
+        engine: what runs the trials (default: local; ray needs ampatch[ray])
         address: of a Ray cluster; auto finds a running one (default: Ray is started here)
-        gpus_per_trial: what a trial asks of the cluster (default: with Ray 1 a process where it has
-            GPUs)
-        cpus_per_trial: cores, and threads of a trial (default: with Ray a node's, or 1 beside GPUs)
-        slurm: a parameter for submitit, such as partition=gpu or timeout_min=120
+        gpus_per_trial: what a trial asks of Ray (default: 1 a process where the cluster has GPUs)
+        cpus_per_trial: cores, and threads of a trial (default: a node's, or 1 beside GPUs)
         nproc_per_node: start each trial by torchrun with N processes; rank 0 reports
     """
 
@@ -117,10 +111,8 @@ class SweepOptions:
         default_factory=list, metadata=_shown(RUN, '"LEVEL NAME=VALUE ..."', flag="--with")
     )
     autocast: bool = field(default=True, metadata=_shown(RUN))
-    auto: bool = field(default=False, metadata=_shown(RUN))
     seeds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
     override_seeds: bool = field(default=False, metadata=_shown(RUN, kept=True))
-    repeats: int = field(default=1, metadata=_shown(RUN, "N", parse=int, kept=True))
     rounds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
     budget: float | None = field(
         default=None, metadata=_shown(RUN, "MINUTES", parse=float, only_for=("local",))
@@ -145,13 +137,10 @@ class SweepOptions:
     engine: str = field(default="local", metadata=_shown(WHERE, "|".join(ENGINES)))
     address: str | None = field(default=None, metadata=_shown(WHERE, only_for=("ray",)))
     gpus_per_trial: float | None = field(
-        default=None, metadata=_shown(WHERE, "N", parse=float, only_for=CLUSTERS)
+        default=None, metadata=_shown(WHERE, "N", parse=float, only_for=("ray",))
     )
     cpus_per_trial: int | None = field(
-        default=None, metadata=_shown(WHERE, "N", parse=int, only_for=CLUSTERS)
-    )
-    slurm: dict[str, Any] = field(
-        default_factory=dict, metadata=_shown(WHERE, "NAME=VALUE", only_for=("slurm",))
+        default=None, metadata=_shown(WHERE, "N", parse=int, only_for=("ray",))
     )
     nproc_per_node: int | None = field(
         default=None, metadata=_shown(WHERE, "N", parse=int, kept=True)
@@ -162,7 +151,6 @@ class SweepOptions:
         self.devices = tuple(_names(self.devices) or ())
         self.overrides = [self.overrides] if isinstance(self.overrides, str) else [*self.overrides]
         self.metrics, self.better = dict(self.metrics or {}), dict(self.better or {})
-        self.slurm = dict(self.slurm or {})
         if self.rows is not None and (self.levels or self.dtypes or self.overrides):
             raise ValueError(
                 "sweep(rows=...): expected the cases alone, without levels, dtypes and overrides."
@@ -222,15 +210,14 @@ class SweepOptions:
                 f"--engine {self.engine}: there is no such engine.\n"
                 f"Expected one of {', '.join(ENGINES)}.{did_you_mean(self.engine, ENGINES)}"
             )
-        package = PACKAGES.get(self.engine)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if self.engine == "ray" and importlib.util.find_spec("ray") is None:
             raise ValueError(
-                f"--engine {self.engine}: needs the package {package}, which is not installed. "
-                f'pip install "ampatch[{self.engine}]"'
+                "--engine ray: needs the package ray, which is not installed. "
+                'pip install "ampatch[ray]"'
             )
         for one in dataclasses.fields(self):
             engines = one.metadata.get("only_for", ENGINES)
-            if self.engine not in engines and getattr(self, one.name) not in (None, (), {}):
+            if self.engine not in engines and getattr(self, one.name) not in (None, ()):
                 raise ValueError(
                     f"{flag(one)}: has no meaning with --engine {self.engine}, only with "
                     f"{' and '.join(engines)}."

@@ -28,7 +28,7 @@ SPEEDS = (
 )
 EXTRAS = (
     "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy",
-    "ray", "submitit", "tensorboard", "wandb", "mlflow-skinny",
+    "ray", "tensorboard", "wandb",
 )  # fmt: skip
 
 

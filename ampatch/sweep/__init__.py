@@ -25,17 +25,17 @@ What is where:
   directory to go on in (`directory.py`).  Of a trial there is the parent's part (`runner.py`) and
   the child's (`child.py`, `autocast_baseline.py`, `autocast_off.py`, `recognition.py`,
   `plain_training.py`, `seeding.py`).  `progress.py` is the display.
-* `execution/engines/`: what starts the trials, on this machine or a cluster, and in which
+* `execution/engines/`: what starts the trials, on this machine or on Ray, and in which
   order; `ranks.py`: trials of several processes.
 * `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`,
   `written_files.py`), what is read from the script's output, the machine, and the record of a
   trial (`record.py`).
 * `report/`: figures and verdicts (`judge.py`, `margin.py`, `pace.py`, `recommendation.py`) made of
   the records, and the format of the results (`results.py`). `start_check.py` says whether rows
-  start alike, `paired.py` has the tests of accuracy, `side_by_side.py` compares two sweeps. How
-  results are shown: `table.py` has the columns for `terminal.py`, `page.py` and `summary_files.py`;
-  `templates/` the documents, which `documents.py` fills; `plots.py` the pictures, made of
-  `curves.py` by `drawing.py`; `trackers.py` TensorBoard, Weights & Biases and MLflow.
+  start alike, `paired.py` has the tests of accuracy. How results are shown: `table.py` has the
+  columns for `terminal.py`, `page.py` and `summary_files.py`; `templates/` the documents, which
+  `documents.py` fills; `plots.py` the pictures, made of `curves.py` by `drawing.py`; `trackers.py`
+  TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES, LEVELS, cases
 from ampatch.sweep.report.render import write_report
 from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
-from ampatch.sweep.report.side_by_side import SideBySide, side_by_side
 from ampatch.sweep.trial import Case, Trial
 
 __all__ = [
@@ -59,7 +58,6 @@ __all__ = [
     "Results",
     "Row",
     "Run",
-    "SideBySide",
     "Sweep",
     "SweepError",
     "Trial",
@@ -67,7 +65,6 @@ __all__ = [
     "read_results",
     "read_runs",
     "read_sweep",
-    "side_by_side",
     "sweep",
     "write_report",
 ]

@@ -111,7 +111,6 @@ def _needs_a_line(kind: Kind) -> str:
 def trials(
     rows: Sequence[Case],
     seeds: int,
-    repeats: int = 1,
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
@@ -119,7 +118,7 @@ def trials(
 ) -> list[Trial]:
     """The trials in their order.
 
-    A whole round for each seed and repeat, and short ones, to have as many as `rounds`.  Rows in
+    A whole round for each seed, and short ones, to have as many as `rounds`.  Rows in
     `fewer` take part in those of so many seeds.
     Every second round runs backwards, so that a machine that gets slower slows the first
     row and the last row by the same amount.  `apart`: whole runs go on beside each other and
@@ -128,9 +127,9 @@ def trials(
     """
     fewer, last = fewer or {}, last or {}
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
-    whole = [(repeat, seed) for repeat in range(repeats) for seed in range(seeds)]
+    whole = [(0, seed) for seed in range(seeds)]
     lacking = rounds - (0 if apart else len(whole))
-    short = [(repeats + more, 0) for more in range(lacking if times_speed else 0)]
+    short = [(1 + more, 0) for more in range(lacking if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
@@ -142,12 +141,7 @@ def trials(
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
-    ends = [
-        Trial(case, seed, repeat)
-        for repeat, seed in whole
-        for case in rows
-        if seed < last.get(case, 0)
-    ]
+    ends = [Trial(case, seed) for seed in range(seeds) for case in rows if seed < last.get(case, 0)]
     return planned + ends
 
 

@@ -64,7 +64,7 @@ BASE = Case("O0")  # what the other rows are compared with
 
 @dataclass(frozen=True)
 class Trial:
-    """One process to start: a case, its seed, and which repeat of the same it is (from 0).
+    """One process to start: a case, its seed, and, of short ones, which repeat it is (from 1).
 
     A whole run trains as the script does.  A `short` one ends after a few seconds of training
     and is there for its timing alone.  `again` is the second O0 of a round, a short one: what

@@ -457,7 +457,7 @@ class Tuning:
 _OF_PROBE = frozenset(
     (
         *("module", "override_seeds", "timeout", "nproc_per_node"),
-        *("engine", "devices", "address", "slurm", "gpus_per_trial", "cpus_per_trial"),
+        *("engine", "devices", "address", "gpus_per_trial", "cpus_per_trial"),
     )
 )
 """Options of a sweep that the probe's run shares."""

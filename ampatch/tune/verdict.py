@@ -62,7 +62,7 @@ def reason(row: Row) -> str:
     """Why a row does not pass."""
     if row.outcome == "failed":
         return row.status
-    return "; ".join(quality_text(one, "O0") for one in worse(row))
+    return "; ".join(quality_text(one) for one in worse(row))
 
 
 def silent(row: Row) -> str:

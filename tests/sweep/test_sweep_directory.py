@@ -179,7 +179,7 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     plan = Sweep(script, levels=["O0"], out="out", overwrite=True)
 
     left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
-    left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", "method.tex", ".lock"}
+    left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", ".lock"}
     assert left == {"mine.txt", "runs/mine.json"}
     assert read_results("out").done == 0
 

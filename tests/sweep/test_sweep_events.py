@@ -12,8 +12,8 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Sweep
-from ampatch.sweep.report.tracked import TrackedRun
-from ampatch.sweep.report.trackers import TRACKERS, Tracker, TrackerError
+from ampatch.sweep.measure.record import Run, Series
+from ampatch.sweep.report import trackers
 from ampatch.sweep.trial import Trial
 
 
@@ -49,8 +49,8 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     run = made_run(CASES[1], diverges=True)
     made_sweep(tmp_path, [run])
-    TRACKERS["tensorboard"].write(tmp_path)
-    TRACKERS["tensorboard"].write(tmp_path)  # takes the place of the first
+    trackers.write("tensorboard", tmp_path)
+    trackers.write("tensorboard", tmp_path)  # takes the place of the first
     place = tmp_path / "tensorboard" / run.trial.file_stem
     assert len(list(place.iterdir())) == 1
     events = reader.EventAccumulator(str(place)).Reload()
@@ -70,7 +70,7 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     assert [event.value for event in events.Scalars("step ms")] == pytest.approx([5.0] * 119)
 
 
-# Weights & Biases, MLflow
+# Weights & Biases
 
 
 @pytest.fixture
@@ -83,21 +83,20 @@ def sweep_of_two(tmp_path):
     return tmp_path, run
 
 
-@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
-def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypatch, capsys):
+def test_without_its_library_no_report_is_begun(tmp_path, monkeypatch, capsys):
     made_sweep(tmp_path, [made_run(CASES[0])])
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), f"--{name}"])
-    assert f"--{name}: " in (error := capsys.readouterr().err)
-    assert f'pip install "ampatch[{name}]"' in error
+        main(["report", str(tmp_path), "--wandb"])
+    assert "--wandb: " in (error := capsys.readouterr().err)
+    assert 'pip install "ampatch[wandb]"' in error
     assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (TrackerError("wandb: no such key."), "wandb: no such key."),
+        (OSError("wandb: no such key."), "wandb: no such key."),
         (
             OSError(28, "No space left on device", "DIR/wandb"),
             "DIR/wandb: No space left on device.",
@@ -107,51 +106,25 @@ def test_without_its_library_no_report_is_begun(name, module, tmp_path, monkeypa
 def test_what_stops_a_tracker_is_said_after_the_report(
     error, said, sweep_of_two, monkeypatch, capsys
 ):
-    def put(sweep):
+    def put(sweep, runs):
         raise error
 
-    monkeypatch.setitem(TRACKERS, "wandb", Tracker("wandb", lambda: [], put))
+    monkeypatch.setitem(trackers.MODULES, "wandb", "json")  # which is installed
+    monkeypatch.setattr(trackers, "_wandb", put)
     assert main(["report", str(sweep_of_two[0]), "--wandb"]) == 1
     assert capsys.readouterr().err.endswith(f"ampatch report: {said}\n")
     assert (sweep_of_two[0] / "report.html").exists()
 
 
-def test_trackers_get_series_settings_and_figures():
-    tracked = TrackedRun(made_run(CASES[3], seed=1))
-    assert tracked.settings == {
-        "opt_level": "O2", "dtype": "float16", "engine": "ampatch",
-        "settings": '{"loss_scale": "<b>$1$</b>"}', "seed": 1, "repeat": 0,
+def test_trackers_get_all_series():
+    run = made_run(CASES[3], losses={"0": Series([0], [2.0], [1.5]), "1": Series([0], [3.0])})
+    points = list(trackers.points(run))
+    assert {point.tag for point in points} == {
+        "loss", "loss/1", "loss scale", "metrics/accuracy", "step ms", "skipped"
     }  # fmt: skip
-    found = tracked.figures
-    assert found["final/accuracy"] == pytest.approx(0.91) and found["final/memory MiB"] == 300
-    assert found["final/step ms"] == pytest.approx(5)
-    assert {point.tag for point in tracked.points} == {
-        "loss", "loss scale", "metrics/accuracy", "step ms", "skipped"
-    }  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # MLflow uses what sqlalchemy is about to drop
-def test_mlflow_has_each_run_once(sweep_of_two, monkeypatch, capsys):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    pytest.importorskip("alembic", reason="alembic is not installed")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    directory, run = sweep_of_two
-    for _ in range(2):
-        assert main(["report", str(directory), "--mlflow"]) == 0
-    uri = f"sqlite:///{directory / 'mlflow.db'}"
-    assert f"mlflow ui --backend-store-uri {uri}" in capsys.readouterr().out
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    (experiment,) = (one for one in client.search_experiments() if one.name != "Default")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.data.params["dtype"] == "float16" and found.info.run_name == run.trial.label
-    assert found.info.status == "FAILED" and "diverged" in found.data.tags["status"]
-    assert found.data.tags["from.git"] == "0123abc, dirty: 1 changed file"
-    history = sorted(client.get_metric_history(found.info.run_id, "loss"), key=lambda m: m.step)
-    series = run.measured.losses["0"]
-    assert [one.step for one in history] == series.steps
-    assert [one.value for one in history] == pytest.approx(series.values, nan_ok=True)
-    assert history[-1].timestamp - history[0].timestamp == pytest.approx(595, abs=1)
+    assert trackers.Point("loss", 0, 2.0, 1.5) in points
+    assert trackers.Point("step ms", 1, 5.0, None) in points
+    assert list(trackers.points(Run(run.trial, 1, 0.5, None))) == []
 
 
 def report_to_wandb(directory, **variables):
@@ -168,7 +141,7 @@ def test_wandb_offline_has_each_run_once(sweep_of_two):
     for _ in range(2):
         done = report_to_wandb(directory, WANDB_MODE="offline")
         assert done.returncode == 0, done.stderr
-    assert f"wandb sync {directory}/wandb/offline-run-*" in done.stdout
+    assert "Weights & Biases: project ampatch-sweep, group train & <test>" in done.stdout
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
     records = list(wandb_records(file.read_bytes()))
     (about,) = (one.run for one in records if one.WhichOneof("record_type") == "run")

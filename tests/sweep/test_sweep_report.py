@@ -18,7 +18,7 @@ from PIL import Image
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep import Case, Sweep, read_results, read_runs, write_report
+from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep, write_report
 from ampatch.sweep.measure.provenance import command_line, repository
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report import curves, plots
@@ -354,7 +354,7 @@ def test_without_the_extra_all_but_the_pictures_is_written(missing, tmp_path, mo
     assert 'pip install "ampatch[sweep]"' in shown.err and "O1 bfloat16: " in shown.out
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "No plots: matplotlib or pandas is not installed" in page.text and not page.all("img")
-    assert len(list(tmp_path.glob("summary.*"))) == 4 and (tmp_path / "method.tex").exists()
+    assert len(list(tmp_path.glob("summary.*"))) == 4
 
 
 # Where the figures come from
@@ -371,10 +371,10 @@ def text_of(path):
 
 
 def test_every_file_says_where_it_comes_from(made):
-    files = [made[0] / name for name in ("report.html", "figures.tex", "plots/captions.md")]
+    files = [made[0] / name for name in ("report.html", "plots/captions.md")]
     files += sorted(made[0].glob("summary.*"))
     files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
-    assert len(files) == 3 + 4 + 15
+    assert len(files) == 2 + 4 + 15
     for path in files:
         text = text_of(path)
         for fact in ("ampatch sweep", "0123abc, dirty: 1 changed file", "Some CPU", "0.5 to 1.5"):
@@ -430,8 +430,8 @@ def test_a_sweep_keeps_where_it_began_and_how_it_went_on(tmp_path, monkeypatch):
 
 def test_report_makes_again_what_was_lost(made, capsys):
     directory, results = made
-    paths = [directory / name for name in ("report.html", "summary.md", "summary.csv")]
-    paths += [directory / name for name in ("summary.tex", "figures.tex")]
+    names = ("report.html", "summary.md", "summary.csv", "summary.tex")
+    paths = [directory / name for name in names]
     paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
     before = [path.read_bytes() for path in paths]
     for path in paths:
@@ -469,6 +469,15 @@ def test_report_wants_a_sweep(tmp_path, capsys):
             main(["report", str(tmp_path)])
         assert message in capsys.readouterr().err
         assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_no_sweep_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="gone: there is no such directory"):
+        read_sweep(tmp_path / "gone")
+    with pytest.raises(
+        FileNotFoundError, match="there are no results of a sweep in this directory"
+    ):
+        read_sweep(tmp_path)
 
 
 def test_json_and_csv_say_the_same(made):

@@ -1,4 +1,4 @@
-"""Sweeps in real processes: side by side, on Ray, through submitit, under torchrun.
+"""Sweeps in real processes: side by side, on Ray, under torchrun.
 
 Whatever runs the trials, the figures of accuracy are the same to the bit.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ampatch
-from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep import Sweep, read_runs
 
 with contextlib.suppress(ImportError):
     import ray  # noqa: F401  (it derives from subprocess.Popen, which `warm_trials` replaces)
@@ -94,17 +94,14 @@ def test_side_by_side_gives_the_same_and_says_what_was_timed_alone(tmp_path, one
     assert sweep.results.notes[0] == "No run ran alone on its device: no step time, no speed."
 
 
-ENGINES = {
-    "ray": {"engine": "ray", "cpus_per_trial": 1},
-    "submitit": {"engine": "slurm", "slurm": {"cluster": "local"}},
-}
+RAY = {"engine": "ray", "cpus_per_trial": 1}
 
 
-@pytest.mark.parametrize("package", [pytest.param("ray", marks=pytest.mark.slow), "submitit"])
-def test_an_engine_gives_the_same_and_replaces_a_killed_worker(package, tmp_path, one_by_one):
-    pytest.importorskip(package)
+@pytest.mark.slow
+def test_ray_gives_the_same_and_replaces_a_killed_worker(tmp_path, one_by_one):
+    pytest.importorskip("ray")
     script = write_script(tmp_path, KILL_THE_WORKER)
-    sweep = make(script, tmp_path / "out", seeds=1, **ENGINES[package]).run()
+    sweep = make(script, tmp_path / "out", seeds=1, **RAY).run()
     assert (tmp_path / "killed").exists()
     assert figures(sweep.directory) == {"O0 seed 0": one_by_one["O0 seed 0"]}
     log = (sweep.directory / "runs/O0.seed0.repeat0.log").read_text()
@@ -112,21 +109,13 @@ def test_an_engine_gives_the_same_and_replaces_a_killed_worker(package, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ENGINES)
-def test_a_whole_sweep_is_the_same(package, tmp_path, one_by_one):
-    pytest.importorskip(package)
+def test_a_whole_sweep_on_ray_is_the_same(tmp_path, one_by_one):
+    pytest.importorskip("ray")
     script = write_script(tmp_path)
-    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, **ENGINES[package]}
+    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, **RAY}
     sweep = make(script, tmp_path / "out", **options).run()
     assert figures(sweep.directory) == one_by_one
     assert sweep.rows[1].speeds.n == 2 and sweep.results.complete
-
-
-def test_parameters_that_submitit_does_not_know_are_named(tmp_path):
-    pytest.importorskip("submitit")
-    sweep = make(write_script(tmp_path), tmp_path / "out", engine="slurm", slurm={"partitio": "a"})
-    with pytest.raises(SweepError, match="--slurm partitio=a|--slurm cluster=local"):
-        sweep.run()
 
 
 @pytest.mark.slow
@@ -250,10 +239,9 @@ def start_stubborn(directory, *options):
     [
         ["--jobs", "2"],
         pytest.param(["--engine", "ray"], marks=pytest.mark.slow),
-        pytest.param(["--engine", "slurm", "--slurm", "cluster=local"], marks=pytest.mark.slow),
         pytest.param(["--nproc-per-node", "2"], marks=pytest.mark.slow),
     ],
-    ids=["local", "ray", "slurm", "torchrun"],
+    ids=["local", "ray", "torchrun"],
 )
 def test_a_second_interrupt_ends_what_ignores_the_first(options, tmp_path):
     sweep, children = start_stubborn(tmp_path, *options)
@@ -268,12 +256,8 @@ def test_a_second_interrupt_ends_what_ignores_the_first(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--engine", "ray"],
-        ["--engine", "slurm", "--slurm", "cluster=local"],
-        ["--nproc-per-node", "2"],
-    ],
-    ids=["ray", "slurm", "torchrun"],
+    [["--engine", "ray"], ["--nproc-per-node", "2"]],
+    ids=["ray", "torchrun"],
 )
 def test_a_killed_sweep_leaves_nothing_running(options, tmp_path):
     sweep, children = start_stubborn(tmp_path, *options)

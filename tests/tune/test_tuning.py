@@ -104,9 +104,7 @@ def test_one_module_is_the_answer(tuned, tmp_path):
     assert answer == read_answer(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "slurm"})
-)
+@pytest.mark.parametrize("where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "ray"}))
 def test_what_is_timed_runs_alone(tuned, where, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     _, trials = tuned(["head"], **where)

@@ -57,11 +57,10 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows, those of them that can only be `slow`, and the repeats of each seed."""
+    """The rows, and those of them that can only be `slow`."""
 
     all: Sequence[Case]
     slow: frozenset[Case] = frozenset()
-    repeats: int = 1
 
     def last(self, amounts: Amounts) -> dict[Case, int]:
         """The rows that are timed by short runs, by the number of seeds of their whole runs."""
@@ -78,7 +77,7 @@ class Rows:
     def trials(self, amounts: Amounts) -> list[Trial]:
         """The trials of a plan, in their order."""
         seeds, last = self.seeds(amounts), self.last(amounts)
-        return trials(self.all, seeds, self.repeats, amounts.rounds, last=last)
+        return trials(self.all, seeds, amounts.rounds, last=last)
 
 
 @dataclass(frozen=True)

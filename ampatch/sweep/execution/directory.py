@@ -25,7 +25,6 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
     CAPTIONS,
     EVENTS,
-    FIGURES,
     PLOTS,
     REPORT,
     RUNS,
@@ -39,7 +38,7 @@ from ampatch.sweep.trial import Trial
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _LOCK = ".lock"
-_FILES = (SUMMARY, *TABLES, REPORT, FIGURES, f"{PLOTS}/{CAPTIONS}")
+_FILES = (SUMMARY, *TABLES, REPORT, f"{PLOTS}/{CAPTIONS}")
 
 
 def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:

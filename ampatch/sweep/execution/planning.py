@@ -187,7 +187,7 @@ class Plan:
     def _paced(self) -> Rows:
         slow = {name for name, speed in self._half.highest.items() if speed < SLOW}
         cases = {case for case in self.cases if case.dtype and slow >= {*case.dtype.split("+")}}
-        return Rows(self.cases, frozenset(cases if self.has_budget else ()), self._options.repeats)
+        return Rows(self.cases, frozenset(cases if self.has_budget else ()))
 
     def _budget(self, rows: Sequence[Case]) -> float | None:
         """The minutes that the sweep may take; None: any number."""
@@ -230,7 +230,6 @@ class Plan:
             planned = self.possible = trials(
                 self.cases,
                 amounts.seeds,
-                options.repeats,
                 amounts.rounds,
                 apart=options.side_by_side,
                 fewer=options.fewer_seeds,

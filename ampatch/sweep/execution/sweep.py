@@ -134,7 +134,7 @@ class Sweep:
             probe=self._options.probe,
         )
         try:
-            shown, engine = progress or Silent(), engines.make(self._options, self.directory)
+            shown, engine = progress or Silent(), engines.make(self._options)
             with shown, engine:
                 self._course.run(runner, engine, shown)
         except EngineError as error:

@@ -1,7 +1,7 @@
 """The lines in the pictures of a sweep, as data frames of pandas: one per row, of all its seeds.
 
 A long series is averaged in up to `POINTS` blocks, then over the seeds; `low` and `high`
-are the least and the greatest of the seeds.  Of the repeats of a seed the first is drawn.
+are the least and the greatest of the seeds.
 
 Curves that lie on each other show nothing; what is between them does.  So there are also
 the differences from O0, step by step at the same seed.
@@ -32,7 +32,7 @@ def losses(runs: Iterable[Run]) -> DataFrame:
     import pandas
 
     parts = []
-    for run in _firsts(runs):
+    for run in _whole(runs):
         series = main_losses(run.measured)
         if not series.values:
             continue
@@ -110,7 +110,7 @@ def scales(runs: Iterable[Run]) -> dict[str, DataFrame]:
     import pandas
 
     found = {}
-    for run in sorted(_firsts(runs), key=lambda run: run.trial.seed, reverse=True):
+    for run in sorted(_whole(runs), key=lambda run: run.trial.seed, reverse=True):
         changes = main_losses(Measured(losses=run.measured.loss_scales))
         if set(changes.values) - {1.0}:
             x = [*changes.steps, len(run.measured.skipped)]
@@ -119,9 +119,9 @@ def scales(runs: Iterable[Run]) -> dict[str, DataFrame]:
     return found
 
 
-def _firsts(runs: Iterable[Run]) -> list[Run]:
-    """The first whole run of each row and seed."""
-    return [run for run in runs if run.measured and not run.trial.short and not run.trial.repeat]
+def _whole(runs: Iterable[Run]) -> list[Run]:
+    """The runs without the short ones."""
+    return [run for run in runs if run.measured and not run.trial.short]
 
 
 def _blocks(found: DataFrame, along: str) -> DataFrame:

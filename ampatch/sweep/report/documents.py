@@ -9,7 +9,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.report import latex
+_IN_LATEX = str.maketrans(
+    {
+        **{letter: f"\\{letter}" for letter in "{}$&#%_"},
+        "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+        "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+        "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        "\N{DAGGER}": r"$^{\dagger}$", "\N{DOUBLE DAGGER}": r"$^{\ddagger}$",
+    }
+)  # fmt: skip
 
 
 def filled(name: str, **shown: Any) -> str:
@@ -24,15 +32,9 @@ def _environment(form: str) -> Any:
     settings: dict[str, Any] = {
         ".html": {"autoescape": True},
         ".md": {"finalize": _escape_by(markdown)},
-        # Braces and % are LaTeX's own.
-        ".tex": {
-            "finalize": _escape_by(latex.escaped),
-            "variable_start_string": "<<", "variable_end_string": ">>",
-            "block_start_string": "<%", "block_end_string": "%>",
-            "comment_start_string": "<#", "comment_end_string": "#>",
-        },
-    }  # fmt: skip
-    environment = jinja2.Environment(
+        ".tex": {"finalize": _escape_by(latex)},
+    }
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -40,8 +42,6 @@ def _environment(form: str) -> Any:
         keep_trailing_newline=True,
         **settings[form],
     )
-    environment.filters["formulas"] = latex.with_formulas
-    return environment
 
 
 def _escape_by(escape: Any) -> Any:
@@ -54,3 +54,8 @@ def _escape_by(escape: Any) -> Any:
 def markdown(text: str) -> str:
     """`text` as Markdown shows it, also in a table."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def latex(text: str) -> str:
+    """`text` as LaTeX shows it, also in a table."""
+    return text.translate(_IN_LATEX)

@@ -27,20 +27,19 @@ _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nl
 _LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
 
 
-def method(base: str) -> str:
-    """How accuracy is compared with `base`, for readers of the figures."""
-    return (
-        f"Accuracy: one value per seed; a row's and {base}'s with the same seed are a pair. Paired "
-        "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
-        f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
-        "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
-        'row by itself. "Within seed noise" means that the test found no difference; "worse '
-        'by less than matters", that it found one whose interval ends within the margin. The '
-        "difference that would have been seen is the one that the test finds with probability "
-        f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
-        "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
-        "samples are compared as unpaired; where both have one value with all seeds, there is no p."
-    )
+METHOD = (
+    "Accuracy: one value per seed; a row's and O0's with the same seed are a pair. Paired "
+    "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
+    f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
+    "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
+    'row by itself. "Within seed noise" means that the test found no difference; "worse '
+    'by less than matters", that it found one whose interval ends within the margin. The '
+    "difference that would have been seen is the one that the test finds with probability "
+    f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
+    "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
+    "samples are compared as unpaired; where both have one value with all seeds, there is no p."
+)
+"""How accuracy is compared with O0's, for readers of the figures."""
 
 
 def compare(
@@ -162,7 +161,7 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    said = quality_text(row.comparisons[0], "O0")
+    said = quality_text(row.comparisons[0])
     loss = next((one for one in row.comparisons[1:] if one.name == LOSS), None)
     if loss is None or loss.p is None:
         return said
@@ -176,22 +175,22 @@ def outcome_text(one: Comparison) -> str:
     return texts.get(one.outcome, one.outcome)
 
 
-def quality_text(one: Comparison, base: str) -> str:
-    """How a quantity compares with that of `base`, in words."""
+def quality_text(one: Comparison) -> str:
+    """How a quantity compares with that of O0, in words."""
     against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
         far = ", but far below" if _is_far(one) else ""
         return f"{against}, not tested ({one.untested}){far}"
     if not one.difference and not one.scatter:
-        return f"equal to {base} with each of {one.n} seeds: {one.name} {one.mean:.4g}"
+        return f"equal to O0 with each of {one.n} seeds: {one.name} {one.mean:.4g}"
     p = "" if never_varies(one) else f", p={one.corrected_p:.2g}"
     detail = f"{difference_text(one)}{p}, {one.n} seeds"
     if one.outcome == "small":
         return f"worse by less than matters ({one.matters:.2g}): {against}, difference {detail}"
     if one.outcome != "within":
-        return f"{one.outcome} than {base}: {against}, difference {detail}"
+        return f"{one.outcome} than O0: {against}, difference {detail}"
     seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""
-    return f"within seed noise of {base}: {against}, difference {detail}{seen}"
+    return f"within seed noise of O0: {against}, difference {detail}{seen}"
 
 
 def difference_text(one: Comparison) -> str:

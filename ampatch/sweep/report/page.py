@@ -11,7 +11,7 @@ from pathlib import Path
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.figures import OK, status, step_ms
-from ampatch.sweep.report.judge import mean_and_sd, method, outcome_text, p_text
+from ampatch.sweep.report.judge import METHOD, mean_and_sd, outcome_text, p_text
 from ampatch.sweep.report.numbers import MISSING, number, setting_text, split_interval
 from ampatch.sweep.report.plots import Gallery
 from ampatch.sweep.report.provenance import called, facts
@@ -43,7 +43,7 @@ def as_html(results: Results, runs: Sequence[Run], drawn: Gallery, lacking: str 
         failed=[row for row in rows if row.status != OK],
         explained=" ".join(notes(rows)),
         comparisons=Table.of(_COMPARISON, compared),
-        method=method("O0"),
+        method=METHOD,
         parts=Table.of(by_row(parts), rows) if parts else None,
         parts_explained=PARTS_NOTE,
         drawn=drawn,

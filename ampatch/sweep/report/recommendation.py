@@ -71,7 +71,7 @@ def anything_compared(rows: Sequence[Row]) -> bool:
 def _none_as_accurate(rows: Sequence[Row]) -> str:
     """That all rows that may be faster are worse, and what of the fastest is."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
-    said = filter(None, (pace.in_words(row), *(quality_text(one, "O0") for one in worse(row))))
+    said = filter(None, (pace.in_words(row), *(quality_text(one) for one in worse(row))))
     return (
         f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {'; '.join(said)}."
     )

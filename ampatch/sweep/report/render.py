@@ -3,7 +3,6 @@
     DIR/report.html              all of it on one page, the pictures inside
     DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed, memory, loss-scale
     DIR/plots/captions.md        what each shows, in which units, what a band is
-    DIR/summary.tex figures.tex  the table and the pictures with their captions, for LaTeX
 
 They are made when a sweep has ended, and by `ampatch report` from the stored results.
 """
@@ -18,15 +17,8 @@ from ampatch.sweep.report.drawing import FORMATS
 from ampatch.sweep.report.page import as_html
 from ampatch.sweep.report.plots import MISSING, Gallery, available, gallery
 from ampatch.sweep.report.provenance import lines
-from ampatch.sweep.report.results import (
-    CAPTIONS,
-    FIGURES,
-    PLOTS,
-    REPORT,
-    Results,
-    read_sweep,
-)
-from ampatch.sweep.report.summary_files import as_figures, write_tables
+from ampatch.sweep.report.results import CAPTIONS, PLOTS, REPORT, Results, read_sweep
+from ampatch.sweep.report.summary_files import write_tables
 
 
 def write_report(directory: str | Path) -> str:
@@ -57,4 +49,3 @@ def _write_pictures(path: Path, results: Results, drawn: Gallery) -> None:
             (path / PLOTS / f"{picture.name}.{form}").write_bytes(data)
     captions = filled("captions.md", drawn=drawn, origin=lines(results))
     write_whole(path / PLOTS / CAPTIONS, captions)
-    write_whole(path / FIGURES, as_figures(results, drawn.pictures))

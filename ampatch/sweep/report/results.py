@@ -3,8 +3,8 @@
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv        one line per row, the columns of `summary_files.py`
     DIR/summary.md         the recommendation, the table, the verdicts, how it was tested
-    DIR/summary.tex        the table for LaTeX: see `latex.py`
-    DIR/report.html        and figures.tex, plots/: see `render.py`
+    DIR/summary.tex        the main columns of the table for LaTeX
+    DIR/report.html        and plots/: see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
@@ -14,7 +14,7 @@ STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
 
     results = read_results("DIR")                 # Results
     for row in results.rows:                      # one per case
-        for run in read_runs("DIR", row.label):   # its processes: seeds and repeats
+        for run in read_runs("DIR", row.label):   # its processes: seeds and rounds
             run.measured.losses["0"].values       # steps, values, seconds
 
 JSON has no NaN and no infinity; they are the strings "nan", "inf", "-inf",
@@ -37,8 +37,7 @@ RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
 CAPTIONS = "captions.md"  # in PLOTS
-FIGURES = "figures.tex"
-TABLES = ("summary.csv", "summary.md", "summary.tex", "method.tex")
+TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
 
@@ -195,22 +194,6 @@ class Stored:
     directory: Path
     results: Results
     runs: list[Run]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a figure may depend on: settings, versions, machine, devices."""
-        devices = dict.fromkeys(run.measured.device for run in self.runs if run.measured)
-        return {
-            **self.results.settings,
-            **self.results.versions,
-            **self.results.machine,
-            "device": ", ".join(filter(None, devices)) or "unknown",
-            "runs": f"{self.results.done} of {self.results.planned}",
-        }
-
-    def runs_of(self, row: Row) -> list[Run]:
-        """The runs of a row."""
-        return [run for run in self.runs if run.case.label == row.label]
 
 
 def read_results(directory: str | Path) -> Results | None:

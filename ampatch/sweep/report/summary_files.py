@@ -1,11 +1,5 @@
 """A sweep's results as files: JSON, CSV, Markdown and LaTeX.
 
-    \\usepackage{booktabs,graphicx}
-    \\input{summary.tex}  \\input{figures.tex}  \\input{method.tex}
-
-`method.tex` is a paragraph for an appendix: what was measured and how it was tested.  The table
-has the width of the page, also in two columns.
-
 They are written after each run, and without an extra: so by Python's own `csv` and by templates.
 """
 
@@ -19,13 +13,11 @@ from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.measure.step_parts import PARTS
-from ampatch.sweep.report import latex, provenance
+from ampatch.sweep.report import provenance
 from ampatch.sweep.report.documents import filled
-from ampatch.sweep.report.figures import OK, brief
-from ampatch.sweep.report.judge import method
+from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.plots import Picture
-from ampatch.sweep.report.results import PLOTS, SUMMARY, TABLES, Results, Row
+from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
 from ampatch.sweep.report.table import (
     PARTS_NOTE,
     Table,
@@ -55,8 +47,8 @@ def write_files(directory: Path, results: Results) -> None:
 
 
 def write_tables(directory: Path, results: Results) -> None:
-    """Write `summary.csv`, `.md` and `.tex`, and `method.tex`."""
-    for name, make in zip(TABLES, (as_csv, as_markdown, as_table, as_method)):
+    """Write `summary.csv`, `.md` and `.tex`."""
+    for name, make in zip(TABLES, (as_csv, as_markdown, as_latex)):
         write_whole(directory / name, make(results))
 
 
@@ -113,50 +105,18 @@ def as_markdown(results: Results) -> str:
         runs=counted(results.planned, "run"),
         results=results,
         figures=Table.of(columns(rows), rows),
-        explained=" ".join([*notes(rows), method("O0")]),
+        explained=" ".join([*notes(rows), METHOD]),
         parts=Table.of(parts, rows) if parts else None,
         parts_explained=PARTS_NOTE,
         facts=provenance.facts(results),
     )
 
 
-def as_table(results: Results) -> str:
-    """The table and what its marks mean, as a `table*` environment: of the width of the page."""
-    rows = results.rows
-    table = Table.of([column for column in by_row(columns(rows)) if column.main], rows)
-    shown = table.columns
-    device = results.provenance.get("device", "")
-    on = f" on {device}" if device and device != "cpu" else ""
-    failed = [f"{row.name}: {brief(row.status)}." for row in rows if row.status != OK]
-    return filled(
-        "summary.tex",
-        origin=provenance.lines(results),
-        caption=f"{Path(results.script).name} at several opt levels, {_seeds(results)} per row{on} "
-        f"({provenance.software(results)}).",
-        sides="".join("r" if column.right else "l" for column in shown),
-        heads=[latex.head(column, texts) for column, *texts in zip(shown, *table.lines)],
-        lines=[list(map(latex.cell, shown, line)) for line in table.lines],
-        footnote=" ".join([*failed, "In brackets are quartiles.", *mark_notes(rows)]),
-    )
-
-
-def as_method(results: Results) -> str:
-    """A paragraph that says what the columns are, how rows were compared, and what came of it."""
-    rows = results.rows
-    skips = (
-        f"{row.name}: {row.skipped} of {row.all_steps} steps were skipped after an overflow."
-        for row in rows
-        if row.skipped
-    )
-    verdicts = (f"{row.name}: {row.verdict}." for row in rows)
-    said = [*skips, *notes(rows, main=True), method("O0"), *verdicts, *results.notes]
-    return filled("method.tex", origin=provenance.lines(results), said=said)
-
-
-def as_figures(results: Results, pictures: Sequence[Picture]) -> str:
-    """A `figure` environment for each picture; the files are found from the sweep's folder."""
-    origin = provenance.lines(results)
-    return filled("figures.tex", origin=origin, folder=PLOTS, pictures=pictures)
+def as_latex(results: Results) -> str:
+    """The main columns as a `tabular` environment; comments say where they come from."""
+    main = [column for column in by_row(columns(results.rows)) if column.main]
+    origin = [*provenance.lines(results), *mark_notes(results.rows)]
+    return filled("summary.tex", origin=origin, table=Table.of(main, results.rows))
 
 
 def _seeds(results: Results) -> str:

@@ -1,6 +1,6 @@
 """Tables as titles and texts, and the table of a sweep's rows: its columns and what they mean.
 
-`terminal.py`, `page.py`, `summary_files.py` and `latex.py` show the same columns.
+`terminal.py`, `page.py` and `summary_files.py` show the same columns.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ def by_row(shown: Sequence[Column]) -> list[Column]:
     return [Column("row", lambda row: row.name, right=False), *shown[len(NAMES) :]]
 
 
-def notes(rows: Sequence[Row], main: bool = False) -> list[str]:
-    """Explanations of the columns that show something, or of the `main` ones."""
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Explanations of the columns that show something."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     shown = {
         STEP_NOTE: any(row.step_times for row in rows),
         SPEED_NOTE: any(row.speeds for row in rows),
         LOSS_NOTE: any(row.first_loss is not None for row in rows),
-        CPU_NOTE: any(row.cpu_ms is not None for row in rows) and not main,
+        CPU_NOTE: any(row.cpu_ms is not None for row in rows),
         SCATTER_NOTE: any(any(row.sds.values()) for row in rows),
     }
     of_columns = [note for note, is_shown in shown.items() if is_shown]

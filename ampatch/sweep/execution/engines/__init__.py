@@ -1,15 +1,14 @@
-"""Engines: what starts the trials of a sweep, on this machine or on a cluster.
+"""Engines: what starts the trials of a sweep, on this machine or on a Ray cluster.
 
 `protocol.py` says what a sweep asks of each, `config/sweep_options.py` what a user can
-choose, `schedule.py` in which order trials start.  `local.py`, `ray.py` and `slurm.py` are the
-engines.  In all of them `Runner.run` runs a trial, in a process near it; the engines
-differ in where that process is and in how its news come back.
+choose, `schedule.py` in which order trials start.  `local.py` and `ray.py` are the engines.  In
+both `Runner.run` runs a trial, in a process near it; the engines differ in where that process
+is and in how its news come back.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.local import LocalEngine
@@ -17,8 +16,8 @@ from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.place import Place, device_groups, thread_variables
 
 
-def make(options: SweepOptions, directory: Path) -> Engine:
-    """The engine that was asked for; it may keep notes in the sweep's `directory`.
+def make(options: SweepOptions) -> Engine:
+    """The engine that was asked for.
 
     Raises `EngineError` if a cluster cannot be reached or lacks what a trial needs.
     """
@@ -26,10 +25,6 @@ def make(options: SweepOptions, directory: Path) -> Engine:
         from ampatch.sweep.execution.engines.ray import RayEngine
 
         return RayEngine(options)
-    if options.engine == "slurm":
-        from ampatch.sweep.execution.engines.slurm import SlurmEngine
-
-        return SlurmEngine(options, directory)
     return _local(options)
 
 

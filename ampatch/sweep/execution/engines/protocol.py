@@ -11,8 +11,6 @@ from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.trial import Trial
 
-RETRIES = 3  # of a trial whose worker has died, by the engines of clusters
-
 
 @dataclass(frozen=True)
 class Started:
@@ -63,8 +61,7 @@ class Engine(Protocol):
     """Runs trials somewhere.  Used by one thread, as a context manager.
 
     Leaving the block ends everything that was submitted and has not ended, also after a
-    second Ctrl-C.  A sweep that is resumed submits the trials that have no run; an engine
-    whose trials outlive the sweep then takes up those that still run.
+    second Ctrl-C.  A sweep that is resumed submits the trials that have no run.
     """
 
     def __enter__(self) -> Engine: ...

@@ -26,7 +26,6 @@ from ampatch.config.environment import OF_THE_PROCESS
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.engines.protocol import (
-    RETRIES,
     Ended,
     EngineError,
     Event,
@@ -44,6 +43,7 @@ from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.trial import Trial
 
+RETRIES = 3  # of a trial whose worker has died
 GRACE = 15.0  # seconds for cancelled trials to end
 _PASSED = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
 
