@@ -9,6 +9,7 @@ print(casts)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ import ampatch
 from ampatch import native
 from ampatch.torch_private.modules import CONVOLUTIONS
 
-from .advice import advice
+from . import speed
 from .casts_seen import HALVES, CastWatch
 from .dtype_names import dtype_name
-from .explain_text import as_text
 from .models import Models, check_model
 from .trees import tensors_in
+
+SHOWN = 10  # at most so many layers and bounces are named
 
 
 def report(model: nn.Module | None = None) -> CastReport:
@@ -103,10 +105,15 @@ class CastReport:
 
     def advice(self) -> list[str]:
         """Where time could be won; measuring this CPU may take a second."""
-        return advice(self)
+        return [
+            *_slow_halves(self),
+            *_bounces(self),
+            *_odd_sizes(self),
+            *_nothing_in_half(self),
+        ]
 
     def __str__(self) -> str:
-        return as_text(self)
+        return _as_text(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; `bytes` are the bytes that casts wrote."""
@@ -152,3 +159,132 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     if isinstance(module, nn.MultiheadAttention):
         return {"embed_dim": module.embed_dim, "head_dim": module.head_dim}
     return {}
+
+
+def _as_text(found: CastReport) -> str:
+    """Four parts, separated by empty lines."""
+    parts = [
+        _functions(found),
+        _modules(found),
+        _tips(found),
+        [f"Native part: {native.status().reason}"],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _functions(found: CastReport) -> list[str]:
+    """A line for each patched function that was called, the most bytes cast first."""
+    if not found.functions:
+        return ["No patched function was called (O2 and O3 run the model in half; see below)."]
+    ordered = sorted(found.functions.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
+    rows = [
+        (
+            name,
+            calls.calls,
+            calls.casts,
+            calls.cached,
+            calls.bytes,
+            ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()),
+        )
+        for name, calls in ordered
+    ]
+    total = [
+        sum(getattr(calls, column) for _, calls in ordered)
+        for column in ("calls", "casts", "cached", "bytes")
+    ]
+    head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
+    lines = _table([head, *rows, ("all", *total, "")])
+    together = found.batches
+    if together.batches:
+        lines.append(
+            "Weights are cast together as a forward begins: "
+            f"{together.weights} casts in {together.batches} batches, {together.bytes} bytes."
+        )
+    return lines
+
+
+def _modules(found: CastReport) -> list[str]:
+    """A line for each module that ran, with the dtypes its forward took and gave."""
+    if not found.modules:
+        return ["No module was called."]
+    rows = [
+        (name or "(the model)", use.kind, use.calls, _dtypes(use.takes), _dtypes(use.gives))
+        for name, use in sorted(found.modules.items())
+    ]
+    return _table([("module", "class", "calls", "takes", "gives"), *rows], left=(0, 1, 3, 4))
+
+
+def _tips(found: CastReport) -> list[str]:
+    """Where time could be won."""
+    given = found.advice()
+    if not given:
+        return ["Nothing was found where time could be won."]
+    return ["Where time could be won:", *(f"- {tip}" for tip in given)]
+
+
+def _dtypes(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(map(dtype_name, dtypes))) or "-"
+
+
+def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> list[str]:
+    """Aligned columns; those in `left` are aligned to the left."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in texts
+    ]
+
+
+def _slow_halves(found: CastReport) -> Iterator[str]:
+    used = {dtype for device, dtype in found.used if device == "cpu"}
+    if not used:
+        return
+    speeds = speed.measure("cpu")
+    for dtype in sorted(used, key=str):
+        slow = [one for one in speeds if one.dtype is dtype and one.verdict == "slower"]
+        if slow:
+            fast = speed.fast(speeds)
+            what = (
+                f'torch.{fast[0]} is faster than FP32 here: dtype="{fast[0]}".'
+                if fast
+                else 'opt_level="O0" would be faster here.'
+            )
+            figures = ", ".join(f"{one.operation} at {one.shown()}" for one in slow)
+            yield f"{dtype} is slow on this CPU: {figures} of FP32's speed (measured). {what}"
+
+
+def _bounces(found: CastReport) -> Iterator[str]:
+    pairs = sorted(found.bounces.items(), key=lambda pair: -pair[1].bytes)
+    for (source, target), bounce in pairs[:SHOWN]:
+        yield (
+            f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
+            f"{bounce.times} times, {bounce.bytes} bytes. Where float16's range and precision do, "
+            f'overrides={{{source}: "half"}} saves both casts.'
+        )
+
+
+def _odd_sizes(found: CastReport) -> Iterator[str]:
+    """Multiples of 8: NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001)."""
+    odd = [
+        f"{name or 'the model'} ({', '.join(f'{what}={n}' for what, n in use.odd_sizes.items())})"
+        for name, use in found.modules.items()
+        if use.odd_sizes
+    ]
+    if odd:
+        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+        yield (
+            "Sizes that are no multiple of 8, which Tensor Cores of NVIDIA GPUs take less well or "
+            f"not at all: {', '.join(odd[:SHOWN])}{more}."
+        )
+
+
+def _nothing_in_half(found: CastReport) -> Iterator[str]:
+    if found.modules and not found.used:
+        yield (
+            'Nothing ran in a half type: ampatch.initialize(..., opt_level="O1") was not called, '
+            "or is at O0, or casts are off."
+        )

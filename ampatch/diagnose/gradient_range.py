@@ -9,7 +9,6 @@ Gradients are counted just before an optimizer's step: complete and unscaled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,10 @@ from torch.optim.optimizer import (
 import ampatch
 from ampatch.session.facade import session_of
 
-from .gradient_text import as_text
-from .histogram import SMALLEST, Counts, Histogram, Suggestion
+from .gradient_report import GradientReport
+from .histogram import SMALLEST, Counts, Histogram
 from .models import Models, check_model
 from .storages import values
-
-WORST = 5  # so many parameters are named
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
@@ -131,71 +128,6 @@ class GradientRange:
             for group in optimizer.param_groups
             for weight in group["params"]
         )
-
-
-@dataclasses.dataclass
-class GradientReport:
-    """The counts over `steps` optimizer steps; `skipped` steps are not among them.
-
-    `scale` is the loss scale at the last step, with several losses that of the first.
-
-    If gradients were computed in float16, `floor` is the smallest number that they could
-    hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
-    """
-
-    steps: int
-    skipped: int
-    scale: float
-    floor: float | None
-    total: Histogram
-    by_parameter: dict[str, Histogram]
-    suggestion: Suggestion
-
-    def worst(self) -> list[tuple[str, float]]:
-        """The parameters that lose most at scale 1, and the shares that they lose."""
-        shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
-        lossy = [pair for pair in shares if pair[1] > 0]
-        return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; keys of `bins` are exponents of upper ends, shares are 0 to 1."""
-        return {
-            "steps": self.steps,
-            "skipped_steps": self.skipped,
-            "loss_scale": self.scale,
-            "floor": self.floor,
-            "suggestion": self.suggestion.as_dict(),
-            **_histogram_as_dict(self.total),
-            "parameters": {
-                name: _histogram_as_dict(found) for name, found in self.by_parameter.items()
-            },
-        }
-
-    def plot(self, path: Any) -> None:
-        """Write the histogram as a picture, in the format of the suffix of `path`.
-
-        Raises `ImportError` without matplotlib, `OSError` if `path` cannot be written.
-        """
-        from .gradient_plot import plot
-
-        plot(self, path)
-
-
-def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
-    kinds = {kind.replace(" ", "_"): count for kind, count in found.kinds.items()}
-    return {
-        "bins": {str(e): n for e, n in sorted(found.bins.items())},
-        "counted": found.counted,
-        "largest": found.largest,
-        "counts": kinds,
-        "flushed_share": found.share("flushed"),
-        "flushed_share_now": found.share("flushed now"),
-        "subnormal_share": found.share("subnormal"),
-        "subnormal_share_now": found.share("subnormal now"),
-    }
 
 
 def _in_float16(session: Any) -> bool:

@@ -13,7 +13,7 @@ from quick_speed import measure_quickly
 from torch import nn
 
 import ampatch
-from ampatch.diagnose import advice, speed
+from ampatch.diagnose import speed
 
 HALF = torch.bfloat16
 
@@ -201,7 +201,7 @@ def test_a_slow_half_type_is_measured(dtype, speeds, expected, monkeypatch):
     model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=dtype, verbosity=0)
     with ampatch.report(model) as found:
         model(torch.ones(1, 8))
-    tips = [tip for tip in advice.advice(found) if "slow on this CPU" in tip]
+    tips = [tip for tip in found.advice() if "slow on this CPU" in tip]
     assert bool(tips) == (expected is not None)
     assert expected is None or expected in tips[0]
 
