@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -51,6 +51,7 @@ class GradientRange:
         self._scale = 1.0
         self._floor: float | None = None
         self._counts: dict[str, Counts] = {}
+        self._left_out: set[str] = set()
         self._models = Models(model)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -81,7 +82,14 @@ class GradientRange:
         total = sum(by_parameter.values(), Histogram())
         suggestion = total.static_scale(lost)
         return GradientReport(
-            self.steps, self.skipped, self._scale, self._floor, total, by_parameter, suggestion
+            self.steps,
+            self.skipped,
+            self._scale,
+            self._floor,
+            total,
+            by_parameter,
+            suggestion,
+            sorted(self._left_out),
         )
 
     # Called by ampatch and by torch's optimizers
@@ -115,12 +123,30 @@ class GradientRange:
         scale = 1.0 if session is None else session.scalers[0].get()
         mine = [(name, grad) for name, grad in found if name is not None]
         for name, grad in mine:
-            self._counts.setdefault(name, Counts()).add(values(grad), scale)
+            self._counts.setdefault(name, Counts()).add(self._without_key_bias(name, grad), scale)
         if mine:
             self.steps += 1
             self._scale = scale
             if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
                 self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
+
+    def _without_key_bias(self, name: str, gradient: Tensor) -> Tensor:
+        """The numbers of a gradient; those of an attention's key bias are left out.
+
+        That bias adds the same number to all scores of a row, and the softmax cancels it: its
+        gradient is zero, and what is computed are rounding errors, far below what a loss scale
+        is for.  A key that is added behind the projection has no such bias, and ends that.
+        """
+        owner = self._models.owner(name) if name.endswith("in_proj_bias") else None
+        if (
+            type(owner) is nn.MultiheadAttention
+            and owner.bias_k is None
+            and not owner.add_zero_attn
+        ):
+            self._left_out.add(name)
+            query, _, value = gradient.chunk(3)
+            return torch.cat([query, value])
+        return values(gradient)
 
     def _mine(self, optimizer: Any) -> bool:
         return any(

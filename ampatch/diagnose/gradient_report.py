@@ -23,6 +23,8 @@ class GradientReport:
 
     If gradients were computed in float16, `floor` is the smallest number that they could
     hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
+
+    `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted.
     """
 
     steps: int
@@ -32,6 +34,7 @@ class GradientReport:
     total: Histogram
     by_parameter: dict[str, Histogram]
     suggestion: Suggestion
+    left_out: list[str]
 
     def worst(self) -> list[tuple[str, float]]:
         """The parameters that lose most at scale 1, and the shares that they lose."""
@@ -50,6 +53,7 @@ class GradientReport:
             "loss_scale": self.scale,
             "floor": self.floor,
             "suggestion": self.suggestion.as_dict(),
+            "left_out": self.left_out,
             **_histogram_as_dict(self.total),
             "parameters": {
                 name: _histogram_as_dict(found) for name, found in self.by_parameter.items()
@@ -90,6 +94,7 @@ def _as_text(report: GradientReport) -> str:
             *_shares(report),
             str(report.suggestion),
             *_floor(report),
+            *_left_out(report),
         ]
     )
 
@@ -150,6 +155,15 @@ def _floor(report: GradientReport) -> Iterator[str]:
             "the zeros, and no scale computed from the rest brings it back. The whole range is "
             "seen at "
             'opt_level="O0".'
+        )
+
+
+def _left_out(report: GradientReport) -> Iterator[str]:
+    """A note for gradients that are zero by mathematics."""
+    if report.left_out:
+        yield (
+            "Left out, because the softmax cancels it and its gradient is rounding errors of zero: "
+            f"the part for the keys of {', '.join(report.left_out)}."
         )
 
 
