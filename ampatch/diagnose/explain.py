@@ -17,15 +17,14 @@ from torch import nn
 
 import ampatch
 from ampatch import native
-from ampatch.torch_private.modules import CONVOLUTIONS
 
-from . import speed
-from .casts_seen import HALVES, CastWatch
+from .casts_seen import CastWatch
 from .dtype_names import dtype_name
 from .models import Models, check_model
 from .trees import tensors_in
 
-SHOWN = 10  # at most so many layers and bounces are named
+HALVES = {torch.float16, torch.bfloat16}
+SHOWN = 10  # at most so many bounces are named
 
 
 def report(model: nn.Module | None = None) -> CastReport:
@@ -50,7 +49,6 @@ class ModuleUse:
     calls: int = 0
     takes: set[torch.dtype] = dataclasses.field(default_factory=set)
     gives: set[torch.dtype] = dataclasses.field(default_factory=set)
-    odd_sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class CastReport:
@@ -93,24 +91,16 @@ class CastReport:
         use.calls += 1
         for dtypes, tensors in ((use.takes, tensors_in(args)), (use.gives, tensors_in(output))):
             dtypes |= {tensor.dtype for tensor in tensors}
-            self._watch.used |= {
-                (tensor.device.type, tensor.dtype) for tensor in tensors if tensor.dtype in HALVES
-            }
-        use.odd_sizes = {what: n for what, n in _sizes(module).items() if n % 8}
+            self._watch.used |= dtypes & HALVES
 
     @property
-    def used(self) -> set[tuple[str, torch.dtype]]:
-        """The half types in use, and on which device types."""
+    def used(self) -> set[torch.dtype]:
+        """The half types in use."""
         return self._watch.used
 
     def advice(self) -> list[str]:
-        """Where time could be won; measuring this CPU may take a second."""
-        return [
-            *_slow_halves(self),
-            *_bounces(self),
-            *_odd_sizes(self),
-            *_nothing_in_half(self),
-        ]
+        """Which casts could be saved, or that nothing is in half."""
+        return [*_bounces(self), *_nothing_in_half(self)]
 
     def __str__(self) -> str:
         return _as_text(self)
@@ -142,23 +132,6 @@ class CastReport:
 
 def _named(counts: dict[torch.dtype, int]) -> dict[str, int]:
     return {dtype_name(dtype): n for dtype, n in counts.items()}
-
-
-def _sizes(module: nn.Module) -> dict[str, int]:
-    """The sizes of a layer that decide whether Tensor Cores are used."""
-    if isinstance(module, nn.Linear):
-        return {"in_features": module.in_features, "out_features": module.out_features}
-    if isinstance(module, CONVOLUTIONS):
-        groups = module.groups
-        return {
-            "in_channels": module.in_channels // groups,
-            "out_channels": module.out_channels // groups,
-        }
-    if isinstance(module, nn.RNNBase):
-        return {"input_size": module.input_size, "hidden_size": module.hidden_size}
-    if isinstance(module, nn.MultiheadAttention):
-        return {"embed_dim": module.embed_dim, "head_dim": module.head_dim}
-    return {}
 
 
 def _as_text(found: CastReport) -> str:
@@ -239,24 +212,6 @@ def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> 
     ]
 
 
-def _slow_halves(found: CastReport) -> Iterator[str]:
-    used = {dtype for device, dtype in found.used if device == "cpu"}
-    if not used:
-        return
-    speeds = speed.measure("cpu")
-    for dtype in sorted(used, key=str):
-        slow = [one for one in speeds if one.dtype is dtype and one.verdict == "slower"]
-        if slow:
-            fast = speed.fast(speeds)
-            what = (
-                f'torch.{fast[0]} is faster than FP32 here: dtype="{fast[0]}".'
-                if fast
-                else 'opt_level="O0" would be faster here.'
-            )
-            figures = ", ".join(f"{one.operation} at {one.shown()}" for one in slow)
-            yield f"{dtype} is slow on this CPU: {figures} of FP32's speed (measured). {what}"
-
-
 def _bounces(found: CastReport) -> Iterator[str]:
     pairs = sorted(found.bounces.items(), key=lambda pair: -pair[1].bytes)
     for (source, target), bounce in pairs[:SHOWN]:
@@ -264,21 +219,6 @@ def _bounces(found: CastReport) -> Iterator[str]:
             f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
             f"{bounce.times} times, {bounce.bytes} bytes. Where float16's range and precision do, "
             f'overrides={{{source}: "half"}} saves both casts.'
-        )
-
-
-def _odd_sizes(found: CastReport) -> Iterator[str]:
-    """Multiples of 8: NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001)."""
-    odd = [
-        f"{name or 'the model'} ({', '.join(f'{what}={n}' for what, n in use.odd_sizes.items())})"
-        for name, use in found.modules.items()
-        if use.odd_sizes
-    ]
-    if odd:
-        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-        yield (
-            "Sizes that are no multiple of 8, which Tensor Cores of NVIDIA GPUs take less well or "
-            f"not at all: {', '.join(odd[:SHOWN])}{more}."
         )
 
 
