@@ -34,13 +34,13 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the script, print what was found; returns the exit code."""
     apply_settings(options)
-    from ampatch.diagnose import gradient_plot
+    from ampatch.diagnose import gradient_report
     from ampatch.diagnose.gradient_range import gradient_range
 
     if options.plot is not None:
         try:
-            gradient_plot.check()
-            gradient_plot.check_path(options.plot)
+            gradient_report.check_plot()
+            gradient_report.check_path(options.plot)
         except (ImportError, OSError, ValueError) as error:
             options.parser.error(f"--plot: {error}")
     watch = gradient_range()

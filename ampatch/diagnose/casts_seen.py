@@ -17,8 +17,6 @@ from ampatch.session import facade
 from .storages import StorageNotes
 from .trees import tensors_in
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 @dataclasses.dataclass
 class Calls:
@@ -70,7 +68,7 @@ class CastWatch:
         self.functions: dict[str, Calls] = {}
         self.batches = Batches()
         self.bounces: dict[tuple[str, str], Bounce] = {}
-        self.used: set[tuple[str, torch.dtype]] = set()  # device types and half types
+        self.used: set[torch.dtype] = set()  # half types
         self._thread = _Thread()
         self._floated: StorageNotes[str] = StorageNotes()
 
@@ -113,7 +111,7 @@ class CastWatch:
             if is_argument:
                 running[0].went_up = True
             return
-        self.used.add((after.device.type, dtype))
+        self.used.add(dtype)
         source = self._floated.get(before)
         if source is not None and is_argument:
             bounce = self.bounces.setdefault((source, name), Bounce())

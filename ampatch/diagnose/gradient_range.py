@@ -9,12 +9,11 @@ Gradients are counted just before an optimizer's step: complete and unscaled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,12 +22,10 @@ from torch.optim.optimizer import (
 import ampatch
 from ampatch.session.facade import session_of
 
-from .gradient_text import as_text
-from .histogram import SMALLEST, Counts, Histogram, Suggestion
+from .gradient_report import GradientReport
+from .histogram import SMALLEST, Counts, Histogram
 from .models import Models, check_model
 from .storages import values
-
-WORST = 5  # so many parameters are named
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
@@ -54,6 +51,7 @@ class GradientRange:
         self._scale = 1.0
         self._floor: float | None = None
         self._counts: dict[str, Counts] = {}
+        self._left_out: set[str] = set()
         self._models = Models(model)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -84,7 +82,14 @@ class GradientRange:
         total = sum(by_parameter.values(), Histogram())
         suggestion = total.static_scale(lost)
         return GradientReport(
-            self.steps, self.skipped, self._scale, self._floor, total, by_parameter, suggestion
+            self.steps,
+            self.skipped,
+            self._scale,
+            self._floor,
+            total,
+            by_parameter,
+            suggestion,
+            sorted(self._left_out),
         )
 
     # Called by ampatch and by torch's optimizers
@@ -118,12 +123,30 @@ class GradientRange:
         scale = 1.0 if session is None else session.scalers[0].get()
         mine = [(name, grad) for name, grad in found if name is not None]
         for name, grad in mine:
-            self._counts.setdefault(name, Counts()).add(values(grad), scale)
+            self._counts.setdefault(name, Counts()).add(self._without_key_bias(name, grad), scale)
         if mine:
             self.steps += 1
             self._scale = scale
             if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
                 self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
+
+    def _without_key_bias(self, name: str, gradient: Tensor) -> Tensor:
+        """The numbers of a gradient; those of an attention's key bias are left out.
+
+        That bias adds the same number to all scores of a row, and the softmax cancels it: its
+        gradient is zero, and what is computed are rounding errors, far below what a loss scale
+        is for.  A key that is added behind the projection has no such bias, and ends that.
+        """
+        owner = self._models.owner(name) if name.endswith("in_proj_bias") else None
+        if (
+            type(owner) is nn.MultiheadAttention
+            and owner.bias_k is None
+            and not owner.add_zero_attn
+        ):
+            self._left_out.add(name)
+            query, _, value = gradient.chunk(3)
+            return torch.cat([query, value])
+        return values(gradient)
 
     def _mine(self, optimizer: Any) -> bool:
         return any(
@@ -131,71 +154,6 @@ class GradientRange:
             for group in optimizer.param_groups
             for weight in group["params"]
         )
-
-
-@dataclasses.dataclass
-class GradientReport:
-    """The counts over `steps` optimizer steps; `skipped` steps are not among them.
-
-    `scale` is the loss scale at the last step, with several losses that of the first.
-
-    If gradients were computed in float16, `floor` is the smallest number that they could
-    hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
-    """
-
-    steps: int
-    skipped: int
-    scale: float
-    floor: float | None
-    total: Histogram
-    by_parameter: dict[str, Histogram]
-    suggestion: Suggestion
-
-    def worst(self) -> list[tuple[str, float]]:
-        """The parameters that lose most at scale 1, and the shares that they lose."""
-        shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
-        lossy = [pair for pair in shares if pair[1] > 0]
-        return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; keys of `bins` are exponents of upper ends, shares are 0 to 1."""
-        return {
-            "steps": self.steps,
-            "skipped_steps": self.skipped,
-            "loss_scale": self.scale,
-            "floor": self.floor,
-            "suggestion": self.suggestion.as_dict(),
-            **_histogram_as_dict(self.total),
-            "parameters": {
-                name: _histogram_as_dict(found) for name, found in self.by_parameter.items()
-            },
-        }
-
-    def plot(self, path: Any) -> None:
-        """Write the histogram as a picture, in the format of the suffix of `path`.
-
-        Raises `ImportError` without matplotlib, `OSError` if `path` cannot be written.
-        """
-        from .gradient_plot import plot
-
-        plot(self, path)
-
-
-def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
-    kinds = {kind.replace(" ", "_"): count for kind, count in found.kinds.items()}
-    return {
-        "bins": {str(e): n for e, n in sorted(found.bins.items())},
-        "counted": found.counted,
-        "largest": found.largest,
-        "counts": kinds,
-        "flushed_share": found.share("flushed"),
-        "flushed_share_now": found.share("flushed now"),
-        "subnormal_share": found.share("subnormal"),
-        "subnormal_share_now": found.share("subnormal now"),
-    }
 
 
 def _in_float16(session: Any) -> bool:

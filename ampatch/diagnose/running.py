@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,45 +21,25 @@ from ampatch.torch_private.probes import current_backward_pass
 from .nonfinite import Debugger
 
 
-class StepLimit:
-    """Ends the script after `limit` steps of one optimizer; skipped steps count."""
+class AfterSteps:
+    """Calls `call(optimizer)` after each step of any optimizer, also after a skipped one."""
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._steps: dict[int, int] = {}
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._stop = ampatch.observe(self)
-
-    @property
-    def steps(self) -> int:
-        return max(self._steps.values(), default=0)
 
     def remove(self) -> None:
         self._hook.remove()
         self._stop()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """Called after each step of a managed optimizer, also after a skipped one."""
-        self._count(optimizer)
+        """A step of a managed optimizer; torch's hook is silent about a skipped one."""
+        self._call(optimizer)
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if session_of(optimizer) is None:
-            self._count(optimizer)
-
-    def _count(self, optimizer: Any) -> None:
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if self.steps == self._limit:
-            raise EnoughSteps
-
-
-@contextlib.contextmanager
-def counting(limit: int | None) -> Iterator[StepLimit]:
-    """A `StepLimit` for the block."""
-    steps = StepLimit(limit)
-    try:
-        yield steps
-    finally:
-        steps.remove()
+            self._call(optimizer)
 
 
 class FoundEnough(SystemExit):
@@ -76,31 +57,19 @@ class EndAtFinding:
 
     def __init__(self, debugger: Debugger) -> None:
         self._debugger = debugger
-        self._handles = [
-            register_optimizer_step_post_hook(self._stepped),
-            register_module_forward_pre_hook(self._before_forward),
-        ]
-        self._stop = ampatch.observe(self)
+        self._steps = AfterSteps(self._end)
+        self._hook = register_module_forward_pre_hook(self._before_forward)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._stop()
-
-    def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """Called after each step of a managed optimizer, also after a skipped one."""
-        self._end()
-
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if session_of(optimizer) is None:
-            self._end()
+        self._hook.remove()
+        self._steps.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple) -> None:
         is_outermost = len(self._debugger.running) <= 1
         if is_outermost and current_backward_pass() == -1:  # not computed again in a backward
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, optimizer: Any = None) -> None:
         if self._debugger.report is not None:
             raise FoundEnough
 
@@ -113,6 +82,17 @@ def run_watched(
     The script's output goes to the standard error, so that the standard output holds only
     the answer of the command.
     """
-    with counting(steps) as counted, contextlib.redirect_stdout(sys.stderr):
-        ending = program.run(arguments)
-    return ending, counted.steps
+    taken: Counter[int] = Counter()  # by the optimizer's id
+
+    def count(optimizer: Any) -> None:
+        taken[id(optimizer)] += 1
+        if taken[id(optimizer)] == steps:
+            raise EnoughSteps
+
+    counted = AfterSteps(count)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            ending = program.run(arguments)
+    finally:
+        counted.remove()
+    return ending, max(taken.values(), default=0)

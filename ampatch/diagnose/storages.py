@@ -36,9 +36,6 @@ class StorageNotes(Generic[T]):
         storage = values(tensor).untyped_storage()
         self._notes[memory_of(storage)] = (StorageWeakRef(storage), note)
 
-    def drop(self, tensor: Tensor) -> None:
-        self._notes.pop(storage_key(tensor), None)
-
 
 def storage_key(tensor: Tensor) -> int:
     return memory_of(values(tensor).untyped_storage())

@@ -14,8 +14,6 @@ from .lookup import of_torch
 
 TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
@@ -27,7 +25,6 @@ def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]
 BATCH_NORMS = _base("torch.nn.modules.batchnorm._BatchNorm", TORCH_BATCH_NORMS)
 INSTANCE_NORMS = _base("torch.nn.modules.instancenorm._InstanceNorm", TORCH_INSTANCE_NORMS)
 ORTHOGONAL_MAPS = _base("torch.nn.utils.parametrizations._Orthogonal", ())
-CONVOLUTIONS = _base("torch.nn.modules.conv._ConvNd", (*_CONVOLUTIONS, *_TRANSPOSED))
 
 SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     name: vars(nn.SyncBatchNorm)[name]

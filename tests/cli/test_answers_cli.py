@@ -112,7 +112,7 @@ def test_explain_in_a_terminal(script, tmp_path):
     assert any(
         line.split() == ["Sequential.0", "Linear", "2", "float32", "bfloat16"] for line in lines
     )
-    assert "done" in lines and any("Sequential.1 (out_features=2)" in line for line in lines)
+    assert "done" in lines
 
 
 @pytest.mark.parametrize("command", ["explain", "gradients"])

@@ -9,18 +9,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from quick_speed import measure_quickly
 from torch import nn
 
 import ampatch
-from ampatch.diagnose import advice, speed
 
 HALF = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _measured_quickly(monkeypatch):
-    measure_quickly(monkeypatch)
 
 
 def initialized(model, level="O1", **settings):
@@ -171,41 +164,6 @@ def test_other_models_are_left_out_and_none_takes_all():
     assert set(found.modules) == {"Sequential", "Sequential.0", "Linear"}
 
 
-def test_sizes_for_tensor_cores():
-    model = initialized(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Flatten(), nn.Linear(16, 10)))
-    with ampatch.report(model) as found:
-        model(torch.ones(2, 3, 1, 1))
-    assert found.modules["0"].odd_sizes == {"in_channels": 3}
-    assert found.modules["2"].odd_sizes == {"out_features": 10}
-    (tip,) = [tip for tip in found.advice() if "multiple of 8" in tip]
-    assert "0 (in_channels=3), 2 (out_features=10)" in tip
-
-
-def measured(float16, bfloat16):
-    found = zip(speed.HALF_TYPES, (float16, bfloat16), strict=True)
-    speeds = [speed.Speed("matmul", dtype, ratio, ratio, ratio) for dtype, ratio in found]
-    return lambda device: speeds
-
-
-@pytest.mark.parametrize(
-    "dtype, speeds, expected",
-    [
-        ("float16", (0.01, 3.0), 'dtype="bfloat16"'),
-        ("float16", (0.01, 0.5), 'opt_level="O0"'),
-        ("float16", (2.0, 0.5), None),
-        ("bfloat16", (0.01, 3.0), None),
-    ],
-)
-def test_a_slow_half_type_is_measured(dtype, speeds, expected, monkeypatch):
-    monkeypatch.setattr(speed, "measure", measured(*speeds))
-    model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=dtype, verbosity=0)
-    with ampatch.report(model) as found:
-        model(torch.ones(1, 8))
-    tips = [tip for tip in advice.advice(found) if "slow on this CPU" in tip]
-    assert bool(tips) == (expected is not None)
-    assert expected is None or expected in tips[0]
-
-
 def test_nothing_in_half_is_said():
     model = nn.Linear(8, 8)
     with ampatch.report(model) as found:
@@ -214,8 +172,7 @@ def test_nothing_in_half_is_said():
     assert "No patched function was called" in str(found)
 
 
-def test_text_and_json(monkeypatch):
-    monkeypatch.setattr(speed, "measure", measured(2.0, 2.0))
+def test_text_and_json():
     model = initialized(nn.Linear(8, 8))
     with ampatch.report(model) as found:
         model(torch.ones(2, 8))

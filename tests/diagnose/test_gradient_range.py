@@ -206,6 +206,32 @@ def test_sparse_gradients_count_what_they_hold():
     assert gradients.report().total.bins == {0: 8}
 
 
+@pytest.mark.parametrize(
+    "settings, left_out",
+    [({}, True), ({"kdim": 4}, True), ({"bias": False}, False)]
+    + [({"add_bias_kv": True}, False), ({"add_zero_attn": True}, False)],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_key_bias_that_the_softmax_cancels_is_left_out(settings, left_out):
+    """Its gradient is rounding errors of zero, which float16 would flush at any scale."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True, **settings)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, keys = torch.randn(2, 5, 8), torch.randn(2, 5, settings.get("kdim", 8))
+    with ampatch.gradient_range(model) as gradients:
+        model["attention"](x, keys, torch.randn(2, 5, 8))[0].square().sum().backward()
+        optimizer.step()
+    report = gradients.report()
+    name = "attention.in_proj_bias"
+    assert report.left_out == report.as_dict()["left_out"] == ([name] if left_out else [])
+    assert (f"the part for the keys of {name}" in str(report)) == left_out
+    if settings.get("bias", True):
+        key = model["attention"].in_proj_bias.grad[8:16]
+        assert (key.abs().max().item() < 1e-5) == left_out
+        found = report.by_parameter[name]
+        assert found.counted + found.kinds["zero"] == (16 if left_out else 24)
+
+
 def test_other_models_are_not_counted_and_none_counts_all():
     mine, other = Constant([1.0]), Constant([0.5])
     with ampatch.gradient_range(mine) as gradients, ampatch.gradient_range() as everything:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from pages import commands, snippets
-from quick_speed import measure_quickly
 from repository import DOCS
 from warm_python import environment, python
 
@@ -58,9 +57,8 @@ def test_the_overflows_that_are_absorbed(tmp_path):
 
 
 def test_the_casts(tmp_path, monkeypatch, capsys):
-    """ "attention.py", of which the command takes ten steps; it times products besides."""
+    """ "attention.py", of which the command takes ten steps."""
     command = "ampatch explain --steps 10 attention.py"
-    measure_quickly(monkeypatch)
     monkeypatch.chdir(tmp_path)
     Path("attention.py").write_text(FILES["attention.py"])
     assert main(command.split()[1:]) == 0
