@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     """Tune, print and write the answer; returns the exit code."""
     from ampatch.sweep import SweepError, write_report
     from ampatch.tune import TuneError
+    from ampatch.tune.answer import CURED, PAGE, PASSES
     from ampatch.tune.report import write_page, write_terminal
-    from ampatch.tune.tuning import CURED, PAGE, PASSES
 
     tuning = _tuning(options)
     try:

@@ -14,10 +14,10 @@ from typing import Any
 
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import MISSING
+from ampatch.tune.answer import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
 from ampatch.tune.globs import covered
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
-from ampatch.tune.tuning import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
 
 MOST_ROWS = 20  # of the table on the terminal
 MOST_NAMES = 8  # of modules in a sentence

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ampatch.tune.answer import Answer
 from ampatch.tune.report import cells, summary, tree, troubles, write_page
 from ampatch.tune.sensitivity import Sensitivity
 from ampatch.tune.shadow import Sample
-from ampatch.tune.tuning import Answer
 
 LAYERS, PARTS = 12, ("attention", "feed_forward", "norm_before", "norm_after")
 PATHS = [

@@ -91,7 +91,7 @@ def tuned(monkeypatch, tmp_path):
     def made(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
-        monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
+        monkeypatch.setattr("ampatch.tune.task.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 
