@@ -6,12 +6,10 @@ within the steps, so that as few copies as that takes are in memory at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -80,17 +78,16 @@ class _Watched:
         return self.had_turn and not self.is_called
 
     def sensitivity(self, steps: int) -> Sensitivity:
-        parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
         kind = ", ".join(dict.fromkeys(type(one).__name__ for one in self.modules))
         if len(self.modules) > 1:
             kind += f" ({len(self.modules)} models)"
         if self.samples:
-            return Sensitivity(self.path, kind, parameters, tuple(self.samples))
+            return Sensitivity(self.path, kind, tuple(self.samples))
         late = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
         trouble = (
             (self.trouble or "it is called without gradients alone") if self.had_turn else late
         )
-        return Sensitivity(self.path, kind, parameters, (), trouble, self.is_refused)
+        return Sensitivity(self.path, kind, (), trouble, self.is_refused)
 
 
 class Probe:
@@ -112,8 +109,7 @@ class Probe:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        with self._counted():
-            self._compare()
+        self._compare()
         self._note_eps(optimizer)
         self._found.steps += 1
         if not self._watched:
@@ -122,15 +118,6 @@ class Probe:
             self._write()
         if self._found.steps <= self._options.steps:
             self._watch(itertools.islice(self._turns, self._at_once))
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Work that the training alone would not have."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._found.seconds += time.perf_counter() - started
 
     def _choose(self) -> None:
         """The modules to look at are known now, and how many of them a step can take."""
@@ -163,8 +150,7 @@ class Probe:
             done = True
             as_group = self._options.depth is not None or not any(True for _ in module.children())
             try:
-                with self._counted():
-                    running.append(Call(module, args, kwargs, as_group))
+                running.append(Call(module, args, kwargs, as_group))
             except Exception as error:  # whatever a class says to being copied
                 watched.trouble = f"it cannot be copied: {error}"
 
@@ -183,8 +169,6 @@ class Probe:
     def _compare(self) -> None:
         calls, self._calls = self._calls, []
         self._largest = max([self._largest, *(call.largest_gradient for _, call in calls)])
-        self._found.copied = max(self._found.copied, sum(call.size for _, call in calls))
-        self._found.at_once = max(self._found.at_once, len(calls))
         for watched, call in calls:
             try:
                 with self._off.lifted():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import RUNS
 from ampatch.sweep.trial import BASE
@@ -16,7 +14,6 @@ from ampatch.tune.trials import Trials
 from ampatch.tune.verdict import TuneError
 
 PROBE = "probe"  # its directory
-SAME = 1e-3  # relative; the probe has compiled models run eagerly, which differ in bits
 
 _OPTIONS = (
     *("module", "override_seeds", "timeout", "nproc_per_node"),
@@ -44,11 +41,6 @@ def findings(task: Task, trials: Trials, steps: int, depth: int | None) -> Findi
     if found is None:
         _run(task, trials, place, asked)
         found = Findings.read(file) or Findings()
-        task.say(
-            f"{len(found.modules)} modules in {found.steps} steps: {found.seconds:.2g} s beside "
-            "the training; copies in memory at once: "
-            f"{found.at_once}, of {found.copied / 2**20:.2g} MiB."
-        )
         done.write_text(text)
     if not found.modules:
         raise TuneError(
@@ -81,30 +73,3 @@ def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions) -> None:
             "With that put right, --resume goes on. Where memory was short, more --probe-steps "
             "keep fewer copies at once."
         )
-    _compare_with_training(task, trials, run)
-
-
-def _compare_with_training(task: Task, trials: Trials, probed: Run) -> None:
-    """Say where the losses of the probe's run are not those of O0."""
-    plain = next(run for run in trials.runs if run.case == BASE and not run.trial.short)
-    step = departure(plain.measured or Measured(), probed.measured or Measured())
-    if step is not None:
-        task.say(
-            f"The probe's run departs from that of O0 at step {step + 1}: the script does not "
-            "repeat itself, or a forward changes something that is not in its module. What "
-            "is said of modules is from another training; the trials are without the probe."
-        )
-
-
-def departure(plain: Measured, probed: Measured) -> int | None:
-    """The first step at which a loss is another in the second run; None: there is none."""
-    steps = []
-    for name, series in plain.losses.items():
-        losses = dict(zip(series.steps, series.values))
-        other = probed.losses.get(name, Series())
-        steps += [
-            step
-            for step, value in zip(other.steps, other.values)
-            if step in losses and not math.isclose(value, losses[step], rel_tol=SAME)
-        ]
-    return min(steps, default=None)

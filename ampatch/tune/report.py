@@ -23,7 +23,7 @@ MOST_ROWS = 20  # of the table on the terminal
 MOST_NAMES = 8  # of modules in a sentence
 WIDTH = 120  # letters in a line where the output is no terminal
 LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
-_HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "half saves", "FP32")
+_HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
 
 def summary(answer: Answer) -> list[str]:
@@ -94,7 +94,6 @@ def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
             *(_largest(one, name) for name in ("output", "gradient")),
             _share(one.overflow),
             _share(one.vanish),
-            MISSING if one.gain is None else f"{one.gain * 1e3:+.3f} ms",
             "needed" if one.path in answer.needed else "",
         )
 

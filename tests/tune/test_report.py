@@ -18,14 +18,14 @@ PATHS = [
         for path in (f"layers.{n}", *(f"layers.{n}.{part}" for part in PARTS))
     ),
 ]
-SAMPLE = Sample(1e-3, 1e-2, 0.0, 0.0, 2e-3, 1e-3)
+SAMPLE = Sample(1e-3, 1e-2, 0.0, 0.0)
 
 
 @pytest.fixture
 def answer():
-    modules = [Sensitivity(path, "Linear", 8, (SAMPLE,)) for path in PATHS]
-    refused = Sensitivity("layers.0.attention", "Cell", 8, (), "it does not run in half: no", True)
-    once = Sensitivity("layers.1.attention", "Cell", 8, (), "it does not run a second time: no")
+    modules = [Sensitivity(path, "Linear", (SAMPLE,)) for path in PATHS]
+    refused = Sensitivity("layers.0.attention", "Cell", (), "it does not run in half: no", True)
+    once = Sensitivity("layers.1.attention", "Cell", (), "it does not run a second time: no")
     return Answer(
         "train.py",
         "O3",

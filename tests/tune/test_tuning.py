@@ -52,8 +52,8 @@ class Trials:
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
-            sample = Sample(0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
-            modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
+            sample = Sample(0.1, 0.1, 0.0, 0.0)
+            modules = [Sensitivity(path, "Linear", (sample,)) for path in MODULES]
             found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             found.write(Path(asked.file))
         every = range(self.last.seeds or 1)
@@ -217,17 +217,6 @@ def test_a_tuning_that_was_interrupted_does_not_go_on_for_another_level(tuned, m
     with pytest.raises(ValueError, match="holds a tuning of O3 in float16"):
         tuned(["head"], resume=True, level="O2")
     assert tuned(["head"], resume=True)[0].needed == ["head"]
-
-
-@pytest.mark.parametrize("at, said", ((5, ["at step 6"]), (None, [])))
-def test_a_probe_that_changes_the_training_is_said(tuned, at, said):
-    values = [0.5] + [0.5 + (n == at) * 0.01 for n in range(1, 40)]
-    losses = {"0": Series(list(range(40)), values, [0.1] * 40)}
-    lines = []
-    probed = Measured("O0", skipped=[False] * 40, losses=losses)
-    tuned(["head"], probe_ends={"measured": probed}, say=lines.append)
-    found = [line for line in lines if "departs from that of O0" in line]
-    assert len(found) == len(said) and all(text in line for text, line in zip(said, found))
 
 
 def test_a_script_without_a_loss_is_said_before_the_search(tuned, monkeypatch):
