@@ -15,7 +15,7 @@ What is where:
   one call is computed a second time, and what was found.
 * `remedies.py`, `search.py`, `verdict.py`: what can be put in place, in which order, the search for
   the smallest set, and whether a candidate passes.
-* `globs.py`: overrides in few words.  `report.py`, `page.html.j2`: the answer for readers.
+* `globs.py`: overrides in few words.  `report.py`: the answer on the terminal.
 """
 
 from __future__ import annotations

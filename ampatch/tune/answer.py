@@ -10,7 +10,6 @@ from ampatch.sweep.json_files import read_json, restored, write_json
 from ampatch.tune.sensitivity import Sensitivity
 
 ANSWER = "tune.json"
-PAGE = "tune.html"
 OVERRIDES = "overrides.json"
 PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
@@ -41,7 +40,6 @@ class Answer:
     judged: str = ""
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
-    paths: list[str] = field(default_factory=list)  # of all modules
     uncalled: list[str] = field(default_factory=list)  # modules that the probe did not see
     step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
@@ -65,5 +63,5 @@ def read_answer(directory: str | Path) -> Answer | None:
 
 def delete_answer(directory: Path) -> None:
     """Delete the answer of an earlier tuning."""
-    for name in (ANSWER, OVERRIDES, PAGE):
+    for name in (ANSWER, OVERRIDES):
         (directory / name).unlink(missing_ok=True)

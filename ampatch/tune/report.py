@@ -1,28 +1,18 @@
-"""The answer for readers: lines for the terminal, and one page with the tree of the model.
-
-Needs the packages of `ampatch[sweep]`.
-"""
+"""The answer on the terminal: a table of the most sensitive modules, and sentences."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import MISSING
-from ampatch.tune.answer import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
-from ampatch.tune.globs import covered
+from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, UNDECIDED, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
 MOST_ROWS = 20  # of the table on the terminal
 MOST_NAMES = 8  # of modules in a sentence
 WIDTH = 120  # letters in a line where the output is no terminal
-LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
 
@@ -140,84 +130,8 @@ def write_terminal(answer: Answer, file: Any) -> None:
 
 def _note(answer: Answer) -> str:
     more = len(answer.modules) - MOST_ROWS
-    hidden = f" {more} more modules are in {PAGE}." if more > 0 else ""
+    hidden = f" {more} more modules are in {ANSWER}." if more > 0 else ""
     return (
         f"Relative errors of outputs and gradients in {answer.dtype} beside FP32, the largest of a "
         f"module's samples; shares of values that overflow, and that become 0.{hidden}"
     )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A module in the picture of the tree: where it is, its colour, and what it says."""
-
-    first: int  # of the leaves, which are in rows
-    leaves: int
-    depth: int
-    name: str
-    title: str
-    strength: float | None  # of its colour, 0 to 1; None: not measured
-    is_needed: bool
-
-
-def tree(answer: Answer) -> list[Box]:
-    """The model as an icicle: each module beside those in it, as high as all of its leaves."""
-    children: dict[str, list[str]] = {}
-    known = set(answer.paths)
-    for path in dict.fromkeys(answer.paths):
-        parent = path.rpartition(".")[0]
-        children.setdefault(parent if parent in known else "", []).append(path)
-    by_path = {one.path: one for one in answer.modules}
-    boxes: list[Box] = []
-
-    def place(path: str, first: int, depth: int) -> int:
-        end = first
-        for child in children.get(path, []):
-            end = place(child, end, depth + 1)
-        leaves = max(end - first, 1)
-        if path:
-            boxes.append(_box(path, by_path.get(path), answer.needed, first, leaves, depth))
-        return first + leaves
-
-    place("", 0, -1)
-    return boxes
-
-
-def _box(
-    path: str, one: Sensitivity | None, needed: Sequence[str], first: int, leaves: int, depth: int
-) -> Box:
-    title, strength = path, None
-    if one is not None and (one.samples or one.is_refused):
-        said = "does not run in half" if one.is_refused else f"relative error {one.error:.2g}"
-        title = f"{path} ({one.kind}): {said}"
-        strength = _strength(one.error)
-    name = path.rpartition(".")[2]
-    return Box(first, leaves, depth, name, title, strength, covered(needed, path))
-
-
-def _strength(error: float) -> float:
-    if not math.isfinite(error):
-        return 1.0
-    exponent = math.log10(error) if error > 0 else LIGHT
-    return min(max((exponent - LIGHT) / (DARK - LIGHT), 0.0), 1.0)
-
-
-def write_page(directory: Path, answer: Answer) -> None:
-    """Write the page of an answer."""
-    import jinja2
-
-    source = resources.files("ampatch.tune").joinpath("page.html.j2").read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    boxes = tree(answer)
-    text = page.from_string(source).render(
-        answer=answer,
-        summary=[line for line in summary(answer) if line],
-        heads=_HEADS,
-        rows=list(cells(answer)),
-        troubles=troubles(answer),
-        boxes=boxes,
-        leaves=max((box.first + box.leaves for box in boxes), default=0),
-        levels=max((box.depth + 1 for box in boxes), default=0),
-        cured=CURED,
-    )
-    write_whole(directory / PAGE, text)

@@ -220,7 +220,6 @@ class Tuning:
             failure="" if outcome in (PASSES, CURED) else reason(row),
             not_shown=silent(row) or not_shown(row) if outcome in (PASSES, CURED) else "",
             modules=ranked(seen.modules),
-            paths=list(seen.paths),
             uncalled=list(seen.uncalled),
         )
         write_answer(self.directory, answer)
