@@ -40,7 +40,6 @@ class Answer:
     judged: str = ""
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
-    uncalled: list[str] = field(default_factory=list)  # modules that the probe did not see
     step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ import ampatch
 from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.tune.modules import candidates, without_forward
+from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
@@ -97,7 +97,6 @@ class Probe:
         self._options, self._off, self._writes = options, off, writes
         self._found = Findings()
         self._watched: list[_Watched] = []
-        self._without_forward: list[str] = []
         self._turns: Iterator[_Watched] = iter(())
         self._at_once = 0
         self._calls: list[tuple[_Watched, Call]] = []
@@ -124,7 +123,6 @@ class Probe:
         models = [managed.model for session in open_sessions() for managed in session.models]
         depth = self._options.depth
         found = candidates(models, depth)
-        self._without_forward = without_forward(models)
         self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
         self._watched = [_Watched(path, modules) for path, modules in found.items()]
         self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
@@ -210,8 +208,6 @@ class Probe:
         self._found.eps = sorted({*self._found.eps, *found})
 
     def _write(self) -> None:
-        uncalled = [one.path for one in self._watched if one.is_uncalled]
-        self._found.uncalled = [*self._without_forward, *uncalled]
         self._found.modules = [
             one.sensitivity(self._found.steps)
             for one in self._watched

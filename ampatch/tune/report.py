@@ -11,7 +11,6 @@ from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
 MOST_ROWS = 20  # of the table on the terminal
-MOST_NAMES = 8  # of modules in a sentence
 WIDTH = 120  # letters in a line where the output is no terminal
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
@@ -47,15 +46,12 @@ def summary(answer: Answer) -> list[str]:
 def _left_in_half(answer: Answer) -> str:
     """What no candidate had in FP32, and how the level fails."""
     named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
-    uncalled = ", ".join(answer.uncalled[:MOST_NAMES])
-    if len(answer.uncalled) > MOST_NAMES:
-        uncalled += f" and {len(answer.uncalled) - MOST_NAMES} more"
-    others = f" modules whose forward was not seen to be called ({uncalled})," if uncalled else ""
     return (
         f"not even with every module in FP32{named}. What is left in half: functions of the "
-        "model's own forward and what it hands from one module to the next,"
-        f"{others} and code outside the model (a loss in half, weights changed by hand). As it is: "
-        f"{answer.failure}. ampatch run --debug shows where the first inf or NaN comes from."
+        "model's own forward and what it hands from one module to the next, "
+        "modules whose forward is not called (model.encoder.encode(x)), and code outside the model "
+        f"(a loss in half, weights changed by hand). As it is: {answer.failure}. "
+        "ampatch run --debug shows where the first inf or NaN comes from."
     )
 
 

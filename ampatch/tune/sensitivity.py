@@ -42,16 +42,11 @@ class Sensitivity:
 
 @dataclass
 class Findings:
-    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps.
-
-    `uncalled` are those whose forward was not called: others read their weights, call another of
-    their methods or the modules in them, or their time did not come.
-    """
+    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps."""
 
     steps: int = 0
     modules: list[Sensitivity] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    uncalled: list[str] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

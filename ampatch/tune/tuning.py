@@ -10,9 +10,7 @@ from typing import Any
 from ampatch.config.sweep_options import ROUNDS
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
-from ampatch.sweep.execution.directory import locked
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import Row
@@ -25,6 +23,7 @@ from ampatch.tune.answer import (
     UNDECIDED,
     Answer,
     delete_answer,
+    read_answer,
     write_answer,
 )
 from ampatch.tune.probe_run import PROBE, findings
@@ -36,8 +35,6 @@ from ampatch.tune.timing import SPEED, add_speeds
 from ampatch.tune.trials import Trials
 from ampatch.tune.verdict import passes, reason, silent
 
-LOCK = ".tune.lock"  # held while no sweep runs in the directory, too
-LEVEL = "level.json"  # what is tuned here, from the beginning on
 SEEDS = 6  # of the answer; candidates are sought with half of them
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 
@@ -95,24 +92,13 @@ class Tuning:
         self._confirms = False  # each candidate that passes, and not the answer alone
         self._paths: Sequence[str] = ()
         self._tried = 0
-        self._lock = locked(self, self.directory, LOCK, "tuning")
-        try:
-            self._trials = self._begun(seeds, resume, overwrite)
-        except BaseException:
-            self._lock()
-            raise
+        self._trials = self._begun(seeds, resume, overwrite)
 
     def run(self) -> Answer:
         """Run the trials that have not run yet; returns the answer, which is in the files, too.
 
         Raises `SweepError` or `TuneError` where there is none.
         """
-        try:
-            return self._tuned()
-        finally:
-            self._lock()
-
-    def _tuned(self) -> Answer:
         row = self._trials.confirmed(self._level, self._level.label)
         if passes(row):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings(), {})
@@ -181,20 +167,16 @@ class Tuning:
             delete_answer(self.directory)
             for name in (PROBE, SPEED):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-        write_json(self.directory / LEVEL, self._asked())
         return trials
 
     def _refuse_another(self) -> None:
-        earlier, asked = read_json(self.directory / LEVEL), self._asked()
-        if earlier is not None and earlier != asked:
+        earlier, asked = read_answer(self.directory), self._level
+        if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
             raise ValueError(
-                f"{self.directory}: holds a tuning of {' in '.join(earlier)}, and --resume goes "
-                f"on with that. For {' in '.join(asked)} replace it by --overwrite, or choose "
+                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}. "
+                f"For {asked.opt_level} in {asked.dtype} replace it by --overwrite, or choose "
                 "another directory with --out."
             )
-
-    def _asked(self) -> list[str]:
-        return [self._level.opt_level, self._task.dtype]
 
     def _line(self, needed: Sequence[Remedy], paths: Sequence[str]) -> str:
         return remedies.line(self._level, needed, paths, self._trials.kind)
@@ -220,7 +202,6 @@ class Tuning:
             failure="" if outcome in (PASSES, CURED) else reason(row),
             not_shown=silent(row) or not_shown(row) if outcome in (PASSES, CURED) else "",
             modules=ranked(seen.modules),
-            uncalled=list(seen.uncalled),
         )
         write_answer(self.directory, answer)
         return answer
