@@ -20,8 +20,8 @@ class Answer:
 
     `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
     (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
-    used up before one passed.  `speeds` are medians relative to O0
-    and `step_ms` medians in milliseconds, by row; `paces` says what the machine tells of them.
+    used up before one passed.  `speeds` are medians relative to O0, of the "level" and the "cure";
+    `paces` says what the machine tells of them.
     """
 
     script: str
@@ -40,7 +40,6 @@ class Answer:
     judged: str = ""
     not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
-    step_ms: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)
 

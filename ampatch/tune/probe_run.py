@@ -53,8 +53,7 @@ def findings(task: Task, trials: Trials, steps: int, depth: int | None) -> Findi
 def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions) -> None:
     task.say(
         f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
-        f"{task.dtype}, in {asked.steps} steps at O0. In memory are those of the "
-        "few modules whose turn it is."
+        f"{task.dtype}, in {asked.steps} steps at O0."
     )
     sweep = task.sweep(
         [BASE],

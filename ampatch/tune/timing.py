@@ -34,8 +34,6 @@ def add_speeds(answer: Answer, task: Task, cure: Case, level_trains: bool, round
     ).run()
     names = {BASE.label: "O0", task.level.label: "level", cure.label: "cure"}
     for row in sweep.rows:
-        if row.step_ms is not None:
-            answer.step_ms[names[row.label]] = row.step_ms
         if row.speed is not None:
             answer.speeds[names[row.label]] = row.speed
             answer.paces[names[row.label]] = in_words(row)

@@ -33,8 +33,7 @@ def answer():
 def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
     """Medians of step times would contradict the ratio, which is of each round by itself."""
     unknown = "speed not told apart from O0's on this machine: 1.15x (0.60 to 1.30 in 3 rounds)"
-    answer.step_ms, answer.speeds = {"O0": 0.832, "cure": 1.01}, {"O0": 1.0, "cure": 1.15}
-    answer.paces = {"O0": "the baseline", "cure": unknown}
+    answer.speeds, answer.paces = {"cure": 1.15}, {"cure": unknown}
     assert summary(answer)[-1] == f"Speed, with the cure: {unknown}."
 
 
