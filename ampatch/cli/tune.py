@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     """Tune, print and write the answer; returns the exit code."""
     from ampatch.sweep import SweepError, write_report
     from ampatch.tune import TuneError
-    from ampatch.tune.report import write_page, write_terminal
-    from ampatch.tune.tuning import CURED, PAGE, PASSES
+    from ampatch.tune.answer import ANSWER, CURED, PASSES
+    from ampatch.tune.report import write_terminal
 
     tuning = _tuning(options)
     try:
@@ -97,10 +97,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"Stopped: {error}", file=sys.stderr)
         return 1
     write_report(tuning.directory)
-    write_page(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
     cured = answer.outcome == CURED
-    named = f"{PAGE}, tune.json,{' overrides.json,' if cured else ''} report.html"
+    named = f"{ANSWER},{' overrides.json,' if cured else ''} report.html"
     print(f"Written to {tuning.directory}: {named}.")
     return 0 if cured or answer.outcome == PASSES else 1
 

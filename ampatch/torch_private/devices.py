@@ -203,13 +203,6 @@ def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
 # Measuring
 
 
-def wait_for_accelerator() -> None:
-    """Let the host wait until the accelerator has done all it was given; nothing without one."""
-    found = accelerator()
-    if found is not None:
-        wait_for(torch.device(found))
-
-
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all its work; what a CPU was given to do is done."""
     if device.type == accelerator():

@@ -9,17 +9,19 @@ trains within the noise of O0.
 
 What is where:
 
-* `tuning.py`: the course of it, and the answer.
+* `tuning.py`: the course of it.  `task.py`: what is tuned.  `trials.py`, `probe_run.py`,
+  `timing.py`: its three sweeps.  `answer.py`: what is found, and its files.
 * `modules.py`, `probe.py`, `shadow.py`, `sensitivity.py`: which modules are looked at, when, how
   one call is computed a second time, and what was found.
 * `remedies.py`, `search.py`, `verdict.py`: what can be put in place, in which order, the search for
   the smallest set, and whether a candidate passes.
-* `globs.py`: overrides in few words.  `report.py`, `page.html.j2`: the answer for readers.
+* `globs.py`: overrides in few words.  `report.py`: the answer on the terminal.
 """
 
 from __future__ import annotations
 
-from ampatch.tune.tuning import Answer, Tuning, read_answer
+from ampatch.tune.answer import Answer, read_answer
+from ampatch.tune.tuning import Tuning
 from ampatch.tune.verdict import TuneError
 
 __all__ = ["Answer", "TuneError", "Tuning", "read_answer"]

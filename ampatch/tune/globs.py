@@ -6,7 +6,7 @@ In those of `initialize(overrides=...)` `*` stands for any text, dots too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ampatch.config.overrides import named
 
@@ -52,8 +52,3 @@ def _proposals(paths: set[str]) -> set[str]:
         globs.update(".".join([*parts[:i], "*"]) for i in range(len(parts)))
         globs.update(".".join([*parts[:i], "*", *parts[i + 1 :]]) for i in range(len(parts)))
     return globs
-
-
-def covered(chosen: Sequence[str], path: str) -> bool:
-    """Whether a module runs in FP32 because it, or one that it is inside, was chosen."""
-    return any(_is_inside(path, one) for one in chosen)

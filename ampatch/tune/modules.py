@@ -14,8 +14,6 @@ from torch import nn
 
 from ampatch.torch_private.modules import has_forward
 
-LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
 
 def candidates(models: Iterable[nn.Module], depth: int | None = None) -> dict[str, list[nn.Module]]:
     """The modules by path; several where models have the same path.  Models themselves have none.
@@ -31,16 +29,6 @@ def candidates(models: Iterable[nn.Module], depth: int | None = None) -> dict[st
                 if has_forward(module) and _counts(names[path], module, depth):
                     found.setdefault(path, []).append(module)
     return found
-
-
-def without_forward(models: Iterable[nn.Module]) -> list[str]:
-    """The paths of those that others call by another method, but for lists and dicts."""
-    return [
-        path
-        for model in models
-        for path, module in model.named_modules()
-        if path and not (has_forward(module) or isinstance(module, LISTS))
-    ]
 
 
 def _counts(names: int, module: nn.Module, depth: int | None) -> bool:

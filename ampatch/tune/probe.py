@@ -6,12 +6,10 @@ within the steps, so that as few copies as that takes are in memory at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ import ampatch
 from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.tune.modules import candidates, without_forward
+from ampatch.tune.modules import candidates
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
@@ -80,17 +78,16 @@ class _Watched:
         return self.had_turn and not self.is_called
 
     def sensitivity(self, steps: int) -> Sensitivity:
-        parameters = sum(weight.numel() for one in self.modules for weight in one.parameters())
         kind = ", ".join(dict.fromkeys(type(one).__name__ for one in self.modules))
         if len(self.modules) > 1:
             kind += f" ({len(self.modules)} models)"
         if self.samples:
-            return Sensitivity(self.path, kind, parameters, tuple(self.samples))
+            return Sensitivity(self.path, kind, tuple(self.samples))
         late = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
         trouble = (
             (self.trouble or "it is called without gradients alone") if self.had_turn else late
         )
-        return Sensitivity(self.path, kind, parameters, (), trouble, self.is_refused)
+        return Sensitivity(self.path, kind, (), trouble, self.is_refused)
 
 
 class Probe:
@@ -100,7 +97,6 @@ class Probe:
         self._options, self._off, self._writes = options, off, writes
         self._found = Findings()
         self._watched: list[_Watched] = []
-        self._without_forward: list[str] = []
         self._turns: Iterator[_Watched] = iter(())
         self._at_once = 0
         self._calls: list[tuple[_Watched, Call]] = []
@@ -112,8 +108,7 @@ class Probe:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        with self._counted():
-            self._compare()
+        self._compare()
         self._note_eps(optimizer)
         self._found.steps += 1
         if not self._watched:
@@ -123,21 +118,11 @@ class Probe:
         if self._found.steps <= self._options.steps:
             self._watch(itertools.islice(self._turns, self._at_once))
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Work that the training alone would not have."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._found.seconds += time.perf_counter() - started
-
     def _choose(self) -> None:
         """The modules to look at are known now, and how many of them a step can take."""
         models = [managed.model for session in open_sessions() for managed in session.models]
         depth = self._options.depth
         found = candidates(models, depth)
-        self._without_forward = without_forward(models)
         self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
         self._watched = [_Watched(path, modules) for path, modules in found.items()]
         self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
@@ -163,8 +148,7 @@ class Probe:
             done = True
             as_group = self._options.depth is not None or not any(True for _ in module.children())
             try:
-                with self._counted():
-                    running.append(Call(module, args, kwargs, as_group))
+                running.append(Call(module, args, kwargs, as_group))
             except Exception as error:  # whatever a class says to being copied
                 watched.trouble = f"it cannot be copied: {error}"
 
@@ -183,8 +167,6 @@ class Probe:
     def _compare(self) -> None:
         calls, self._calls = self._calls, []
         self._largest = max([self._largest, *(call.largest_gradient for _, call in calls)])
-        self._found.copied = max(self._found.copied, sum(call.size for _, call in calls))
-        self._found.at_once = max(self._found.at_once, len(calls))
         for watched, call in calls:
             try:
                 with self._off.lifted():
@@ -226,8 +208,6 @@ class Probe:
         self._found.eps = sorted({*self._found.eps, *found})
 
     def _write(self) -> None:
-        uncalled = [one.path for one in self._watched if one.is_uncalled]
-        self._found.uncalled = [*self._without_forward, *uncalled]
         self._found.modules = [
             one.sensitivity(self._found.steps)
             for one in self._watched

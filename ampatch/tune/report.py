@@ -1,29 +1,18 @@
-"""The answer for readers: lines for the terminal, and one page with the tree of the model.
-
-Needs the packages of `ampatch[sweep]`.
-"""
+"""The answer on the terminal: a table of the most sensitive modules, and sentences."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import MISSING
-from ampatch.tune.globs import covered
+from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, UNDECIDED, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
-from ampatch.tune.tuning import CURED, NO_CURE, PAGE, PASSES, UNDECIDED, Answer
 
 MOST_ROWS = 20  # of the table on the terminal
-MOST_NAMES = 8  # of modules in a sentence
 WIDTH = 120  # letters in a line where the output is no terminal
-LIGHT, DARK = -4.0, 0.0  # decimal exponents of the errors that are white and full colour
-_HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "half saves", "FP32")
+_HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
 
 def summary(answer: Answer) -> list[str]:
@@ -57,15 +46,12 @@ def summary(answer: Answer) -> list[str]:
 def _left_in_half(answer: Answer) -> str:
     """What no candidate had in FP32, and how the level fails."""
     named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
-    uncalled = ", ".join(answer.uncalled[:MOST_NAMES])
-    if len(answer.uncalled) > MOST_NAMES:
-        uncalled += f" and {len(answer.uncalled) - MOST_NAMES} more"
-    others = f" modules whose forward was not seen to be called ({uncalled})," if uncalled else ""
     return (
         f"not even with every module in FP32{named}. What is left in half: functions of the "
-        "model's own forward and what it hands from one module to the next,"
-        f"{others} and code outside the model (a loss in half, weights changed by hand). As it is: "
-        f"{answer.failure}. ampatch run --debug shows where the first inf or NaN comes from."
+        "model's own forward and what it hands from one module to the next, "
+        "modules whose forward is not called (model.encoder.encode(x)), and code outside the model "
+        f"(a loss in half, weights changed by hand). As it is: {answer.failure}. "
+        "ampatch run --debug shows where the first inf or NaN comes from."
     )
 
 
@@ -94,7 +80,6 @@ def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
             *(_largest(one, name) for name in ("output", "gradient")),
             _share(one.overflow),
             _share(one.vanish),
-            MISSING if one.gain is None else f"{one.gain * 1e3:+.3f} ms",
             "needed" if one.path in answer.needed else "",
         )
 
@@ -141,84 +126,8 @@ def write_terminal(answer: Answer, file: Any) -> None:
 
 def _note(answer: Answer) -> str:
     more = len(answer.modules) - MOST_ROWS
-    hidden = f" {more} more modules are in {PAGE}." if more > 0 else ""
+    hidden = f" {more} more modules are in {ANSWER}." if more > 0 else ""
     return (
         f"Relative errors of outputs and gradients in {answer.dtype} beside FP32, the largest of a "
         f"module's samples; shares of values that overflow, and that become 0.{hidden}"
     )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A module in the picture of the tree: where it is, its colour, and what it says."""
-
-    first: int  # of the leaves, which are in rows
-    leaves: int
-    depth: int
-    name: str
-    title: str
-    strength: float | None  # of its colour, 0 to 1; None: not measured
-    is_needed: bool
-
-
-def tree(answer: Answer) -> list[Box]:
-    """The model as an icicle: each module beside those in it, as high as all of its leaves."""
-    children: dict[str, list[str]] = {}
-    known = set(answer.paths)
-    for path in dict.fromkeys(answer.paths):
-        parent = path.rpartition(".")[0]
-        children.setdefault(parent if parent in known else "", []).append(path)
-    by_path = {one.path: one for one in answer.modules}
-    boxes: list[Box] = []
-
-    def place(path: str, first: int, depth: int) -> int:
-        end = first
-        for child in children.get(path, []):
-            end = place(child, end, depth + 1)
-        leaves = max(end - first, 1)
-        if path:
-            boxes.append(_box(path, by_path.get(path), answer.needed, first, leaves, depth))
-        return first + leaves
-
-    place("", 0, -1)
-    return boxes
-
-
-def _box(
-    path: str, one: Sensitivity | None, needed: Sequence[str], first: int, leaves: int, depth: int
-) -> Box:
-    title, strength = path, None
-    if one is not None and (one.samples or one.is_refused):
-        said = "does not run in half" if one.is_refused else f"relative error {one.error:.2g}"
-        title = f"{path} ({one.kind}): {said}"
-        strength = _strength(one.error)
-    name = path.rpartition(".")[2]
-    return Box(first, leaves, depth, name, title, strength, covered(needed, path))
-
-
-def _strength(error: float) -> float:
-    if not math.isfinite(error):
-        return 1.0
-    exponent = math.log10(error) if error > 0 else LIGHT
-    return min(max((exponent - LIGHT) / (DARK - LIGHT), 0.0), 1.0)
-
-
-def write_page(directory: Path, answer: Answer) -> None:
-    """Write the page of an answer."""
-    import jinja2
-
-    source = resources.files("ampatch.tune").joinpath("page.html.j2").read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    boxes = tree(answer)
-    text = page.from_string(source).render(
-        answer=answer,
-        summary=[line for line in summary(answer) if line],
-        heads=_HEADS,
-        rows=list(cells(answer)),
-        troubles=troubles(answer),
-        boxes=boxes,
-        leaves=max((box.first + box.leaves for box in boxes), default=0),
-        levels=max((box.depth + 1 for box in boxes), default=0),
-        cured=CURED,
-    )
-    write_whole(directory / PAGE, text)

@@ -46,20 +46,19 @@ def most_trials(remedies: int) -> int:
 def smallest(
     remedies: Sequence[Remedy],
     passes: Callable[[frozenset[Remedy]], bool],
-    most: int | None = None,
+    most: int,
 ) -> Found[Remedy]:
     """The smallest subset of `remedies` that passes, of which the first ones are likeliest.
 
     `passes` runs a candidate; no candidate is asked for twice.  That nothing at all does not pass
     is known.  `most` is the number of candidates that may be tried.
     """
-    limit = most_trials(len(remedies)) if most is None else most
     known: dict[frozenset[Remedy], bool] = {frozenset(): False}
 
     def tried(chosen: Sequence[Remedy]) -> bool:
         candidate = frozenset(chosen)
         if candidate not in known:
-            if len(known) > limit:
+            if len(known) > most:
                 raise OutOfTrials
             known[candidate] = passes(candidate)
         return known[candidate]

@@ -20,7 +20,6 @@ class Sensitivity:
 
     path: str
     kind: str  # its class
-    parameters: int
     samples: tuple[Sample, ...] = ()
     trouble: str = ""
     is_refused: bool = False
@@ -40,33 +39,14 @@ class Sensitivity:
     def vanish(self) -> float:
         return max((sample.vanish for sample in self.samples), default=0.0)
 
-    @property
-    def gain(self) -> float | None:
-        """Seconds that half saves, of the fastest forward and backward; None without samples."""
-        if not self.samples:
-            return None
-        exact = min(sample.float_seconds for sample in self.samples)
-        return exact - min(sample.half_seconds for sample in self.samples)
-
 
 @dataclass
 class Findings:
-    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps.
-
-    `uncalled` are those whose forward was not called: others read their weights, call another of
-    their methods or the modules in them, or their time did not come.
-
-    What the probe cost: `seconds` beside the training, and the bytes of the copies that were in
-    memory at once, `at_once` modules' at most.
-    """
+    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps."""
 
     steps: int = 0
-    at_once: int = 0
-    copied: int = 0
-    seconds: float = 0.0
     modules: list[Sensitivity] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    uncalled: list[str] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

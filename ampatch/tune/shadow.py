@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.torch_private.devices import random_numbers_again, wait_for_accelerator
+from ampatch.torch_private.devices import random_numbers_again
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,15 +52,13 @@ class Sample:
     `output` and `gradient` are relative errors in the Euclidean norm, inf where half has an inf or
     NaN that FP32 has not, and None for a gradient that there is not; `overflow` and `vanish` are
     shares of all values: of those that are inf or NaN in half alone, and of those that are 0 in
-    half alone.  Times are seconds of a forward and backward.
+    half alone.
     """
 
     output: float
     gradient: float | None
     overflow: float
     vanish: float
-    float_seconds: float
-    half_seconds: float
 
     @property
     def error(self) -> float:
@@ -100,13 +97,6 @@ class Call:
         there = [g for g in self._gradients if g is not None and g.numel()]
         return max((float(g.abs().max()) for g in there), default=0.0)
 
-    @property
-    def size(self) -> int:
-        """Bytes of what is kept until the comparison: weights, inputs and gradients."""
-        kept = [*self._copy.parameters(), *self._copy.buffers(), *tensors_in(self._inputs)]
-        kept += [gradient for gradient in self._gradients if gradient is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
     def compare(self, half: HalfType) -> Sample | None:
         """What half changes; None where the module has no functions of its own.
 
@@ -130,8 +120,6 @@ class Call:
             gradients.error if any(one is not None for one in exact.gradients) else None,
             both.overflow,
             both.vanish,
-            exact.seconds,
-            rounded.seconds,
         )
 
     def _rounded(self, half: HalfType) -> _Outcome:
@@ -157,15 +145,11 @@ class Call:
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         region = contextlib.nullcontext() if autocast is None else autocast()
         with self._again(), torch.enable_grad():
-            wait_for_accelerator()
-            started = time.perf_counter()
             with region, _Count(children) as count:
                 output = module(*args, **kwargs)
             gradients = self._backward(tensors_in(output), [*leaves, *weights], scale)
-            wait_for_accelerator()
-            seconds = time.perf_counter() - started
         outputs = [one.detach() for one in tensors_in(output)]
-        return _Outcome(outputs, gradients, seconds), count.calls
+        return _Outcome(outputs, gradients), count.calls
 
     def _backward(
         self, outputs: list[Tensor], wanted: list[Tensor], scale: float
@@ -201,7 +185,6 @@ class Call:
 class _Outcome:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
-    seconds: float
 
 
 class _Difference:

@@ -22,7 +22,7 @@ PATHS = ["stem", "body", "body.0", "body.0.norm", "body.1", "body.1.norm", "head
 
 def found(eps=(1e-8,), **errors):
     modules = [
-        Sensitivity(path, "Linear", 1, (Sample(error, 0.0, 0.0, 0.0, 1.0, 1.0),))
+        Sensitivity(path, "Linear", (Sample(error, 0.0, 0.0, 0.0),))
         for path, error in errors.items()
     ]
     return Findings(100, modules=modules, paths=PATHS, eps=list(eps))

@@ -27,7 +27,7 @@ def test_likely_remedies_are_found_within_the_default_number(size):
     """Faults among the most sensitive modules: at most about 2 log2(n) candidates."""
     for first, second in itertools.product(range(5), repeat=2):
         needed = {first, second}
-        found = smallest(range(size), needed.issubset)
+        found = smallest(range(size), needed.issubset, most_trials(size))
         assert set(found.needed) == needed and found.is_decided
         assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
 

@@ -52,8 +52,8 @@ class Trials:
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
-            sample = Sample(0.1, 0.1, 0.0, 0.0, 1.0, 1.0)
-            modules = [Sensitivity(path, "Linear", 1, (sample,)) for path in MODULES]
+            sample = Sample(0.1, 0.1, 0.0, 0.0)
+            modules = [Sensitivity(path, "Linear", (sample,)) for path in MODULES]
             found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             found.write(Path(asked.file))
         every = range(self.last.seeds or 1)
@@ -91,7 +91,7 @@ def tuned(monkeypatch, tmp_path):
     def made(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
-        monkeypatch.setattr("ampatch.tune.tuning.Sweep", trials)
+        monkeypatch.setattr("ampatch.tune.task.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 
@@ -207,29 +207,6 @@ def test_a_probe_of_other_options_is_made_anew(tuned):
     assert trials.probed[0].steps == 7
 
 
-def test_a_tuning_that_was_interrupted_does_not_go_on_for_another_level(tuned, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
-        during.setattr(Trials, "run", interrupted)
-        tuned(["head"])
-    with pytest.raises(ValueError, match="holds a tuning of O3 in float16"):
-        tuned(["head"], resume=True, level="O2")
-    assert tuned(["head"], resume=True)[0].needed == ["head"]
-
-
-@pytest.mark.parametrize("at, said", ((5, ["at step 6"]), (None, [])))
-def test_a_probe_that_changes_the_training_is_said(tuned, at, said):
-    values = [0.5] + [0.5 + (n == at) * 0.01 for n in range(1, 40)]
-    losses = {"0": Series(list(range(40)), values, [0.1] * 40)}
-    lines = []
-    probed = Measured("O0", skipped=[False] * 40, losses=losses)
-    tuned(["head"], probe_ends={"measured": probed}, say=lines.append)
-    found = [line for line in lines if "departs from that of O0" in line]
-    assert len(found) == len(said) and all(text in line for text, line in zip(said, found))
-
-
 def test_a_script_without_a_loss_is_said_before_the_search(tuned, monkeypatch):
     nothing = lambda trials, case, seed: Run(  # noqa: E731
         Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40)
@@ -243,34 +220,11 @@ def test_the_answer_for_another_level_is_not_replaced_by_going_on(tuned, tmp_pat
     before, _ = tuned(["head"])
     for other, said in (({"level": "O2"}, "O2 in float16"), ({"dtype": "bfloat16"}, "in bfloat16")):
         with pytest.raises(
-            ValueError, match=f"tuning of O3 in float16.*{said}.*--overwrite.*--out"
+            ValueError, match=f"answer for O3 in float16.*{said}.*--overwrite.*--out"
         ):
             tuned(["stem"], resume=True, **other)
     assert read_answer(tmp_path / "out") == before
     assert tuned(["head"], resume=True, depth=1)[0].needed == ["head"]
-
-
-@pytest.mark.parametrize("options", ({}, {"resume": True}, {"overwrite": True}))
-def test_two_tunings_do_not_share_a_directory(tuned, tmp_path, options):
-    """From the first trial to the timing, also while none of its sweeps runs."""
-    refused = []
-
-    def start_another(text):
-        if not refused:
-            with pytest.raises(ValueError, match="another tuning is running in this directory"):
-                Tuning(tmp_path / "train.py", out=tmp_path / "out", opt_level="O3", **options)
-            refused.append(text)
-
-    assert tuned(["head"], say=start_another)[0].needed == ["head"] and refused
-    tuned(["stem"], overwrite=True)
-
-
-def test_a_tuning_that_did_not_begin_holds_no_directory(tuned):
-    """Also while its error is kept, as a notebook keeps the last one."""
-    tuned(["head"])
-    with pytest.raises(ValueError, match="tuning of O3 in float16") as kept:
-        tuned(["stem"], level="O2", resume=True)
-    assert tuned(["head"], resume=True)[0].needed == ["head"] and kept.tb is not None
 
 
 def test_a_script_that_changes_meanwhile_is_said(tuned, monkeypatch):

@@ -1,0 +1,74 @@
+"""The run at O0 with the probe in it: started once for its options, and its findings read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.results import RUNS
+from ampatch.sweep.trial import BASE
+from ampatch.tune.probe import SAMPLES, ProbeOptions
+from ampatch.tune.sensitivity import Findings
+from ampatch.tune.task import Task
+from ampatch.tune.trials import Trials
+from ampatch.tune.verdict import TuneError
+
+PROBE = "probe"  # its directory
+
+_OPTIONS = (
+    *("module", "override_seeds", "timeout", "nproc_per_node"),
+    *("engine", "devices", "address", "gpus_per_trial", "cpus_per_trial"),
+)
+"""Options of the sweep that the run shares."""
+
+
+def findings(task: Task, trials: Trials, steps: int, depth: int | None) -> Findings:
+    """What the probe found in `steps` steps; one with other options runs anew."""
+    place = task.directory / PROBE
+    file = (place / "sensitivity.json").resolve()
+    scale = trials.properties()["loss_scale"]
+    asked = ProbeOptions(
+        file=str(file),
+        steps=steps,
+        opt_level=task.level.opt_level,
+        dtype=task.dtype,
+        scale=None if scale == "dynamic" else float(scale),
+        depth=depth,
+    )
+    done = place / "done"
+    text = asked.to_text()
+    found = Findings.read(file) if done.exists() and done.read_text() == text else None
+    if found is None:
+        _run(task, trials, place, asked)
+        found = Findings.read(file) or Findings()
+        done.write_text(text)
+    if not found.modules:
+        raise TuneError(
+            f"{task.script}: no module of a model was seen to compute anything at O0. "
+            "Expected a script that calls ampatch.initialize(model, ...) and then the model."
+        )
+    return found
+
+
+def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions) -> None:
+    task.say(
+        f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
+        f"{task.dtype}, in {asked.steps} steps at O0."
+    )
+    sweep = task.sweep(
+        [BASE],
+        place,
+        _OPTIONS,
+        rounds=1,
+        steps=asked.steps + 2,
+        kind=trials.kind,
+        probe=("ampatch.tune.probe", asked.to_text()),
+        overwrite=True,
+    )
+    [run] = sweep.run(task.progress()).runs
+    if status(run) != OK:
+        raise TuneError(
+            f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
+            "With that put right, --resume goes on. Where memory was short, more --probe-steps "
+            "keep fewer copies at once."
+        )

@@ -1,0 +1,110 @@
+"""The trials of O0, the level and the candidates: one sweep, to which rows and seeds are added."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ampatch.config.opt_levels import properties_for
+from ampatch.sweep import Sweep
+from ampatch.sweep.kinds import Kind
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.margin import Margin
+from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.summary import says_how_well, seeds_matter
+from ampatch.sweep.trial import BASE, Case
+from ampatch.tune.task import Task
+from ampatch.tune.verdict import TuneError, passes, row_of
+
+
+class Trials:
+    """The rows that have run so far.  A row that is not confirmed has half of the seeds.
+
+    Raises what `Sweep` raises for wrong options or a directory of another sweep.
+    """
+
+    def __init__(self, task: Task, seeds: int, resume: bool, overwrite: bool) -> None:
+        self._task = task
+        self.seeds, self.few = seeds, (seeds + 1) // 2
+        self._margin = Margin.of(task.options.get("margin"))
+        self._cases = [BASE, task.level]
+        self._with_all_seeds: set[Case] = set()
+        self.runs: list[Run] = []
+        self._sweep = self._grown(resume, overwrite)
+
+    @property
+    def kind(self) -> Kind:
+        """What the script is, as its first run has shown."""
+        return self._sweep.kind
+
+    def row(self, case: Case) -> Row:
+        """The row of a case beside O0; trials of it that have not run yet run.
+
+        Raises `SweepError`, and `TuneError` where O0 gives nothing to compare with.
+        """
+        progress = None if self.runs else self._task.progress()
+        if case not in self._cases:
+            self._cases.append(case)
+        if self.runs:
+            self._sweep = self._resumed()
+        self.runs = self._sweep.run(progress).runs
+        judge, better = self._task.options.get("judge"), self._task.options.get("better") or {}
+        self._check_base(row_of(BASE, self.runs, judge, better))
+        return row_of(case, self.runs, judge, better, self._margin)
+
+    def confirmed(self, case: Case, label: str) -> Row:
+        """The row of a case; one that passes has all seeds."""
+        row = self.row(case)
+        if not passes(row):
+            return row
+        more = self.seeds - self.few
+        self._task.say(f"{label} passes with {self.few} seeds; {more} more: started")
+        self._with_all_seeds |= {BASE, case}
+        return self.row(case)
+
+    def has_all_seeds(self, case: Case) -> bool:
+        """Whether the case has passed with few seeds, and so has all."""
+        return case in self._with_all_seeds
+
+    def properties(self) -> dict[str, str]:
+        """The settings that the level had in its runs, as text."""
+        level = self._task.level
+        for run in self.runs:
+            if run.case == level and run.measured and run.measured.properties:
+                return run.measured.properties
+        properties = dataclasses.asdict(properties_for(level.opt_level, level.dtype))
+        return {name: str(value) for name, value in properties.items()}
+
+    def _resumed(self) -> Sweep:
+        """The sweep with what has come to it since.  What it refuses now has changed meanwhile."""
+        try:
+            return self._grown(resume=True)
+        except ValueError as error:
+            raise TuneError(f"{self._task.script} changed while it was tuned: {error}") from error
+
+    def _grown(self, resume: bool, overwrite: bool = False) -> Sweep:
+        few = set(self._cases) - self._with_all_seeds
+        return self._task.sweep(
+            self._cases,
+            self._task.directory,
+            self._task.options,
+            fewer_seeds=dict.fromkeys(few, self.few),
+            rounds=1,
+            fail_fast=True,
+            resume=resume,
+            overwrite=overwrite,
+        )
+
+    def _check_base(self, base: Row) -> None:
+        if base.outcome == "failed":
+            raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+        if not says_how_well(self.runs):
+            raise TuneError(
+                f"{self._task.script}: no loss and no metric was recorded at O0, so nothing says "
+                "how well a candidate trains. Have a loss go through ampatch.scale_loss or "
+                "backward(), or call ampatch.log_metrics(accuracy=...), or give --metric."
+            )
+        if not seeds_matter(self.runs):
+            raise TuneError(
+                "O0 is the same with each seed, so no difference can be tested. Have {seed} among "
+                "the script's arguments, or give --override-seeds."
+            )
