@@ -373,7 +373,7 @@ def test_a_managed_model_stays_where_torch_would_make_new_parameters(level, half
         model.to(NAME)
     assert all(map(operator.is_, model.parameters(), before))
     assert {param.device.type for param in before} == {"cpu"}
-    x, y = batches(1)[0]
+    x, y = next(iter(batches(1)))
     with ampatch.scale_loss(mse(model(x).float(), y), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
