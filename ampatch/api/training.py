@@ -67,7 +67,7 @@ def scale_loss(
         delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:
-        TypeError: `loss_id` is no whole number.
+        TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
     """
