@@ -84,7 +84,7 @@ def test_the_means_that_the_page_repeats_are_those_of_the_files():
         assert any(means.items() <= found.items() for found in last), row
 
 
-SMALL, LARGE = "Training, ordinary optimizer, dispatch-bound", "Training, compute-bound"
+SMALL = "Training, ordinary optimizer, dispatch-bound"
 
 
 def means_of(name: str, table: str) -> dict[str, float]:
@@ -97,17 +97,6 @@ def test_initialize_says_what_the_newest_results_say():
     """`native.GIVES` is what the native part gave at O1."""
     means = means_of("native", SMALL)
     assert native.GIVES == f"{means['O1 native'] / means['O1']:.2f}"
-
-
-def test_the_readme_has_the_native_speeds_and_those_in_python():
-    rows = result_tables.Results(ROOT / "README.md").tables()["Opt levels"]
-    shown = {next(iter(row.values())).partition(",")[0]: row for row in rows}
-    for kind, file, table in (("small", "native", SMALL), ("large", "compute-bound", LARGE)):
-        row, means = shown[f"speed of {kind} models"], means_of(file, table)
-        for level in ("O1", "O2"):
-            assert row[level] == f"{means[f'{level} native']:.2f} ({means[level]:.2f})"
-        assert row["O3"] == f"({means['O3']:.2f})"
-        assert row["O0"] == f"{means['FP32']:.2f}"
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
