@@ -82,20 +82,27 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     parts += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
         parts.append(f"\n## {table}\n\n{TITLES[table]}\n")
-        parts.append(
-            "| rule | where | functions | why | autocast | apex |\n|---|---|---|---|---|---|"
-        )
-        parts += [_markdown(entry) for entry in rows]
+        parts.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
+        groups: dict[tuple[str, ...], list[Entry]] = {}
+        for entry in rows:
+            same = (entry.rule, entry.why, entry.autocast, entry.apex)
+            groups.setdefault(same, []).append(entry)
+        parts += [_markdown(*same, group) for same, group in groups.items()]
     parts.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
     parts += [f"| `{where}.{name}` | {why} |" for (where, name), why in PARTS.items()]
     return "\n".join(parts)
 
 
-def _markdown(entry: Entry) -> str:
-    native = "PyTorch does this itself: " if entry.native else ""
-    names = " ".join(f"`{name}`" for name in entry.names)
-    said = [text.replace("_", r"\_") for text in (entry.why, entry.autocast, entry.apex)]
-    return f"| {' | '.join([entry.rule, f'`{entry.where}`', native + names, *said])} |"
+def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry]) -> str:
+    """One line for the rows that differ in where alone."""
+    where: dict[str, list[str]] = {}
+    for entry in group:
+        native = "PyTorch does this itself: " if entry.native else ""
+        names = native + " ".join(f"`{name}`" for name in entry.names)
+        where.setdefault(names, []).append(f"`{entry.where}`")
+    functions = "; ".join(f"{names} of {', '.join(of)}" for names, of in where.items())
+    said = [text.replace("_", r"\_") for text in (why, autocast, apex)]
+    return f"| {' | '.join([rule, functions, *said])} |"
 
 
 def write_json(entries: Iterable[Entry], missing: list[str]) -> str:
