@@ -6,8 +6,8 @@ Each break is made by itself in a copy of the checkout, and the tests named besi
 Python, without the native part.  A break that no test notices is a claim that no test guards.  A
 break whose line the source no longer has is an error: give it the line that does the same now.
 
-`breaks.txt` has a block for each, with an empty line between two: the file in `ampatch/`, then after
-"| " the old text, the new one, and the tests (files in `tests/`) that are to notice.
+`breaks.txt` has a block for each, with an empty line between two: the file in `ampatch/`, then
+after "| " the old text, the new one, and the tests (files in `tests/`) that are to notice.
 """
 
 from __future__ import annotations
