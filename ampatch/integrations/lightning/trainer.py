@@ -14,8 +14,8 @@ import ampatch
 
 from ...session import facade
 from ..framework_step import Step
+from ..managed import Managed, checked
 from .packages import PACKAGES
-from .session import PluginSession, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -46,14 +46,14 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     ) -> None:
         super().__init__()
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._settings = Settings(type(self).__name__, given)
-        self._run = PluginSession(self._settings)
+        self._run = Managed(checked(type(self).__name__, given))
         self._package = PACKAGES[0]
         self._module: Any = None  # that is managed now
         self._is_wrapped = self._is_compiled = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
+        return f"{type(self).__name__}({given})"
 
     # Begin and end
 
