@@ -28,10 +28,7 @@ PATTERN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 PATTERNS = {number: snippets for number, *snippets in PATTERN.findall(GUIDE.read_text())}
-
-
-def test_there_are_seven_patterns():
-    assert list(PATTERNS) == list("1234567")
+assert list(PATTERNS) == list("1234567")
 
 
 @pytest.fixture(autouse=True)
@@ -86,17 +83,10 @@ def test_a_pattern_trains(number, which, tmp_path, one_process_group):
         net[0].register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5) for net in nets]
     scope = {
-        "torch": torch,
-        "model": nets[0],
-        "optimizer": optimizers[0],
-        "first": nets[1],
-        "second": nets[2],
-        "one": optimizers[1],
-        "two": optimizers[2],
-        "loader": batches(),
-        "criterion": nn.functional.mse_loss,
-        "train": train,
-        "path": tmp_path / "checkpoint.pt",
+        **{"torch": torch, "train": train, "criterion": nn.functional.mse_loss},
+        **dict(zip(("model", "first", "second"), nets)),
+        **dict(zip(("optimizer", "one", "two"), optimizers)),
+        **{"loader": batches(), "path": tmp_path / "checkpoint.pt"},
     }
     before = error_of(network())
     code = PATTERNS[number][which == "after"]
@@ -147,18 +137,13 @@ def names_of_an_old_script(folder: Path) -> dict[str, Any]:
     x, mask = torch.ones(3), torch.tensor([True, False, True])
     loss = torch.tensor(1.0)
     names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
+    own = type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)})
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     old = {
-        "correct": torch.ones(4, 3, dtype=torch.bool).t(),
-        "k": 2,
-        "index": torch.tensor(2),
-        "n": 2,
-        "loader": torch.utils.data.DataLoader([1]),
-        "file": "a: 1",
-        "Own": type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)}),
-        "optimizer": torch.optim.SGD([torch.nn.Parameter(x)]),
-        "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-        "yaml": yaml,
-        "Variable": torch.autograd.Variable,
+        **{"correct": torch.ones(4, 3, dtype=torch.bool).t(), "k": 2, "n": 2, "file": "a: 1"},
+        **{"index": torch.tensor(2), "loader": torch.utils.data.DataLoader([1]), "Own": own},
+        **{"optimizer": torch.optim.SGD([torch.nn.Parameter(x)]), "ReduceLROnPlateau": plateau},
+        **{"yaml": yaml, "Variable": torch.autograd.Variable},
     }
     return names | old
 
