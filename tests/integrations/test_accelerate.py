@@ -139,7 +139,7 @@ def test_two_models_prepared_one_after_the_other_share_a_scale(level):
 
 @HALF_LEVELS
 def test_a_scheduler_waits_while_steps_are_skipped_and_clipping_sees_true_gradients(level):
-    accelerator = make(level)
+    accelerator = make(level, init_scale=8.0)
     model, optimizer = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
