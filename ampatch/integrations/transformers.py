@@ -15,16 +15,8 @@ The mixin stands before `Trainer`, `Seq2SeqTrainer` or a Trainer of your own.  T
 `ampatch.initialize` are keywords of the trainer.  `fp16` and `bf16` of `TrainingArguments` stay
 out.
 
-* Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`.
-  As with `bf16=True` they are those of the model's forward, and its outputs are FP32: a loss or
-  metrics computed outside of it run in FP32.  `patch_scope="process"` casts these too.
-* Under torchrun with gloo the process group is destroyed when the process ends, as `trainer.end()`
-  would.  Without that about one run in 50 fails after its results are written, with ampatch or not.
-* Models and checkpoints are saved in FP32.  A checkpoint has the loss scale in `ampatch.json`, and
-  `resume_from_checkpoint` goes on with the same bits.  It takes the scale of a run with `fp16=True`
-  too.
-* A skipped step counts in `global_step` and `max_steps`, as with `fp16=True`: its batches are used
-  up.  The learning rate waits.
+Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`, with
+FP32 outputs.  Models and checkpoints are saved in FP32, with the loss scale in `ampatch.json`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...types import HalfName, OptLevel, PluginSettings
 
 
-class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)):  # type: ignore[misc]
+class AmpatchFabricPrecision(*(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
 
     Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.  The
@@ -96,4 +96,4 @@ def _told(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) 
 
 for _package in PACKAGES:  # Fabric tells its plugin of modules only; it wraps optimizers silently
     for _name in ("setup", "setup_optimizers"):
-        wrapt.wrap_function_wrapper(_package.fabric, _name, _told)
+        wrapt.wrap_function_wrapper(_package.fabric.Fabric, _name, _told)
