@@ -43,6 +43,7 @@ class Passes:
         self._warned = False
         self._others: OtherGradients | None = None
         self.scale: Any = None  # of the running pass, if it is scaled
+        self.later: list[Callable[[], None]] = []  # what waits for its unscaled gradients
 
     def around(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
@@ -109,6 +110,10 @@ class Passes:
                 original(*bound.args, **bound.kwargs)
         finally:
             self._others = self.scale = None
+            later, self.later = self.later, []
+        with torch.no_grad():  # as within the pass
+            for call in later:
+                call()
 
     def _nested(self, arguments: dict, roots: list[Any]) -> None:
         """A pass within a pass: it continues the outer one's gradients, or starts from a loss."""

@@ -1,7 +1,8 @@
 """The script's hooks on tensors get unscaled gradients inside a backward pass.
 
-Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.  Other ways
-to see gradients within a scaled pass are refused.
+Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.  Hooks that
+run after a gradient has been accumulated (an optimizer step inside the backward pass) wait for the
+end of the pass.  Other ways to see gradients within a scaled pass are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from .backward import Passes
 
 _WRAPPED = "_ampatch_gets_unscaled_gradients"
 _REFUSED = (
-    (torch.Tensor, "register_post_accumulate_grad_hook"),
     (torch.Tensor, "retain_grad"),
     (nn.Module, "register_full_backward_hook"),
     (nn.Module, "register_full_backward_pre_hook"),
@@ -29,17 +29,19 @@ _REFUSED = (
 def put(patches: PatchSet, passes: Passes) -> None:
     """Replace the functions that register hooks, where passes are scaled."""
 
-    def make(original: Callable) -> Callable:
+    def wrapping(wrap: Callable[[Callable, Passes], Callable], original: Callable) -> Callable:
         @functools.wraps(original)
-        def register_hook(self: Tensor, hook: Callable) -> Any:
+        def register(self: Tensor, hook: Callable) -> Any:
             if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
-                hook = _unscaling(hook, passes)
+                hook = wrap(hook, passes)
                 setattr(hook, _WRAPPED, True)
             return original(self, hook)
 
-        return register_hook
+        return register
 
-    patches.replace(torch.Tensor, "register_hook", make)
+    patches.replace(torch.Tensor, "register_hook", functools.partial(wrapping, _unscaling))
+    name = "register_post_accumulate_grad_hook"
+    patches.replace(torch.Tensor, name, functools.partial(wrapping, _waiting))
     for owner, name in _REFUSED:
         patches.replace(owner, name, functools.partial(_refusing, f"{owner.__name__}.{name}"))
 
@@ -57,6 +59,17 @@ def _refusing(name: str, original: Callable) -> Callable:
         )
 
     return refuse
+
+
+def _waiting(hook: Callable, passes: Passes) -> Callable:
+    @functools.wraps(hook)
+    def on_accumulated(tensor: Tensor) -> None:
+        if passes.scale is None:
+            hook(tensor)
+        else:
+            passes.later.append(functools.partial(hook, tensor))
+
+    return on_accumulated
 
 
 def _unscaling(hook: Callable, passes: Passes) -> Callable:

@@ -239,6 +239,23 @@ def hooks_on_tensors():
 
 
 @loop
+def an_optimizer_step_within_the_backward_pass():
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+    return weights(model)
+
+
+@loop
 def grad_mode_is_no_matter():
     model = net()
     sgd(model)
@@ -306,15 +323,13 @@ def test_other_optimizers(make):
 def test_bfloat16_trains_too_and_takes_every_hook():
     def hooked():
         model, seen = net(), []
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        sgd(model)
         model[2].register_full_backward_hook(lambda module, given, got: seen.append(got[0].float()))
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
         x, y = batch()
         hidden = model[:2](x)
         hidden.retain_grad()
         F.mse_loss(model[2](hidden), y).backward()
-        return weights(model), seen, hidden.grad.float()
+        return grads(model), seen, hidden.grad.float()
 
     for each in (plain, hooked):
         torch.manual_seed(0)
@@ -329,7 +344,6 @@ def test_bfloat16_trains_too_and_takes_every_hook():
     "register",
     [
         lambda model, x: model(x).retain_grad(),
-        lambda model, x: model[0].weight.register_post_accumulate_grad_hook(print),
         lambda model, x: model.register_full_backward_hook(print),
         lambda model, x: model.register_full_backward_pre_hook(print),
     ],
