@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/run.py accuracy --out docs/accuracy.md
 
 Trains four small tasks (accuracy_tasks.py) with several seeds each, holds every
-row's metric against O0's (Welch's t-test), adds two constructed tasks whose
-results are known beforehand (constructed.py), and writes one page (accuracy_page.md).
+row's metric against O0's (Welch's t-test), and writes one page (accuracy_page.md).
 It takes about six minutes of a core's time, most of it for float16 convolutions.
 """
 
@@ -21,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
-import constructed
 import measuring
 import torch
 from accuracy_tasks import TASKS, Task
@@ -224,7 +222,6 @@ def report(options: Namespace) -> Iterator[str]:
         every_line += lines
         rows = table(task, lines, steps)
         parts.append(f"### {task.title}, {steps} steps\n\n{task.about}\n\n{rows}")
-    scaling, masters = constructed.tables()
     yield PAGE.read_text(encoding="utf-8").format(
         command=measuring.command(),
         machine=measuring.machine(),
@@ -235,7 +232,4 @@ def report(options: Namespace) -> Iterator[str]:
         seeds=options.seeds,
         summary=textwrap.fill(summary(every_line), 100),
         tables="\n".join(parts).rstrip(),
-        adam=constructed.adam_table().rstrip(),
-        scaling=scaling.rstrip(),
-        masters=masters.rstrip(),
     )

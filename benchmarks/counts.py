@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import types
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from measuring import alone, table
+from measuring import table
 from systems import AUTOCAST, FP32, FUSED, HALF, SGD, How, make_step
 from tasks import SMALL, TASKS, TO_REMEMBER, Task
 from torch import Tensor
@@ -75,11 +74,11 @@ def count_step(step: Callable[[], None]) -> Counts:
         step()
     with _Counter() as counter:
         step()
-    return Counts(counter.operators, counter.casts, counter.syncs, calls(step)[0])
+    return Counts(counter.operators, counter.casts, counter.syncs, calls(step))
 
 
-def calls(step: Callable[[], Any]) -> tuple[int, int]:
-    """Python functions entered, and C functions called, in one step."""
+def calls(step: Callable[[], Any]) -> int:
+    """Python functions entered in one step."""
     events: list[str] = []
     gc.disable()  # what it calls belongs to no step
     sys.setprofile(lambda frame, event, argument: events.append(event))
@@ -88,7 +87,7 @@ def calls(step: Callable[[], Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return events.count("call"), events.count("c_call") - 1  # less `sys.setprofile`
+    return events.count("call")
 
 
 def report(options: Namespace) -> Iterator[str]:
@@ -106,27 +105,6 @@ def report(options: Namespace) -> Iterator[str]:
             ]
             rows.append([name, optimizer, *cells])
     yield table(["", "optimizer", *SYSTEMS], rows)
-
-
-def functions(options: Namespace) -> Iterator[str]:
-    """The calls of a step of the 8-layer MLP, with so many registered functions of the user's."""
-    numbers = (0, 100, 1000)
-    rows = [
-        [level, *(" / ".join(map(str, alone(_calls_with, level, number))) for number in numbers)]
-        for level in ("O1", "O2")
-    ]
-    yield table(["", *map(str, numbers)], rows)
-
-
-def _calls_with(level: str, number: int) -> tuple[int, int]:
-    users = types.ModuleType("users_own")
-    for index in range(number):
-        setattr(users, f"function{index}", lambda x: x)
-        amp.register_half_function(users, f"function{index}")
-    step = make_step(TASKS["MLP, 8 layers"](), level)
-    for _ in range(WARM_UP + 2):
-        step()
-    return calls(step)
 
 
 # Memory

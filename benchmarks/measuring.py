@@ -1,9 +1,9 @@
 """How the benchmarks measure: processes in turns, CPU time, and the tables that come of it.
 
-Patches are global to a process, so every system gets its own; the machine is
-noisy, so the systems take turns and only ratios within a round count.  glibc is told to keep
-the memory it has (`KEEP_MEMORY`): by itself it returns large blocks and asks for them again, in
-some processes thousands of pages a step and in others none, which says nothing of the systems.
+Patches are global to a process, so every system gets its own; the machine is noisy, so the systems
+take turns and only ratios within a round count.  glibc is told to keep the memory it has
+(`KEEP_MEMORY`): by itself it returns large blocks and asks for them again, in some processes
+thousands of pages a step and in others none, which says nothing of the systems.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ KEEP_MEMORY = {
 }
 
 
-def _serve(connection: Connection, make: Callable, system: str, clock: Callable[[], float]) -> None:
+def _serve(connection: Connection, make: Callable, system: str) -> None:
     torch.set_num_threads(1)
     step = make(system)  # should it fail, the connection closes and whoever asks gets EOFError
     while (steps := connection.recv()) is not None:
-        begin = clock()
+        begin = time.process_time()
         for _ in range(steps):
             step()
-        connection.send((clock() - begin) / steps)
+        connection.send((time.process_time() - begin) / steps)
 
 
 def measure(
@@ -46,84 +46,59 @@ def measure(
     *,
     rounds: int,
     steps: int,
-    clock: Callable[[], float] = time.process_time,
-    environments: Callable[[str], list[dict[str, str]]] = lambda system: [{}],
+    environment: Callable[[str], dict[str, str]] = lambda system: {},
 ) -> dict[str, list[float]]:
-    """Seconds per step of each system, one figure per round, of one thread.
+    """CPU seconds per step of each system, one figure per round, of one thread.
 
     `make(system)` builds, in the system's own process, the function that does one step.
-    `environments(system)` has the variables set in that process before it imports torch.  With
-    more than one entry a system has as many processes (ranks): they step together, and the
-    first is measured.
+    `environment(system)` has the variables set in that process before it imports torch.
     """
     context = multiprocessing.get_context("spawn")
-    pipes: dict[str, list[Connection]] = {system: [] for system in systems}
+    pipes: dict[str, Connection] = {}
     processes = []
     for system in systems:
-        for environment in environments(system):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, make, system, clock)
-            processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-            with mock.patch.dict(os.environ, KEEP_MEMORY | environment):
-                processes[-1].start()
-            theirs.close()
-            pipes[system].append(ours)
+        pipes[system], theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, make, system), daemon=True)
+        with mock.patch.dict(os.environ, KEEP_MEMORY | environment(system)):
+            process.start()
+        theirs.close()
+        processes.append(process)
+
+    def ask(system: str, count: int) -> float:
+        pipes[system].send(count)
+        return pipes[system].recv()
+
     for system in systems:
-        _ask(pipes[system], max(3, steps))
+        ask(system, max(3, steps))
     times: dict[str, list[float]] = {system: [] for system in systems}
     for number in range(rounds):
-        for system in _turned(systems, number):
-            times[system].append(_ask(pipes[system], steps))
-    for pipe in [pipe for ranks in pipes.values() for pipe in ranks]:
+        first = number % len(systems)
+        for system in systems[first:] + systems[:first]:
+            times[system].append(ask(system, steps))
+    for pipe in pipes.values():
         pipe.send(None)
     for process in processes:
         process.join()
     return times
 
 
-def _ask(ranks: list[Connection], steps: int) -> float:
-    for pipe in ranks:
-        pipe.send(steps)
-    first, *_ = [pipe.recv() for pipe in ranks]
-    return first
-
-
-def _turned(entries: list, number: int) -> list:
-    turn = number % len(entries)
-    return entries[turn:] + entries[:turn]
-
-
-def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The figures of each way, one per round: A B C, B C A, C A B."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name in _turned(list(ways), number):
-            found[name].append(ways[name]())
-    return found
-
-
 Quartiles = tuple[float, float, float]
 
 
-def quartiles(values: Iterable[float]) -> Quartiles:
-    """The lower quartile, the median and the upper quartile; of one value, that value."""
-    values = list(values)
-    low, middle, high = statistics.quantiles(values if len(values) > 1 else values * 2, n=4)
-    return low, middle, high
-
-
-def told(found: Quartiles, places: int = 2) -> str:
+def told(found: Quartiles) -> str:
     """`1.09 (1.08 to 1.10)`."""
-    low, middle, high = (f"{value:.{places}f}" for value in found)
+    low, middle, high = (f"{value:.2f}" for value in found)
     return f"{middle} ({low} to {high})"
 
 
 def speed_ups(times: dict[str, list[float]], reference: str) -> dict[str, Quartiles]:
     """Quartiles of the reference's time over each system's; above 1 is faster than it."""
-    return {
-        system: quartiles(base / value for value, base in zip(values, times[reference]))
-        for system, values in times.items()
-    }
+    found = {}
+    for system, values in times.items():
+        ratios = [base / value for value, base in zip(values, times[reference])]
+        low, middle, high = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4)
+        found[system] = low, middle, high
+    return found
 
 
 def machine() -> str:
@@ -146,20 +121,8 @@ def alone(function: Callable, *args: Any, environment: dict[str, str] | None = N
         return pool.apply(function, args)
 
 
-def seconds(function: Callable[[], Any], calls: int = 1) -> float:
-    """CPU time of one call."""
-    begin = time.process_time()
-    for _ in range(calls):
-        function()
-    return (time.process_time() - begin) / calls
-
-
-def best(function: Callable[[], Any], calls: int = 20, rounds: int = 5) -> float:
-    """CPU time of one call, the least of several rounds."""
-    return min(seconds(function, calls) for _ in range(rounds))
-
-
-def table(head: list[str], rows: Iterable[list[Any]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """In Markdown."""
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]) + "\n"
+    lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
+    written = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([written[0], "|---" * len(lines[0]) + "|", *written[1:]]) + "\n"

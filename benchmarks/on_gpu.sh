@@ -1,26 +1,24 @@
 #!/usr/bin/env bash
-# What must be known of a real GPU, in under 25 minutes, from a checkout without an installed ampatch.
+# What must be known of a real GPU, in under 20 minutes, from a checkout without an installed ampatch.
 #
 #   benchmarks/on_gpu.sh [--small] [--only NAME,NAME] [--out FOLDER] [--device DEVICE]
 #
 # Sections, each with a time limit of its own; one that fails is reported and stops no other:
 #   machine   versions, the device, how fast half is (ampatch doctor)
-#   tests     the tests marked gpu: CUDA graphs, waits as CUDA sees them, optimizers, examples
-#   lists     PyTorch's operator lists against real autocast on the device
+#   tests     the tests marked gpu: CUDA graphs, waits as CUDA sees them, optimizers, two ranks, examples
 #   counts    kernels, operators, casts, waits and graph capture per step, small shapes
 #   resnet, gpt, bert   time, memory, kernels, waits, graph replay: O0 to O3, autocast, torch.compile
 #   sweep     ampatch sweep of an example
-#   pair      two processes (DistributedDataParallel over gloo) on one device
 #
 # --small does the same in small shapes, on the CPU where there is no GPU; its limits are three times as
-# long.  --only chooses sections: where a command may take ten minutes, `--only machine,tests,lists,counts`,
-# `--only resnet,gpt,pair` and `--only bert,sweep`.  Results go to FOLDER (benchmarks/results), into
+# long.  --only chooses sections: where a command may take ten minutes, `--only machine,tests,counts`,
+# `--only resnet,gpt` and `--only bert,sweep`.  Results go to FOLDER (benchmarks/results), into
 # DATE-DEVICE.md; what the programs say meanwhile goes into DATE-DEVICE.log beside it.  Later runs of a
 # day add to both.  PYTHON names the interpreter (python3).  Exit status: 1 if a section failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-names=(machine tests lists counts resnet gpt bert sweep pair)
+names=(machine tests counts resnet gpt bert sweep)
 python=${PYTHON:-python3} small='' only='' out=benchmarks/results device=''
 
 usage() {
@@ -132,7 +130,7 @@ swept() {
 export -f machine marked swept
 export python small device scratch
 
-run=("$python" benchmarks/run.py) gpu=("$python" benchmarks/run.py gpu --device "$device" $small)
+gpu=("$python" benchmarks/run.py gpu --device "$device" $small)
 plain=(--systems autocast O1 O2 O3 --compile --rounds 0 --warm-up 3)
 if [[ $small ]]; then
     plain+=(--dtypes bfloat16)
@@ -143,14 +141,11 @@ fi
 
 section machine 60 fence bash -c machine
 section tests 270 fence bash -c marked
-section lists 120 '' "${run[@]}" lists --device "$device"
 section counts 90 '' "${gpu[@]}" --small "${plain[@]}"
 section resnet 240 '' "${gpu[@]}" --models ResNet-50 "${timed[@]}"
 section gpt 210 '' "${gpu[@]}" --models 'GPT-2 small' "${timed[@]}"
 section bert 240 '' "${gpu[@]}" --models 'BERT large' "${timed[@]}"
 section sweep 120 fence bash -c swept
-section pair 100 '' "${run[@]}" pair --device "$device" \
-    --limit $((${#small} ? 280 : 85))
 
 printf '%s\n' '' "${summary[@]}" "$page"
 printf '%s\n' '' '## Sections' '' "${summary[@]/#/- }" >>"$page"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 RESULTS = Path(__file__).with_name("results")
-HEADING = re.compile(r"^#+ (.+)$")
 NUMBER = r"([+-]?[\d.]+)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
-WHERE = r"^(\d{4}-\d\d-\d\d, \w+, Python \S+, torch \S+?)[.,]?$"  # of workers.machine
+WHERE = r"^(\d{4}-\d\d-\d\d, \w+, Python \S+, torch \S+?)[.,]?$"  # of measuring.machine
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A number of a cell, with the ends of its interval where it has one."""
 
     middle: float
@@ -54,27 +52,22 @@ class Results:
             raise ValueError(f"{self.path} has nothing like {pattern!r}")
         return found[1]
 
-    @property
-    def where(self) -> str:
-        """The date, the kind of machine and the versions."""
-        return self.says(WHERE)
-
     def tables(self) -> dict[str, list[dict[str, str]]]:
         """The rows of each table by the heading above it; a row is its cells by column."""
         found: dict[str, list[dict[str, str]]] = {}
         heading, columns = "", list[str]()
         for line in self.text.splitlines():
-            if title := HEADING.match(line):
-                heading = title[1]
+            if line.startswith("#"):
+                heading = line.lstrip("# ")
             if not line.startswith("|"):
                 columns = []
             elif not columns:
-                columns = cells(line)
+                columns = _cells(line)
             elif not line.startswith("|---"):
-                found.setdefault(heading, []).append(dict(zip(columns, cells(line))))
+                found.setdefault(heading, []).append(dict(zip(columns, _cells(line))))
         return found
 
 
-def cells(line: str) -> list[str]:
+def _cells(line: str) -> list[str]:
     """The cells of a table's line, without stars."""
     return [cell.strip().strip("*") for cell in line.strip().strip("|").split("|")]

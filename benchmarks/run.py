@@ -53,10 +53,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "fused": {"action": argparse.BooleanOptionalAction, "help": "the optimizer"},
     "compile": {"nargs": "*", "metavar": "SYSTEM", "help": "in the last dtype"},
     "optimizers": {"nargs": "+", "choices": ("fused", "ordinary")},
-    "ranks": {"nargs": "*", "type": int},
-    "counts": {"nargs": "+", "type": positive, "help": "of models"},
     "tasks": {"nargs": "+", "choices": ("digits", "breast_cancer", "diabetes", "characters")},
-    "limit": {"type": float, "help": "seconds to wait for both processes"},
 }
 
 
@@ -88,38 +85,11 @@ SPEED = Mode(
 )
 MODES: dict[str, Mode] = {
     **dict.fromkeys(speed.TABLES, SPEED),
-    "step-parts": Mode(
-        "Where the time of a training step goes",
-        "costs:step_parts",
-        {"models": None, "steps": 600},
-        "bfloat16, CPU, one thread, SGD, dynamic loss scaling. Microseconds: the 5th percentile of "
-        "{steps} steps; in brackets the calls of Python and C functions.",
-    ),
-    "startup": Mode(
-        "What starting costs",
-        "costs:startup",
-        {"rounds": 15},
-        "Milliseconds of CPU time, one thread, fresh processes: median and quartiles of {rounds} "
-        "rounds. `initialize` has 160 parameters and is the first of its process.",
-    ),
-    "calls": Mode(
-        "What a call costs that ampatch does not cast",
-        "costs:one_call",
-        {"rounds": 60},
-        "Nanoseconds of processor time per call, tensors of 4 by 4, no gradients: median and "
-        'quartiles of {rounds} interleaved rounds; "extra" is taken within each.',
-    ),
     "counts": Mode(
         "Operators / casts / host syncs / Python calls per training step",
         "counts:report",
         {"models": None, "dtype": "bfloat16"},
         "Exact. torch.{dtype}, SGD.",
-    ),
-    "functions": Mode(
-        "Python / C functions called in a training step of the 8-layer MLP",
-        "counts:functions",
-        {},
-        "Exact, with so many registered functions of the user's.",
     ),
     "memory": Mode(
         "Peak tensor memory of a training step",
@@ -139,24 +109,6 @@ MODES: dict[str, Mode] = {
         "Per training step of AdamW on a fake accelerator: launches, of them casts of one tensor "
         "and copies of lists; host waits; copies between host and device.",
     ),
-    "opening": Mode(
-        "Coming in and going out by number of parameter tensors",
-        "growth:opening",
-        {},
-        "Milliseconds of CPU time.",
-    ),
-    "sessions": Mode(
-        "Many small models under management",
-        "growth:sessions",
-        {"counts": (1, 250, 500, 1000)},
-        "torch.bfloat16, CPU, one thread, dynamic loss scale.",
-    ),
-    "sharded": Mode(
-        "Memory of one rank under FSDP2",
-        "sharded:report",
-        {"ranks": (2, 4)},
-        "Counted, torch.bfloat16, AdamW, gloo on the CPU.",
-    ),
     "gpu": Mode(
         "Training on a device beside autocast + GradScaler",
         "gpu:report",
@@ -166,24 +118,6 @@ MODES: dict[str, Mode] = {
             **{"device": "cuda"},
         },
         "AdamW, fused: {fused}.",
-    ),
-    "lists": Mode(
-        "PyTorch's lists of autocast cases: O1's dtypes beside those of autocast",
-        "lists:report",
-        {"device": "cuda", "dtypes": HALF_TYPES},
-        "On {device}.",
-    ),
-    "pair": Mode(
-        "Two processes of DistributedDataParallel on one device",
-        "pair:report",
-        {"device": "cuda", "dtypes": HALF_TYPES, "steps": 20, "limit": 85.0},
-        "Over gloo, on {device}.",
-    ),
-    "tune-seeds": Mode(
-        "How often `ampatch tune` answers with a wrong set, by its rule for seeds",
-        "tune_seeds:report",
-        {"seeds": 6},
-        "Simulated: {seeds} seeds, sets that are worse than O0 by twice the scatter.",
     ),
     "accuracy": Mode(
         "Held-out results of O0 to O3 and autocast on four tasks: the page docs/accuracy.md",

@@ -10,14 +10,10 @@ the machine counts less.  All columns but those called native run with AMPATCH_N
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-from unittest import mock
 
 import torch
 from measuring import measure, speed_ups, table, told
@@ -32,38 +28,17 @@ from systems import (
     MICRO_BATCHES,
     NATIVE,
     PLAIN,
-    RANKS,
     SYSTEMS,
-    WITHOUT,
     How,
     environment,
     make_evaluation,
     make_step,
-    ranks,
     with_native,
 )
-from tasks import DEEPER, LARGE, SMALL, TASKS
+from tasks import LARGE, SMALL, TASKS
 
-from ampatch.casting import batched_casts
-from ampatch.scaling import optimizer
-from ampatch.torch_private import foreach
-
-# of each lever: where it is, and what stands there without it
-LEVERS: dict[str, list[tuple[Any, str, Any]]] = {
-    "nodes": [(batched_casts, "HOOKS_CAN_BE_SEEN", False)],
-    "batches": [
-        (foreach, name, functools.partial(foreach.one_by_one, name))
-        for name in ("copy_", "add_", "mul_")
-    ],
-    "bare calls": [
-        (optimizer, "bare_step", lambda original, managed: None),
-        (optimizer, "is_bare_zero_grad", lambda original, managed: False),
-    ],
-    "gc": [],
-}
 TO_THE_LIMIT = [AUTOCAST, AUTOCAST + AGAIN, HALF, "O1", "O2"]
 COMPILED = ("MLP, 8 layers", "conv net, BatchNorm", "transformer, d=16")
-DDP = f"Training in DistributedDataParallel, {RANKS} gloo ranks"
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
@@ -75,13 +50,7 @@ class Table:
     systems: list[str]
     how: How = PLAIN
     models: tuple[str, ...] = tuple(SMALL)
-    clock: Callable[[], float] = time.process_time
     evaluates: bool = False
-    in_time: bool = False  # the times of the steps are shown too
-
-
-def _in(situation: str) -> How:
-    return How(situation=situation)
 
 
 TABLES = {
@@ -92,17 +61,22 @@ TABLES = {
         [AUTOCAST, AUTOCAST + AGAIN, FP32, "O1", "O2"],
         How(optimizer=FUSED),
     ),
-    "hooks": Table("Training with a hook on every parameter", TO_THE_LIMIT, _in("hooks")),
+    "hooks": Table("Training with a hook on every parameter", TO_THE_LIMIT, How(situation="hooks")),
     "accumulation": Table(
-        f"Training, {MICRO_BATCHES} micro-batches per step", TO_THE_LIMIT, _in("accumulation")
+        f"Training, {MICRO_BATCHES} micro-batches per step",
+        TO_THE_LIMIT,
+        How(situation="accumulation"),
     ),
     "checkpoint": Table(
-        "Training with activation checkpointing of each layer", TO_THE_LIMIT, _in("checkpoint")
+        "Training with activation checkpointing of each layer",
+        TO_THE_LIMIT,
+        How(situation="checkpoint"),
     ),
-    "ddp": Table(f"{DDP}: CPU time of rank 0", TO_THE_LIMIT, _in("ddp")),
-    "ddp-wall": Table(f"{DDP}: wall time", TO_THE_LIMIT, _in("ddp"), clock=time.perf_counter),
     "compile": Table(
-        f"Training under torch.compile ({COMPILER})", TO_THE_LIMIT, _in("compile"), COMPILED
+        f"Training under torch.compile ({COMPILER})",
+        TO_THE_LIMIT,
+        How(situation="compile"),
+        COMPILED,
     ),
     "evaluation": Table(
         "Evaluation under no_grad, dispatch-bound; cached: inside one block of cached_weights",
@@ -113,7 +87,7 @@ TABLES = {
     "compute-compile": Table(
         f"Training, compute-bound, under torch.compile ({COMPILER})",
         TO_THE_LIMIT,
-        _in("compile"),
+        How(situation="compile"),
         ("MLP 1024", "ResNet-like", "GPT block, d=256"),
     ),
     "levels": Table(
@@ -121,30 +95,6 @@ TABLES = {
         ["O0", "O0" + AGAIN, "O1", "O2", "O3", AUTOCAST],
         How(optimizer=MOMENTUM, always_scaled=False),
         ("MLP 1024", "conv net 64"),
-    ),
-    "levers": Table(
-        "A training step without one of the levers",
-        [
-            *(AUTOCAST, AUTOCAST + AGAIN, f"{AUTOCAST}{WITHOUT}gc", HALF),
-            *("O1", "O1 without nodes", "O1 without batches"),
-            *("O1 without bare calls", "O1 without gc"),
-            *("O2", "O2 without batches", "O2 without bare calls"),
-        ],
-    ),
-    "nodes": Table(
-        "Casts of few weights and of many in one node, and each by itself",
-        ["O1", "O1" + AGAIN, "O1 without nodes"],
-        models=("GAN", *DEEPER),
-        in_time=True,
-    ),
-    "parameters": Table(
-        "Many parameter tensors",
-        TO_THE_LIMIT,
-        models=("100 tensors", "1000 tensors", "10000 tensors"),
-        in_time=True,
-    ),
-    "elements": Table(
-        "100 million elements", TO_THE_LIMIT, models=("6 Linear(4096, 4096)",), in_time=True
     ),
 }
 
@@ -154,18 +104,7 @@ def make(which: str, name: str, dtype: str, system: str) -> Callable[[], None]:
     torch.manual_seed(0)
     of = TABLES[which]
     how = replace(of.how, dtype=getattr(torch, dtype))
-    whole, _, lever = system.partition(WITHOUT)
-    for owner, attribute, replacement in LEVERS[lever] if lever else []:
-        mock.patch.object(owner, attribute, replacement).start()  # fails where there is none
-    if lever == "gc":
-        gc.disable()
-    return (make_evaluation if of.evaluates else make_step)(TASKS[name](), whole, how)
-
-
-def environments(which: str, system: str) -> list[dict[str, str]]:
-    """The environments of a system's processes: several where a table has ranks."""
-    processes = ranks() if TABLES[which].how.situation == "ddp" else [{}]
-    return [{**environment(system), **variables} for variables in processes]
+    return (make_evaluation if of.evaluates else make_step)(TASKS[name](), system, how)
 
 
 def report(which: str, options: Namespace) -> Iterator[str]:
@@ -174,26 +113,18 @@ def report(which: str, options: Namespace) -> Iterator[str]:
     systems = options.systems or with_native(of.systems)
     if with_native(systems) == systems and not any(NATIVE in one for one in systems):
         yield "No native part is built here: its columns are left out.\n"
-    rows, times_rows, medians = [], [], []
+    rows, medians = [], []
     for name in options.models or of.models:
-        times = _times(which, name, systems, options)
+        run = functools.partial(
+            measure,
+            functools.partial(make, which, name, options.dtype),
+            environment=environment,
+        )
+        a_step = min(run(systems[:1], rounds=3, steps=2)[systems[0]])
+        times = run(systems, rounds=options.rounds, steps=max(1, round(options.seconds / a_step)))
         found = speed_ups(times, systems[0]).values()
         medians.append([middle for _, middle, _ in found])
         rows.append([name, *map(told, found)])
-        times_rows.append([name, *(f"{statistics.median(times[s]) * 1e3:.3g}" for s in systems)])
         print(*rows[-1], sep=" | ", flush=True)
     means = [f"**{statistics.geometric_mean(column):.3f}**" for column in zip(*medians)]
     yield f"### {of.title}\n\n" + table(["", *systems], [*rows, ["geometric mean", *means]])
-    if of.in_time:
-        yield "Milliseconds of a step, medians.\n\n" + table(["", *systems], times_rows)
-
-
-def _times(which: str, name: str, systems: list[str], options: Namespace) -> dict[str, list[float]]:
-    run = functools.partial(
-        measure,
-        functools.partial(make, which, name, options.dtype),
-        clock=TABLES[which].clock,
-        environments=functools.partial(environments, which),
-    )
-    a_step = min(run(systems[:1], rounds=3, steps=2)[systems[0]])
-    return run(systems, rounds=options.rounds, steps=max(1, round(options.seconds / a_step)))

@@ -51,28 +51,6 @@ def linears(layers: int, width: int, batch: int) -> Task:
     return supervised(model, torch.randn(batch, width), torch.randint(0, width, (batch,)))
 
 
-class Branches(nn.Module):
-    """Chains of ten Linear(8, 8) side by side, their outputs added up."""
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__()
-        chains = [
-            nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]) for _ in range(tensors // 20)
-        ]
-        self.chains = nn.ModuleList(chains)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.chains[0](x)
-        for chain in self.chains[1:]:
-            total = total + chain(x)
-        return total
-
-
-def branches(tensors: int) -> Task:
-    """A model of so many parameter tensors."""
-    return supervised(Branches(tensors), torch.randn(4, 8), torch.randint(0, 8, (4,)))
-
-
 class Residual(nn.Module):
     """Two convolutions with batch norms, and the input added."""
 
@@ -222,7 +200,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embeddings, blocks, a norm and a head over the vocabulary tied to the embedding."""
+    """Embeddings, pre-norm blocks, a norm and a head over the vocabulary tied to the embedding."""
 
     def __init__(
         self, width: int, heads: int, layers: int, words: int, length: int, causal: bool
@@ -263,10 +241,6 @@ LARGE: dict[str, Callable[[], Task]] = {
     "GPT block, d=256": partial(encoder, 256, 4, 2, batch=8, length=64),
     "LSTM 256": partial(lstm, 256, batch=16, length=20),
 }
-DEEPER = {
-    f"MLP, {layers} layer{'s' * (layers > 1)}, d=8": partial(mlp, layers, 8, batch=8)
-    for layers in (1, 2, 4, 8, 16)
-}
 TO_REMEMBER: dict[str, Callable[[], Task]] = {
     "MLP, 8 layers, d=256": partial(mlp, 8, 256, batch=512),
     "conv net, 64 channels": partial(conv_net, [3, 64, 64, 64], batch=16, pixels=16),
@@ -279,11 +253,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     **SMALL,
     **LARGE,
     **TO_REMEMBER,
-    **DEEPER,
     "small GPT": partial(language, 256, 4, 4, 1000, batch=4, length=64),
     "conv net 64": partial(conv_net, [16, 64, 64], batch=32, pixels=32),
-    "6 Linear(4096, 4096)": partial(linears, 6, 4096, batch=32),
-    **{f"{tensors} tensors": partial(branches, tensors) for tensors in (100, 1000, 10_000)},
 }
 FULL, TINY, NARROW, WIDE = "full", "tiny", "narrow", "wide"
 ON_A_DEVICE: dict[str, dict[str, Callable[[], Task]]] = {

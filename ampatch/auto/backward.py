@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,9 +42,8 @@ class Passes:
         self._one_at_a_time = threading.RLock()
         self._warned = False
         self._others: OtherGradients | None = None
-        self._retained: list[weakref.ref[Tensor]] = []
-        self._later: list[tuple[Callable[[Tensor], None], Tensor]] = []
         self.scale: Any = None  # of the running pass, if it is scaled
+        self.later: list[Callable[[], None]] = []  # what waits for its unscaled gradients
 
     def around(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
@@ -67,15 +65,6 @@ class Passes:
                 self._run(original, bound, plan)
 
         return backward
-
-    def retain(self, tensor: Tensor) -> None:
-        """Note a tensor that gets a gradient though it is not a leaf."""
-        self._retained = [known for known in self._retained if known() is not None]
-        self._retained.append(weakref.ref(tensor))
-
-    def afterwards(self, hook: Callable[[Tensor], None], tensor: Tensor) -> None:
-        """Call `hook(tensor)` after the running pass, when its gradients are unscaled."""
-        self._later.append((hook, tensor))
 
     def _plan(self, arguments: dict, roots: list[Any]) -> _Plan | None:
         """What a scaled pass needs to know; None if the pass must not be scaled."""
@@ -115,17 +104,16 @@ class Passes:
         try:
             with torch.enable_grad(), others, block as first:  # the script may have it off here
                 others.add(plan.reached)
-                others.add(t for ref in self._retained if (t := ref()) is not None)
                 self._others, self.scale = others, self._scaler.snapshot()
                 rest = [self._scaler.scale(root)[0] for root in roots[1:]]
                 bound.arguments["tensors"] = (first, *rest)
                 original(*bound.args, **bound.kwargs)
         finally:
             self._others = self.scale = None
-            later, self._later = self._later, []
+            later, self.later = self.later, []
         with torch.no_grad():  # as within the pass
-            for hook, tensor in later:
-                hook(tensor)
+            for call in later:
+                call()
 
     def _nested(self, arguments: dict, roots: list[Any]) -> None:
         """A pass within a pass: it continues the outer one's gradients, or starts from a loss."""

@@ -18,6 +18,12 @@ from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, refusals
 from .backward import Passes
 
+_UNKNOWN = (
+    "a script without AMP code never says which module is the model. Write two lines into the "
+    "script: import ampatch, and behind model and optimizer model, optimizer = "
+    "ampatch.initialize(model, optimizer)"
+)
+
 
 def check(asked: dict[str, Any]) -> None:
     """Raise `ValueError` for an opt level, or for overrides, that `--auto` cannot have."""
@@ -25,19 +31,13 @@ def check(asked: dict[str, Any]) -> None:
     if "overrides" in asked:
         raise ValueError(
             "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
-            "paths, and a script without AMP code never says which module is the model. Write two "
-            "lines into the script: import ampatch, and behind model and optimizer model, "
-            "optimizer = ampatch.initialize(model, optimizer)."
+            f"paths, and {_UNKNOWN}."
         )
-    if level in ("O0", "O1", "O4"):
-        return
-    raise ValueError(
-        f"--auto with opt level {level}: it converts a model's weights and hooks its "
-        "inputs and outputs, and a script without AMP code never says which module is the model, "
-        "nor when it is complete. Expected --opt-level O1 (or O0); for "
-        f"{level} write two lines into the script: import ampatch, and behind model and "
-        "optimizer model, optimizer = ampatch.initialize(model, optimizer)."
-    )
+    if level not in ("O0", "O1", "O4"):
+        raise ValueError(
+            f"--auto with opt level {level}: it converts a model's weights and hooks its "
+            f"inputs and outputs, and {_UNKNOWN}. Expected --opt-level O1 (or O0) otherwise."
+        )
 
 
 def start(asked: dict[str, Any]) -> Session | None:
@@ -59,7 +59,8 @@ def start(asked: dict[str, Any]) -> Session | None:
     refusals.put(patches)
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
-    gradient_hooks.put(patches, passes)
+    if not session.scalers[0].is_one:
+        gradient_hooks.put(patches, passes)
     for name in ("__init__", "__setstate__"):  # for new ones, and for copied or unpickled ones
         patches.replace(Optimizer, name, lambda original: _managing(original, session))
     ending = _Ending(session, patches)

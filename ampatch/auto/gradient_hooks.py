@@ -1,8 +1,8 @@
-"""The script's hooks inside a backward pass get unscaled gradients.
+"""The script's hooks on tensors get unscaled gradients inside a backward pass.
 
-Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.
-Hooks that run after a gradient has been accumulated (an optimizer step inside the
-backward pass) wait for the end of the pass.
+Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.  Hooks that
+run after a gradient has been accumulated (an optimizer step inside the backward pass) wait for the
+end of the pass.  Other ways to see gradients within a scaled pass are refused.
 """
 
 from __future__ import annotations
@@ -14,106 +14,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AmpatchError
 from ..session.facade import PatchSet
 from .backward import Passes
 
 _WRAPPED = "_ampatch_gets_unscaled_gradients"
+_REFUSED = (
+    (torch.Tensor, "retain_grad"),
+    (nn.Module, "register_full_backward_hook"),
+    (nn.Module, "register_full_backward_pre_hook"),
+)
 
 
 def put(patches: PatchSet, passes: Passes) -> None:
-    """Replace the functions that register hooks on tensors and modules."""
+    """Replace the functions that register hooks, where passes are scaled."""
 
-    def wrapping(wrap: Callable[[Callable, Passes], Callable]) -> Callable[[Any], Any]:
-        def make(original: Callable) -> Callable:
-            @functools.wraps(original)
-            def register(self: Any, hook: Callable, *args: Any, **kwargs: Any) -> Any:
-                if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
-                    hook = wrap(hook, passes)
-                    setattr(hook, _WRAPPED, True)
-                return original(self, hook, *args, **kwargs)
+    def wrapping(wrap: Callable[[Callable, Passes], Callable], original: Callable) -> Callable:
+        @functools.wraps(original)
+        def register(self: Tensor, hook: Callable) -> Any:
+            if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
+                hook = wrap(hook, passes)
+                setattr(hook, _WRAPPED, True)
+            return original(self, hook)
 
-            return register
+        return register
 
-        return make
-
-    patches.replace(torch.Tensor, "register_hook", wrapping(_on_tensor))
-    patches.replace(torch.Tensor, "register_post_accumulate_grad_hook", wrapping(_afterwards))
-    for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        patches.replace(nn.Module, name, wrapping(_on_module))
-    patches.replace(torch.Tensor, "retain_grad", lambda original: _retaining(original, passes))
+    patches.replace(torch.Tensor, "register_hook", functools.partial(wrapping, _unscaling))
+    name = "register_post_accumulate_grad_hook"
+    patches.replace(torch.Tensor, name, functools.partial(wrapping, _waiting))
+    for owner, name in _REFUSED:
+        patches.replace(owner, name, functools.partial(_refusing, f"{owner.__name__}.{name}"))
 
 
-def _on_tensor(hook: Callable, passes: Passes) -> Callable:
-    @functools.wraps(hook)
-    def on_gradient(grad: Tensor) -> Tensor | None:
-        scale = passes.scale
-        if scale is None:
-            return hook(grad)
-        shown = _unscaled(grad, scale)
-        before = shown._version
-        given = hook(shown)
-        if given is None and shown._version == before:
-            return None
-        return _scaled(shown if given is None else given, grad, scale)
+def _refusing(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, Tensor) and name.endswith("retain_grad") and self.is_leaf:
+            return original(self, *args, **kwargs)
+        raise AmpatchError(
+            f"--auto scales backward passes in float16, and {name} would show scaled gradients. "
+            "Expected --dtype bfloat16, which needs no scale, or two lines in the script: import "
+            "ampatch, and behind model and optimizer model, optimizer = "
+            "ampatch.initialize(model, optimizer)."
+        )
 
-    return on_gradient
-
-
-def _on_module(hook: Callable, passes: Passes) -> Callable:
-    @functools.wraps(hook)
-    def on_gradients(module: nn.Module, *grads: Any) -> Any:
-        scale = passes.scale
-        if scale is None:
-            return hook(module, *grads)
-        given = hook(module, *(_all_unscaled(several, scale) for several in grads))
-        if given is None:
-            return None
-        if isinstance(given, Tensor):
-            return _scaled(given, grads[0][0], scale)
-        return tuple(_scaled(new, old, scale) for new, old in zip(given, grads[0], strict=True))
-
-    return on_gradients
+    return refuse
 
 
-def _afterwards(hook: Callable, passes: Passes) -> Callable:
+def _waiting(hook: Callable, passes: Passes) -> Callable:
     @functools.wraps(hook)
     def on_accumulated(tensor: Tensor) -> None:
         if passes.scale is None:
             hook(tensor)
         else:
-            passes.afterwards(hook, tensor)
+            passes.later.append(functools.partial(hook, tensor))
 
     return on_accumulated
 
 
-def _retaining(original: Callable, passes: Passes) -> Callable:
-    @functools.wraps(original)
-    def retain_grad(self: Tensor) -> None:
-        original(self)
-        if not self.is_leaf:
-            passes.retain(self)
+def _unscaling(hook: Callable, passes: Passes) -> Callable:
+    @functools.wraps(hook)
+    def on_gradient(grad: Tensor) -> Tensor | None:
+        if passes.scale is None:
+            return hook(grad)
+        scale = passes.scale
+        scale = scale.to(grad.device) if isinstance(scale, Tensor) else scale
+        is_half = grad.dtype in (torch.float16, torch.bfloat16)
+        shown = (grad.float() if is_half else grad) / scale  # in FP32, where it does not underflow
+        before = shown._version
+        given = hook(shown)
+        if given is None and shown._version == before:
+            return None
+        return ((shown if given is None else given) * scale).to(grad.dtype)
 
-    return retain_grad
-
-
-def _all_unscaled(grads: Any, scale: Any) -> Any:
-    if isinstance(grads, tuple):
-        return tuple(None if grad is None else _unscaled(grad, scale) for grad in grads)
-    return None if grads is None else _unscaled(grads, scale)
-
-
-def _unscaled(grad: Tensor, scale: Any) -> Tensor:
-    """The unscaled gradient; a half gradient in FP32, where it does not underflow."""
-    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    return wide / _on_device_of(scale, grad)
-
-
-def _scaled(given: Any, like: Any, scale: Any) -> Any:
-    if not isinstance(given, Tensor):
-        return given
-    scaled = given * _on_device_of(scale, given)
-    return scaled.to(like.dtype) if isinstance(like, Tensor) else scaled
-
-
-def _on_device_of(scale: Any, tensor: Tensor) -> Any:
-    return scale.to(tensor.device) if isinstance(scale, Tensor) else scale
+    return on_gradient

@@ -52,12 +52,6 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("float16", "bfloat16"), default="float16", help="(default: float16)"
     )
     what.add_argument(
-        "--depth",
-        type=positive_count,
-        metavar="N",
-        help="decide on groups: modules N names deep, with all in them (default: each module)",
-    )
-    what.add_argument(
         "--probe-steps",
         type=positive_count,
         default=100,
@@ -119,7 +113,6 @@ def _tuning(options: argparse.Namespace) -> Tuning:
             module=program.is_module,
             opt_level=options.opt_level,
             dtype=options.dtype,
-            depth=options.depth,
             probe_steps=options.probe_steps,
             candidates=options.candidates,
             progress=lambda: progress_on(sys.stderr, None),

@@ -34,19 +34,14 @@ from torch import Tensor, nn
 
 import ampatch
 
-from ..config.opt_levels import ARGUMENTS, properties_for
-from ..config.overrides import parse
-from ..errors import did_you_mean
-from ..log import logger
-from ..session.facade import open_sessions, session_of
+from ..session.facade import session_of
 from ..torch_private.modules import compiled_from
 from ..types import HalfName, OptLevel
+from .managed import Managed, checked
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
-_OWN = {"models", "optimizers", "opt_level", "dtype"}
-_SETTINGS = set(inspect.signature(ampatch.initialize).parameters) - _OWN
-_CHECKED = set(ARGUMENTS)
+_OWN = frozenset(inspect.signature(Accelerator.__init__).parameters) - {"self"}
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
@@ -79,8 +74,16 @@ class AmpatchAccelerator(Accelerator):
         dtype: torch.dtype | HalfName = torch.float16,
         **arguments: Any,
     ) -> None:
-        settings = {name: arguments.pop(name) for name in _SETTINGS & arguments.keys()}
-        _check(opt_level, dtype, settings, arguments)
+        given = {"cast_model_outputs": torch.float32, **arguments}
+        settings = checked(
+            "AmpatchAccelerator", {**given, "opt_level": opt_level, "dtype": dtype}, _OWN
+        )
+        arguments = {name: value for name, value in arguments.items() if name in _OWN}
+        asked, variable = arguments.get("mixed_precision"), "ACCELERATE_MIXED_PRECISION"
+        _refuse(asked, "an argument")
+        if asked is None:
+            by = f"{variable}, which accelerate launch and its config set"
+            _refuse(os.environ.get(variable), by)
         super().__init__(**arguments)
         _refuse(self.mixed_precision, "an earlier Accelerator of this process")
         if self.scaler_handler is not None:
@@ -95,13 +98,7 @@ class AmpatchAccelerator(Accelerator):
                 "weights and gradients of its own. Launch for one device or for several with "
                 "DistributedDataParallel, or use accelerate's Accelerator(mixed_precision=...)."
             )
-        self._settings = {
-            "cast_model_outputs": torch.float32,
-            **settings,
-            "opt_level": opt_level,
-            "dtype": dtype,
-        }
-        self._is_off = False  # by `enabled` or by the environment
+        self._run = Managed(settings)
         end_gloo_at_exit()
         self.register_save_state_pre_hook(self._save_scales)
         self.register_load_state_pre_hook(self._load_scales)
@@ -110,12 +107,12 @@ class AmpatchAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's; models that come together share a session with those before them."""
-        self._manage([given for given in args if isinstance(given, nn.Module)])
+        self._run.open(*(_innermost(one) for one in args if isinstance(one, nn.Module)))
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """As accelerate's; the model is put under the opt level before it is wrapped."""
-        self._manage([model])
+        self._run.open(_innermost(model))
         prepared = super().prepare_model(model, *args, **kwargs)
         self._add_optimizers()
         return prepared
@@ -132,43 +129,22 @@ class AmpatchAccelerator(Accelerator):
         self._add_optimizers()
         return optimizer
 
-    def _manage(self, models: list[nn.Module]) -> None:
-        new = [model for model in map(_innermost, models) if session_of(model) is None]
-        if not new or self._is_off:
-            return
-        member = self._member()
-        if member is None:
-            ampatch.initialize(new, **self._settings)
-            session = open_sessions()[-1]
-            self._is_off = not session.properties.enabled
-        else:
-            ampatch.add_models(new, to=member)
-
-    def _member(self) -> Any:
-        """A model or optimizer of this accelerator that ampatch manages, or None."""
-        given = [*map(_innermost, self._models), *map(bare, self._optimizers)]
-        return next((one for one in given if session_of(one) is not None), None)
-
     def _add_optimizers(self) -> None:
         """Optimizers join ampatch when the models that they train have."""
-        models = [model for model in self._models if session_of(_innermost(model)) is not None]
+        session = self._run.session
+        models = [] if session is None else [managed.model for managed in session.models]
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        new = [
+        self._run.add(
             optimizer
             for optimizer in map(bare, self._optimizers)
-            if session_of(optimizer) is None and not known.isdisjoint(_parameters(optimizer))
-        ]
-        if new:
-            ampatch.add_optimizers(new)
+            if session_of(optimizer) is not session and not known.isdisjoint(_ids(optimizer))
+        )
 
     # Training
 
-    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
-        """As accelerate's; `loss_id` is that of `ampatch.scale_loss`."""
-        managed = [one for one in map(bare, self._optimizers) if session_of(one) is not None]
-        if not managed:
-            return super().backward(loss, **kwargs)
-        with ampatch.scale_loss(loss, managed, loss_id=loss_id) as scaled_loss:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As accelerate's."""
+        with self._run.scaled(loss) as scaled_loss:
             super().backward(scaled_loss, **kwargs)
 
     @contextmanager
@@ -184,25 +160,11 @@ class AmpatchAccelerator(Accelerator):
     # Checkpoints
 
     def _save_scales(self, models: list[nn.Module], weights: list[dict], folder: str) -> None:
-        member = self._member()
-        if member is not None:
-            self.save(ampatch.state_dict(of=member), Path(folder, _SCALE_FILE))
+        if self._run.session is not None:
+            self.save(self._run.scales, Path(folder, _SCALE_FILE))
 
     def _load_scales(self, models: list[nn.Module], folder: str) -> None:
-        member = self._member()
-        if member is None:
-            return
-        files = [Path(folder, name) for name in (_SCALE_FILE, SCALER_NAME)]
-        found = next(filter(Path.exists, files), None)
-        if found is not None:
-            ampatch.load_state_dict(torch.load(found, weights_only=True), of=member)
-        elif any(entry.get("dynamic", True) for entry in ampatch.state_dict(of=member).values()):
-            logger.warning(
-                "accelerator.load_state(%r): there is no loss scale in it (%s), so that it stays "
-                "as it is.",
-                str(folder),
-                _SCALE_FILE,
-            )
+        self._run.restore(str(folder), _SCALE_FILE, SCALER_NAME)
 
 
 class SkippingOptimizer(AcceleratedOptimizer):
@@ -235,28 +197,8 @@ def bare(optimizer: Any) -> Any:
     return optimizer
 
 
-def _parameters(optimizer: Any) -> Iterator[int]:
+def _ids(optimizer: Any) -> Iterator[int]:
     return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _check(opt_level: Any, dtype: Any, settings: dict, arguments: dict) -> None:
-    """Raise `TypeError` or `ValueError` for wrong arguments and those that ampatch replaces."""
-    known = set(inspect.signature(Accelerator.__init__).parameters) - {"self"}
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"AmpatchAccelerator({name}=...): expected an argument of ampatch.initialize or of "
-                f"accelerate.Accelerator.{did_you_mean(name, known | _SETTINGS)}"
-            )
-    asked = arguments.get("mixed_precision")
-    _refuse(asked, "an argument")
-    if asked is None:
-        variable = "ACCELERATE_MIXED_PRECISION"
-        _refuse(os.environ.get(variable), f"{variable}, which accelerate launch and its config set")
-    properties_for(
-        opt_level, dtype, **{name: settings[name] for name in _CHECKED & settings.keys()}
-    )
-    parse(settings.get("overrides"))
 
 
 def _refuse(mixed_precision: Any, asked_by: str) -> None:

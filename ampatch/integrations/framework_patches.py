@@ -9,7 +9,6 @@ the integration cannot come in, its own error says why.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -17,6 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import wrapt
+
+_LIGHTNING = {
+    "Trainer": ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
+    "Fabric": ("lightning.fabric.fabric", "lightning_fabric.fabric"),
+}
 
 
 def bring_in(framework: str) -> None:
@@ -30,13 +34,16 @@ def leave_precision_out(note: Callable[[str, Any], None]) -> None:
     `note(half, frame)` hears of a half type and of the frame that asked for it.  For the others
     nothing is needed: their mixed precision is torch.autocast and GradScaler.
     """
-    for module, owner in (
-        ("lightning.pytorch.trainer.trainer", "Trainer"),
-        ("pytorch_lightning.trainer.trainer", "Trainer"),
-        ("lightning.fabric.fabric", "Fabric"),
-        ("lightning_fabric.fabric", "Fabric"),
-    ):
-        wrapt.register_post_import_hook(functools.partial(_without_precision, owner, note), module)
+
+    def make(original: Callable, owner: Any, args: Any, named: dict[str, Any]) -> None:
+        given = str(named.pop("precision", None))
+        if "16" in given:
+            note("bfloat16" if "bf16" in given else "float16", sys._getframe(1))
+        original(*args, **named)
+
+    for owner, modules in _LIGHTNING.items():
+        for module in modules:
+            _wrap_later(module, f"{owner}.__init__", make)
 
 
 def tell_losses(around: Callable[[Any], Any]) -> None:
@@ -45,59 +52,42 @@ def tell_losses(around: Callable[[Any], Any]) -> None:
     It divides that by the number of accumulated batches.
     """
 
-    def wrap(module: Any) -> None:
-        plain = module.Accelerator.backward
+    def backward(original: Callable, accelerator: Any, args: Any, named: dict[str, Any]) -> None:
+        with around(args[0] if args else named["loss"]):
+            original(*args, **named)
 
-        @functools.wraps(plain)
-        def backward(self: Any, loss: Any, **named: Any) -> None:
-            with around(loss):
-                plain(self, loss, **named)
-
-        module.Accelerator.backward = backward
-
-    wrapt.register_post_import_hook(wrap, "accelerate.accelerator")
+    _wrap_later("accelerate.accelerator", "Accelerator.backward", backward)
 
 
-def _without_precision(owner: str, note: Callable[[str, Any], None], module: Any) -> None:
-    make = getattr(module, owner).__init__
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
-        given = str(named.pop("precision", None))
-        if "16" in given:
-            note("bfloat16" if "bf16" in given else "float16", sys._getframe(1))
-        make(self, *args, **named)
-
-    getattr(module, owner).__init__ = __init__
+def _wrap_later(module: str, name: str, wrapper: Callable) -> None:
+    """Wrap a function of a module, now or when it is imported."""
+    wrapt.register_post_import_hook(
+        lambda imported: wrapt.wrap_function_wrapper(imported, name, wrapper), module
+    )
 
 
 def _lightning() -> None:
     from .lightning import AmpatchPrecision
 
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            _with_plugin(importlib.import_module(name).Trainer, AmpatchPrecision)
+    _with_plugin("Trainer", AmpatchPrecision)
 
 
 def _fabric() -> None:
     from .lightning import AmpatchFabricPrecision
 
-    for name in ("lightning.fabric", "lightning_fabric"):
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            _with_plugin(importlib.import_module(name).Fabric, AmpatchFabricPrecision)
+    _with_plugin("Fabric", AmpatchFabricPrecision)
 
 
-def _with_plugin(owner: Any, plugin: Callable[[], Any]) -> None:
-    make = owner.__init__
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
+def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
+    def make(original: Callable, _: Any, args: Any, named: dict[str, Any]) -> None:
         given = named.pop("plugins", None) or []
         listed = list(given) if isinstance(given, (list, tuple)) else [given]
         named.pop("precision", None)
-        make(self, *args, plugins=[*listed, plugin()], **named)
+        original(*args, plugins=[*listed, plugin()], **named)
 
-    owner.__init__ = __init__
+    for module in _LIGHTNING[owner]:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            wrapt.wrap_function_wrapper(module, f"{owner}.__init__", make)
 
 
 def _transformers() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
+from ignite.engine import supervised_evaluation_step as in_float32
 from ignite.utils import apply_to_tensor, convert_tensor
 from torch import Tensor, nn
 
@@ -113,14 +114,8 @@ def supervised_evaluation_step(
     `model_transform`, so that metrics do not sum them in half.
     """
 
-    def evaluate(engine: Engine, batch: Any) -> Any:
-        model.eval()
-        with torch.no_grad():
-            x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-            y_pred = apply_to_tensor(model_transform(model_fn(model, x)), _widened)
-            return output_transform(x, y, y_pred)
-
-    return evaluate
+    given = (prepare_batch, lambda output: apply_to_tensor(model_transform(output), _widened))
+    return in_float32(model, device, non_blocking, *given, output_transform, model_fn)
 
 
 def _widened(tensor: Tensor) -> Tensor:

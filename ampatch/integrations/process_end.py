@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import sys
 
 import torch.distributed as dist
@@ -17,12 +16,8 @@ def end_gloo_at_exit() -> None:
     then reports a ChildFailedError, after all results have been written.
     """
     if dist.is_available() and dist.is_initialized():
-        _register()
-
-
-@functools.cache
-def _register() -> None:
-    atexit.register(_end_group)
+        atexit.unregister(_end_group)  # once, however often this is asked for
+        atexit.register(_end_group)
 
 
 def _end_group() -> None:

@@ -15,22 +15,13 @@ The mixin stands before `Trainer`, `Seq2SeqTrainer` or a Trainer of your own.  T
 `ampatch.initialize` are keywords of the trainer.  `fp16` and `bf16` of `TrainingArguments` stay
 out.
 
-* Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`.
-  As with `bf16=True` they are those of the model's forward, and its outputs are FP32: a loss or
-  metrics computed outside of it run in FP32.  `patch_scope="process"` casts these too.
-* Under torchrun with gloo the process group is destroyed when the process ends, as `trainer.end()`
-  would.  Without that about one run in 50 fails after its results are written, with ampatch or not.
-* Models and checkpoints are saved in FP32.  A checkpoint has the loss scale in `ampatch.json`, and
-  `resume_from_checkpoint` goes on with the same bits.  It takes the scale of a run with `fp16=True`
-  too.
-* A skipped step counts in `global_step` and `max_steps`, as with `fp16=True`: its batches are used
-  up.  The learning rate waits.
+Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`, with
+FP32 outputs.  Models and checkpoints are saved in FP32, with the loss scale in `ampatch.json`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,21 +33,15 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import Trainer
 
-import ampatch
-
-from ..config.opt_levels import ARGUMENTS, Properties, properties_for
 from ..errors import AmpatchError
-from ..log import logger
-from ..session.facade import Session, session_of
+from ..session.facade import session_of
 from .accelerate import SkippingOptimizer, bare
+from .managed import SETTINGS, Managed, checked
 from .process_end import end_gloo_at_exit
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
 
-_SETTINGS = frozenset(inspect.signature(ampatch.initialize).parameters) - {
-    *("models", "optimizers", "num_losses"),
-}
 _SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))
 
@@ -100,11 +85,9 @@ class AmpatchTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _check_seams()
-        own = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-        own = {"opt_level": "O1", **own}
-        self._ampatch_settings = {"cast_model_outputs": torch.float32, **own}
-        self._ampatch_session: Session | None = None
-        _checked(self._ampatch_settings)
+        own = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
+        own = {"opt_level": "O1", "cast_model_outputs": torch.float32, **own}
+        self._ampatch = Managed(checked(type(self).__name__, own))
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -115,56 +98,29 @@ class AmpatchTrainerMixin:
         self.accelerator.backward = functools.partial(self._ampatch_backward, backward)
 
     def _ampatch_backward(self, backward: Callable, loss: Tensor, **kwargs: Any) -> None:
-        with ampatch.scale_loss(loss, self.optimizer) as scaled_loss:
+        with self._ampatch.scaled(loss) as scaled_loss:
             backward(scaled_loss, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        if training and not self._ampatch_trains():
+        session, optimizer = self._ampatch.session, bare(self.optimizer)
+        if training and (session is None or session_of(optimizer) is not session):
             model = self.model_wrapped = self.model  # without the DDP of an earlier session
-            self._ampatch_begin()
-        elif not training and session_of(self.model) is None:
-            ampatch.initialize(self.model, **self._ampatch_settings)
+            self._ampatch.open(self.model)
+            self._ampatch.add([optimizer])
+            if self.optimizer is optimizer:
+                self.optimizer = SkippingOptimizer(optimizer)
+            end_gloo_at_exit()
+        self._ampatch.open(self.model)
         return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
-
-    def _ampatch_trains(self) -> bool:
-        """Whether the session that this trainer opened still has its optimizer."""
-        session = session_of(bare(self.optimizer))
-        return session is not None and session is self._ampatch_session
-
-    def _ampatch_begin(self) -> None:
-        optimizer = bare(self.optimizer)
-        ampatch.initialize(self.model, optimizer, **self._ampatch_settings)
-        self._ampatch_session = session_of(optimizer)
-        if self.optimizer is optimizer:
-            self.optimizer = SkippingOptimizer(optimizer)
-        end_gloo_at_exit()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:
-            state = ampatch.state_dict(of=bare(self.optimizer))
-            Path(output_dir, SCALE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+            text = json.dumps(self._ampatch.scales, indent=2)
+            Path(output_dir, SCALE_FILE).write_text(text + "\n")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        optimizer = bare(self.optimizer)
-        ours, grad_scaler = Path(checkpoint, SCALE_FILE), Path(checkpoint, GRAD_SCALER_FILE)
-        if ours.is_file():
-            ampatch.load_state_dict(json.loads(ours.read_text()), of=optimizer)
-        elif grad_scaler.is_file():
-            ampatch.load_state_dict(torch.load(grad_scaler, weights_only=True), of=optimizer)
-        else:
-            logger.warning(
-                "train(resume_from_checkpoint=%r): no loss scale is in it (%s), so that it begins "
-                "anew.",
-                *(str(checkpoint), SCALE_FILE),
-            )
-
-
-def _checked(settings: dict[str, Any]) -> Properties:
-    """The settings that have values, checked; the others are looked at by `initialize`."""
-    given = {name: settings[name] for name in ARGUMENTS if name in settings}
-    return properties_for(settings["opt_level"], settings.get("dtype", torch.float16), **given)
+        if checkpoint is not None:
+            self._ampatch.restore(checkpoint, SCALE_FILE, GRAD_SCALER_FILE)
 
 
 def _check_seams() -> None:

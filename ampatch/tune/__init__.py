@@ -9,10 +9,10 @@ trains within the noise of O0.
 
 What is where:
 
-* `tuning.py`: the course of it.  `task.py`: what is tuned.  `trials.py`, `probe_run.py`,
-  `timing.py`: its three sweeps.  `answer.py`: what is found, and its files.
-* `modules.py`, `probe.py`, `shadow.py`, `sensitivity.py`: which modules are looked at, when, how
-  one call is computed a second time, and what was found.
+* `tuning.py`: the course of it.  `trials.py`, `probe_run.py`, `timing.py`: its three sweeps.
+  `answer.py`: what is found, and its files.
+* `probe.py`, `shadow.py`, `sensitivity.py`: which modules are looked at, and when; how one call is
+  computed a second time; what was found.
 * `remedies.py`, `search.py`, `verdict.py`: what can be put in place, in which order, the search for
   the smallest set, and whether a candidate passes.
 * `globs.py`: overrides in few words.  `report.py`: the answer on the terminal.

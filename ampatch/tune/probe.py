@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import ampatch
 from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.tune.modules import candidates
+from ampatch.torch_private.modules import has_forward
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
@@ -41,7 +41,6 @@ class ProbeOptions:
     opt_level: str
     dtype: str
     scale: float | None
-    depth: int | None = None
 
     def to_text(self) -> str:
         return json.dumps(vars(self))
@@ -90,6 +89,22 @@ class _Watched:
         return Sensitivity(self.path, kind, (), trouble, self.is_refused)
 
 
+def candidates(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
+    """The modules to look at by path; several where models have the same path.
+
+    Each but for models, `Sequential`, and lists and dicts of modules, which compute nothing; of
+    those whose functions are all in the modules inside, the probe finds that out.  A module that
+    stands under two paths is there once, under the first.
+    """
+    found: dict[str, list[nn.Module]] = {}
+    for model in models:
+        for path, module in model.named_modules():
+            is_sequence = getattr(type(module), "forward", None) is nn.Sequential.forward
+            if path and has_forward(module) and not is_sequence:
+                found.setdefault(path, []).append(module)
+    return found
+
+
 class Probe:
     """An observer of the training that looks at some modules in each step."""
 
@@ -121,8 +136,7 @@ class Probe:
     def _choose(self) -> None:
         """The modules to look at are known now, and how many of them a step can take."""
         models = [managed.model for session in open_sessions() for managed in session.models]
-        depth = self._options.depth
-        found = candidates(models, depth)
+        found = candidates(models)
         self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
         self._watched = [_Watched(path, modules) for path, modules in found.items()]
         self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
@@ -146,9 +160,9 @@ class Probe:
             if done or not torch.is_grad_enabled():
                 return
             done = True
-            as_group = self._options.depth is not None or not any(True for _ in module.children())
+            is_leaf = not any(True for _ in module.children())
             try:
-                running.append(Call(module, args, kwargs, as_group))
+                running.append(Call(module, args, kwargs, is_leaf))
             except Exception as error:  # whatever a class says to being copied
                 watched.trouble = f"it cannot be copied: {error}"
 

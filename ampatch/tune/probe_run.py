@@ -9,8 +9,7 @@ from ampatch.sweep.report.results import RUNS
 from ampatch.sweep.trial import BASE
 from ampatch.tune.probe import SAMPLES, ProbeOptions
 from ampatch.tune.sensitivity import Findings
-from ampatch.tune.task import Task
-from ampatch.tune.trials import Trials
+from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import TuneError
 
 PROBE = "probe"  # its directory
@@ -22,7 +21,7 @@ _OPTIONS = (
 """Options of the sweep that the run shares."""
 
 
-def findings(task: Task, trials: Trials, steps: int, depth: int | None) -> Findings:
+def findings(task: Task, trials: Trials, steps: int) -> Findings:
     """What the probe found in `steps` steps; one with other options runs anew."""
     place = task.directory / PROBE
     file = (place / "sensitivity.json").resolve()
@@ -33,7 +32,6 @@ def findings(task: Task, trials: Trials, steps: int, depth: int | None) -> Findi
         opt_level=task.level.opt_level,
         dtype=task.dtype,
         scale=None if scale == "dynamic" else float(scale),
-        depth=depth,
     )
     done = place / "done"
     text = asked.to_text()

@@ -40,7 +40,10 @@ def summary(answer: Answer) -> list[str]:
             f"{answer.candidates} candidates were tried, and that was all: a smaller set may do. "
             "--resume --candidates N goes on."
         )
-    return [*lines, _shown(answer).strip(), answer.line, _speeds(answer)]
+    shown = {"level": answer.opt_level, "cure": "with the cure"}
+    said = [f"{text}: {answer.paces[name]}" for name, text in shown.items() if name in answer.paces]
+    speeds = f"Speed, {'; '.join(said)}." if said else ""
+    return [*lines, _shown(answer).strip(), answer.line, speeds]
 
 
 def _left_in_half(answer: Answer) -> str:
@@ -62,13 +65,6 @@ def _shown(answer: Answer) -> str:
     if answer.unseen is None:
         return ""
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
-
-
-def _speeds(answer: Answer) -> str:
-    """What the cure costs."""
-    shown = {"level": answer.opt_level, "cure": "with the cure"}
-    said = [f"{text}: {answer.paces[name]}" for name, text in shown.items() if name in answer.paces]
-    return f"Speed, {'; '.join(said)}." if said else ""
 
 
 def cells(answer: Answer) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.report.pace import in_words
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune.answer import Answer
-from ampatch.tune.task import Task
+from ampatch.tune.trials import Task
 
 SPEED = "speed"  # its directory
 

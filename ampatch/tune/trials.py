@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ampatch.config.opt_levels import properties_for
 from ampatch.sweep import Sweep
+from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import says_how_well, seeds_matter
 from ampatch.sweep.trial import BASE, Case
-from ampatch.tune.task import Task
 from ampatch.tune.verdict import TuneError, passes, row_of
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script at an opt level; `options` are those of `Sweep` that the user gave."""
+
+    script: str
+    arguments: Sequence[str]
+    level: Case
+    options: Mapping[str, Any]
+    directory: Path
+    progress: Callable[[], Progress | None]
+    say: Callable[[str], None]
+
+    @property
+    def dtype(self) -> str:
+        """The half type of the level."""
+        return self.level.dtype or ""
+
+    def sweep(
+        self, rows: Sequence[Case], out: Path, options: Iterable[str], **others: Any
+    ) -> Sweep:
+        """A sweep of the script with the user's `options` of these names, and with `others`."""
+        kept = {name: self.options[name] for name in options if name in self.options}
+        return Sweep(self.script, self.arguments, rows=rows, out=out, **kept, **others)
 
 
 class Trials:

@@ -30,10 +30,9 @@ from ampatch.tune.probe_run import PROBE, findings
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import Found, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.task import Task
 from ampatch.tune.timing import SPEED, add_speeds
-from ampatch.tune.trials import Trials
-from ampatch.tune.verdict import passes, reason, silent
+from ampatch.tune.trials import Task, Trials
+from ampatch.tune.verdict import passes, reason
 
 SEEDS = 6  # of the answer; candidates are sought with half of them
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
@@ -47,7 +46,6 @@ class Tuning:
         arguments: the script's own, as for `Sweep`.
         opt_level: "O1", "O2" or "O3".
         dtype: "float16" or "bfloat16".
-        depth: look at groups, the modules so many names deep; by default at each module.
         probe_steps: optimizer steps of the run in which modules are computed in half as well.
         rounds: of the timing of the answer beside the level and O0.
         candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
@@ -65,7 +63,6 @@ class Tuning:
         *,
         opt_level: str,
         dtype: str = "float16",
-        depth: int | None = None,
         probe_steps: int = 100,
         candidates: int | None = None,
         rounds: int = ROUNDS,
@@ -87,8 +84,7 @@ class Tuning:
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         self._level = Case(opt_level, dtype)
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
-        self._depth, self._probe_steps, self._most = depth, probe_steps, candidates
-        self._rounds = rounds
+        self._probe_steps, self._most, self._rounds = probe_steps, candidates, rounds
         self._confirms = False  # each candidate that passes, and not the answer alone
         self._paths: Sequence[str] = ()
         self._tried = 0
@@ -104,7 +100,7 @@ class Tuning:
             return self._ended(PASSES, Found((), True, True, 0), row, Findings(), {})
         self._confirms = self._trials.has_all_seeds(self._level)  # it passed with few
         self._task.say(f"{self._level.label} fails: {reason(row)}")
-        seen = findings(self._task, self._trials, self._probe_steps, self._depth)
+        seen = findings(self._task, self._trials, self._probe_steps)
         self._paths = seen.paths
         listed = remedies.possible(seen, self._trials.properties(), self._task.dtype)
         most = most_trials(len(listed)) if self._most is None else self._most
@@ -200,7 +196,7 @@ class Tuning:
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
-            not_shown=silent(row) or not_shown(row) if outcome in (PASSES, CURED) else "",
+            not_shown=not_shown(row) if outcome in (PASSES, CURED) else "",
             modules=ranked(seen.modules),
         )
         write_answer(self.directory, answer)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.judge import never_varies, quality_text
+from ampatch.sweep.report.judge import quality_text
 from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
@@ -63,14 +63,3 @@ def reason(row: Row) -> str:
     if row.outcome == "failed":
         return row.status
     return "; ".join(quality_text(one) for one in worse(row))
-
-
-def silent(row: Row) -> str:
-    """That the judged quantity is one number in all runs, as the end of a sentence; else ""."""
-    one = next(iter(row.comparisons), None)
-    if one is None or one.p is None or one.difference or not never_varies(one):
-        return ""
-    return (
-        f"{one.name} is {one.mean:.4g} in every run, at O0 too, so it shows no difference. "
-        "--judge names another quantity."
-    )

@@ -34,18 +34,15 @@ def plain_torch(task, seed, steps):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_o0_is_plain_torch(name):
+def test_o0_is_plain_torch_and_float16_o3_with_adam_diverges(name):
     task = TASKS[name]
     trained = train(task, Row("O0"), seed=3, steps=2)
     assert trained == Result(plain_torch(task, 3, 2), skipped=0)
     assert trained != train(task, Row("O0"), seed=4, steps=2), "the seed is without effect"
-
-
-@pytest.mark.parametrize("name", ["breast_cancer", "diabetes", "characters"])
-def test_float16_o3_with_adam_diverges_at_the_second_loss(name):
-    found = train(TASKS[name], Row("O3"), seed=0, steps=3)
-    assert math.isnan(found.metric) and found.diverged_at == 2
-    assert math.isfinite(train(TASKS[name], Row("O3", eps=1e-3), seed=0, steps=3).metric)
+    if task.uses_adam:
+        found = train(task, Row("O3"), seed=0, steps=3)
+        assert math.isnan(found.metric) and found.diverged_at == 2
+        assert math.isfinite(train(task, Row("O3", eps=1e-3), seed=0, steps=3).metric)
 
 
 @pytest.mark.parametrize("row", [Row("O1"), Row("O2"), Row("autocast")], ids=lambda row: row.title)
@@ -61,16 +58,7 @@ def test_skipped_steps_are_counted(row):
     assert found.metric == pytest.approx(plain_torch(DIABETES, 0, 0), abs=1e-3)
 
 
-def test_every_task_has_a_row_for_each_level_type_and_peer():
-    assert [row.title for row in rows_of(DIABETES)] == [
-        "O0", "O1 float16", "O2 float16", "O3 float16", "O3 float16, eps=0.001",
-        "torch.autocast float16 + GradScaler",
-        "O1 bfloat16", "O2 bfloat16", "O3 bfloat16", "torch.autocast bfloat16",
-    ]  # fmt: skip
-    assert len(rows_of(TASKS["digits"])) == 9, "no Adam, no eps"
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_welch_is_scipys(shift):
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(4, generator=generator).tolist()
@@ -80,10 +68,6 @@ def test_welch_is_scipys(shift):
     found = welch(second, first)
     assert found.p == pytest.approx(oracle.pvalue)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
-    assert found.difference == pytest.approx((found.low + found.high) / 2)
-
-
-def test_samples_without_variance_are_equal_or_not():
     assert welch([1.0, 1.0], [1.0, 1.0]).within_noise
     assert not welch([1.0, 1.0], [2.0, 2.0]).within_noise
 
@@ -107,41 +91,25 @@ def test_the_verdict(metrics, higher, said):
 
 
 def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """A row for each level, half type and peer; the words are those of the page in docs/."""
     out = tmp_path / "accuracy.md"
     arguments = ["--tasks", "diabetes", "--seeds", "1", "--steps", "2", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["run.py", "accuracy", *arguments])
-    monkeypatch.setattr(accuracy.constructed, "tables", lambda: ("one", "two"))
     runner.main()
-    page = out.read_text()
+    page, written = out.read_text(), (DOCS / "accuracy.md").read_text()
     assert page.strip() == capsys.readouterr().out.strip()
-    for title in [row.title for row in rows_of(DIABETES)]:
-        assert f"\n| {title} | " in page
+    titles = [
+        "O0", "O1 float16", "O2 float16", "O3 float16", "O3 float16, eps=0.001",
+        "torch.autocast float16 + GradScaler",
+        "O1 bfloat16", "O2 bfloat16", "O3 bfloat16", "torch.autocast bfloat16",
+    ]  # fmt: skip
+    assert [row.title for row in rows_of(DIABETES)] == titles
+    assert all(f"\n| {title} | " in page and f"\n| {title} | " in written for title in titles)
     assert "| O3 float16 |  |  | 0 |  |  | diverged in 1 of 1 runs, at step 2 | 0 of 2 |" in page
     assert "| one seed: no test | 0 of 2 |" in page
     told = " ".join(page.split())
     assert "Rows without a result, because all runs diverged: 1 (O3 float16)." in told
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--seeds", "0"], "must be 1 or more"),
-        (["--out", "/no/such/place.md"], "there is no directory /no/such"),
-        (["--tasks", "imagenet"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_end_before_the_first_run(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "accuracy", *arguments])
-    with pytest.raises(SystemExit):
-        runner.main()
-    assert said in capsys.readouterr().err
-
-
-def test_the_page_in_docs_is_what_the_benchmark_writes():
-    """The words are; the figures are those of the day."""
-    written = (DOCS / "accuracy.md").read_text()
     for paragraph in accuracy.PAGE.read_text().split("\n\n"):
-        if "{" not in paragraph:
-            assert paragraph.strip() in written
+        assert "{" in paragraph or paragraph.strip() in written
     for task in TASKS.values():
         assert f"### {task.title}, {task.steps} steps\n\n{task.about}\n" in written

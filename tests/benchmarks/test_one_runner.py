@@ -1,4 +1,4 @@
-"""The runner of the benchmarks: every name is there, and what it prints is what it writes."""
+"""The runner of the benchmarks, and that what they compare is the same work in every situation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from bench_modules import load
 
+import ampatch
+
 runner, measuring = load("run"), load("measuring")
+systems, tasks = load("systems"), load("tasks")
+
+MODELS = ("MLP, 8 layers", "transformer, d=16", "GAN")
+EAGER = [name for name in systems.SITUATIONS if name != "compile"]
 
 
 def run(monkeypatch, *arguments):
@@ -16,15 +23,15 @@ def run(monkeypatch, *arguments):
     return runner.main()
 
 
-@pytest.mark.parametrize("name", runner.MODES)
-def test_what_a_name_measures_is_there_and_listed(name, monkeypatch, capsys):
-    module, _, function = runner.MODES[name].report.partition(":")
-    if name == "accuracy":
-        pytest.importorskip("sklearn")
-    assert callable(getattr(load(module), function))
-    assert set(runner.MODES[name].flags) <= set(runner.FLAGS)
+def test_what_a_name_measures_is_there_and_listed(monkeypatch, capsys):
+    pytest.importorskip("sklearn")
     run(monkeypatch, "--list")
-    assert any(line.startswith(f"{name} ") for line in capsys.readouterr().out.splitlines())
+    listed = capsys.readouterr().out
+    for name, mode in runner.MODES.items():
+        module, _, function = mode.report.partition(":")
+        assert callable(getattr(load(module), function))
+        assert set(mode.flags) <= set(runner.FLAGS)
+        assert f"\n{name} " in f"\n{listed}"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,8 @@ def test_what_a_name_measures_is_there_and_listed(name, monkeypatch, capsys):
         (["memroy"], "there is no benchmark memroy; --list names them"),
         (["counts", "--rounds", "3"], "it takes no --rounds, but models dtype"),
         (["training", "--models", "VGG"], "invalid choice: 'VGG'"),
+        (["accuracy", "--seeds", "0"], "must be 1 or more"),
+        (["accuracy", "--out", "/no/such/place.md"], "there is no directory /no/such"),
     ],
 )
 def test_wrong_arguments_are_said_at_once(arguments, said, monkeypatch, capsys):
@@ -56,16 +65,44 @@ def test_what_was_printed_until_the_end_is_written(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.strip() == page.strip()
 
 
-def test_the_ways_take_turns():
-    order = []
-    ways = {name: lambda name=name: float(len(order.append(name) or order)) for name in "abc"}
-    found = measuring.in_turns(ways, 3)
-    assert "".join(order) == "abcbcacab"
-    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
-
-
 def test_a_speed_up_is_the_references_time_over_the_systems():
     times = {"reference": [1.0, 2.0, 4.0], "twice as fast": [0.5, 1.0, 2.0]}
     found = measuring.speed_ups(times, "reference")
     assert found == {"reference": (1, 1, 1), "twice as fast": (2, 2, 2)}
     assert measuring.told(found["twice as fast"]) == "2.00 (2.00 to 2.00)"
+
+
+def moved(name, system, situation):
+    """How far a step moves every weight."""
+    torch.manual_seed(0)
+    task = tasks.TASKS[name]()
+    parameters = [p for module in task.modules for p in module.parameters()]
+    before = [p.detach().double().clone() for p in parameters]
+    try:
+        systems.make_step(task, system, systems.How(situation=situation))()
+        return torch.cat([(p.detach() - old).flatten() for p, old in zip(parameters, before)])
+    finally:
+        ampatch.deactivate()
+
+
+@pytest.mark.parametrize("situation", EAGER)
+@pytest.mark.parametrize("name", MODELS)
+def test_o1_does_the_work_of_autocast_and_that_of_fp32(name, situation):
+    ours, theirs = moved(name, "O1", situation), moved(name, systems.AUTOCAST, situation)
+    plain = moved(name, systems.FP32, situation)
+    assert plain.norm() > 0
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert (ours - plain).norm() < 0.1 * plain.norm()
+    if situation == "accumulation":
+        once = moved(name, systems.FP32, "plain")
+        if name != "GAN":  # its generator has moved when the discriminator's loss is computed
+            assert (plain - systems.MICRO_BATCHES * once).norm() < 0.01 * plain.norm()
+
+
+@pytest.mark.parametrize("part", [None, object()], ids=["none", "built"])
+def test_native_columns_are_there_if_the_part_is_with_a_variable_of_their_own(part, monkeypatch):
+    monkeypatch.setattr(systems, "native", SimpleNamespace(part=part))
+    found = systems.with_native(["autocast", "O1"])
+    assert found == ["autocast", "O1"] + (["O1 native"] if part else [])
+    variables = {name: systems.environment(name)["AMPATCH_NATIVE"] for name in found}
+    assert variables == {name: "1" if "native" in name else "0" for name in found}

@@ -63,35 +63,28 @@ def test_a_client_finds_the_helpers_that_it_imports(name):
     assert "small_task" in imported
 
 
-def test_there_are_clients():
+def test_there_are_clients_and_each_framework_of_the_law_has_an_environment():
     assert WITH_APEX == ["catalyst", "ignite", "lightning", "timm", "transformers"]
     assert set(COMMAND.NAMES) == {*WITH_APEX, *COMMAND.INTEGRATED, WEIGHTS}
-
-
-def test_each_framework_of_the_law_has_an_environment():
     runs = (ROOT / "tests" / "integrations").glob("runs_with_*.py")
     frameworks = [name for names in COMMAND.INTEGRATED.values() for name in names]
     assert sorted(frameworks) == sorted(path.stem.removeprefix("runs_with_") for path in runs)
 
 
 @pytest.mark.parametrize("name", COMMAND.NAMES)
-def test_a_client_has_pins_for_the_torch_that_the_tests_run_with(name):
+def test_a_client_has_pins_for_the_tested_torch_and_the_docs_name_its_version(name):
     found = pins(CLIENTS / "requirements" / f"{name}.txt")
     tested = pins(ROOT / "constraints.txt")
     for package in ("torch", "wrapt", "pytest"):
         assert found[package] == tested[package]
-
-
-@pytest.mark.parametrize("name", sorted({*COMMAND.NAMES} - {WEIGHTS}))
-def test_the_docs_name_the_pinned_version(name):
-    found = pins(CLIENTS / "requirements" / f"{name}.txt")[PACKAGES.get(name, name)]
     page = (ROOT / "docs" / "clients.md").read_text()
     with_apex = re.findall(r"^\| (\w+) ([\d.]+) \|", page, re.M)
     of_today = re.findall(r"^\| [\w, ]+ \| ([\d.]+) \| `(\w+)` \|$", page, re.M)
+    pinned = found.get(PACKAGES.get(name, name))
     if name in WITH_APEX:
-        assert {title.lower(): version for title, version in with_apex}[name] == found
+        assert {title.lower(): version for title, version in with_apex}[name] == pinned
     if name in COMMAND.INTEGRATED:
-        assert {title: version for version, title in of_today}[name] == found
+        assert {title: version for version, title in of_today}[name] == pinned
 
 
 def test_the_docs_name_the_libraries_that_hold_weights():
@@ -125,16 +118,17 @@ def test_the_tests_of_integrations_run_for_the_frameworks_that_are_there():
     assert str(ROOT / "tests" / "integrations" / "test_ignite_steps.py") in integrated
 
 
-def test_an_unknown_client_is_refused_by_name():
-    done = subprocess.run(
-        [sys.executable, str(CLIENTS / "run.py"), "keras"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "no such client: keras; there are accelerate, catalyst, ignite" in done.stderr
-
-
-def test_a_client_without_a_newest_version_is_refused():
-    command = [sys.executable, str(CLIENTS / "run.py"), "--newest", "catalyst"]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["keras"], "no such client: keras; there are accelerate, catalyst, ignite"),
+        (
+            ["--newest", "catalyst"],
+            "no client with a newest version: catalyst; there are accelerate, ignite",
+        ),
+    ],
+)
+def test_an_unknown_client_is_refused_by_name(arguments, said):
+    command = [sys.executable, str(CLIENTS / "run.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no client with a newest version: catalyst; there are accelerate, ignite" in done.stderr
+    assert done.returncode == 2 and said in done.stderr

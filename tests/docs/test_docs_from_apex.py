@@ -29,10 +29,7 @@ PATTERN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 PATTERNS = {number: snippets for number, *snippets in PATTERN.findall(GUIDE.read_text())}
-
-
-def test_there_are_five_patterns():
-    assert list(PATTERNS) == list("12345")
+assert list(PATTERNS) == list("12345")
 
 
 @pytest.fixture(autouse=True)
@@ -143,18 +140,13 @@ def names_of_an_old_script(folder: Path) -> dict[str, Any]:
     x, mask = torch.ones(3), torch.tensor([True, False, True])
     loss = torch.tensor(1.0)
     names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
+    own = type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)})
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     old = {
-        "correct": torch.ones(4, 3, dtype=torch.bool).t(),
-        "k": 2,
-        "index": torch.tensor(2),
-        "n": 2,
-        "loader": torch.utils.data.DataLoader([1]),
-        "file": "a: 1",
-        "Own": type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)}),
-        "optimizer": torch.optim.SGD([torch.nn.Parameter(x)]),
-        "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-        "yaml": yaml,
-        "Variable": torch.autograd.Variable,
+        **{"correct": torch.ones(4, 3, dtype=torch.bool).t(), "k": 2, "n": 2, "file": "a: 1"},
+        **{"index": torch.tensor(2), "loader": torch.utils.data.DataLoader([1]), "Own": own},
+        **{"optimizer": torch.optim.SGD([torch.nn.Parameter(x)]), "ReduceLROnPlateau": plateau},
+        **{"yaml": yaml, "Variable": torch.autograd.Variable},
     }
     return names | old
 

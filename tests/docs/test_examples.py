@@ -98,7 +98,14 @@ def train(frameworks, tmp_path, monkeypatch):
     sys.modules.pop("common", None)
 
 
-@pytest.mark.parametrize("level, dtype", CASES)
+QUICK = (("O0", "bfloat16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16"))
+EVERYWHERE = pytest.mark.parametrize(
+    "level, dtype",
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+
+
+@EVERYWHERE
 def test_digits_learns_everywhere(train, level, dtype):
     found = train("digits", level, dtype, *SMALL["digits"])
     assert len(found.losses) == 92
@@ -106,10 +113,7 @@ def test_digits_learns_everywhere(train, level, dtype):
     assert found.metrics["test_accuracy"] > 0.85
 
 
-@pytest.mark.parametrize(
-    "level, dtype",
-    [pytest.param(*case, marks=pytest.mark.slow if case[1] == "float16" else ()) for case in CASES],
-)
+@EVERYWHERE
 def test_char_lm_learns_wherever_it_can(train, level, dtype):
     """Well below 3.2 nats, the held-out loss of always giving the characters' frequencies.
 
@@ -157,7 +161,12 @@ def test_digits_reaches_its_accuracy(tmp_path):
 
 @pytest.mark.parametrize(
     "example, arguments",
-    [("digits.py", ["--width", "32"]), ("char_lm.py", ["--batch-size", "2", "--length", "16"])],
+    [
+        ("digits.py", ["--width", "32"]),
+        pytest.param(
+            *("char_lm.py", ["--batch-size", "2", "--length", "16"]), marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
     """Without `{seed}` in its arguments, and without a note on seeds: not even on generators

@@ -29,15 +29,12 @@ def commands(program: str) -> list[list[str]]:
 def test_every_link_is_absolute_for_a_package_page_has_no_files():
     links = [link for link, _ in LINK.findall(FENCE.sub("", TEXT))]
     assert [link for link in links if "://" not in link] == []
+    assert len(TEXT.partition("](")[0].split()) < 500, "a reader finds a link early"
     assert any(IN_REPOSITORY.fullmatch(link) for link in links)
 
 
-def test_it_is_read_in_ten_minutes():
+def test_it_is_short():
     assert len(TEXT.splitlines()) <= 120
-
-
-def test_a_reader_finds_a_link_within_500_words():
-    assert len(TEXT.partition("](")[0].split()) < 500
 
 
 def test_the_addresses_are_those_of_the_repository():
@@ -56,9 +53,6 @@ def test_pip_installs_extras_that_exist():
     named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
     assert named == {"sweep", "test"}
     assert named < set(SETUP["options.extras_require"])
-
-
-def test_the_readme_lists_every_extra():
     assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
 
 

@@ -19,11 +19,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's, of what ignite imports
     from ignite.engine import Engine, Events
     from ignite.engine import supervised_training_step as in_float32
-    from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
-    from ignite.metrics import Accuracy, MeanSquaredError
+    from ignite.metrics import MeanSquaredError
 
     from ampatch.integrations.ignite import (
-        LossScale,
         supervised_evaluation_step,
         supervised_training_step,
     )
@@ -88,52 +86,6 @@ def test_metrics_get_fp32(level):
     data = [(torch.full((90, 8), 1.0), torch.zeros(90, 1))]
     assert evaluator.run(data).metrics["error"] == pytest.approx(32.0**2)
     assert evaluator.state.output[0].dtype is torch.float32
-
-
-@LEVELS
-def test_structures_of_predictions_and_whole_numbers_pass(level):
-    model, _ = managed(level)
-    step = supervised_evaluation_step(
-        model, model_transform=lambda output: (output.argmax(1), {"logits": output})
-    )
-    evaluator = Engine(step)
-    Accuracy(output_transform=lambda out: (out[0][1]["logits"], out[1])).attach(evaluator, "right")
-    evaluator.run(batches())
-    classes, named = evaluator.state.output[0]
-    assert classes.dtype is torch.int64
-    assert named["logits"].dtype is torch.float32
-
-
-@LEVELS
-def test_the_scale_is_in_checkpoints(level, tmp_path):
-    model, optimizer = managed(level)
-    ampatch.set_loss_scale(64.0)
-    trainer = Engine(supervised_training_step(model, optimizer, F.cross_entropy))
-    saved = {"model": model, "optimizer": optimizer, "scale": LossScale()}
-    checkpoint = Checkpoint(saved, DiskSaver(str(tmp_path)), filename_pattern="at.pt")
-    trainer.add_event_handler(Events.COMPLETED, checkpoint)
-    trainer.run(batches(), max_epochs=1)
-    ampatch.set_loss_scale(2.0)
-    Checkpoint.load_objects(saved, str(tmp_path / "at.pt"))
-    assert ampatch.loss_scale() == 64.0
-
-
-@LEVELS
-def test_an_average_of_the_model_is_one_of_fp32_values(level):
-    """`EMAHandler`, made after `initialize`."""
-    averages = []
-    for step, chosen in ((in_float32, None), (supervised_training_step, level)):
-        if chosen is None:
-            model = network()
-            optimizer = optimizer_of(model)
-        else:
-            model, optimizer = managed(chosen)
-        trainer = Engine(step(model, optimizer, F.cross_entropy))
-        handler = EMAHandler(model, momentum=0.1)
-        handler.attach(trainer, name="momentum", event=Events.ITERATION_COMPLETED)
-        trainer.run(batches(), max_epochs=1)
-        averages.append(handler.ema_model.state_dict())
-    expected, found = averages
-    for name, value in expected.items():
-        assert found[name].dtype is value.dtype
-        torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.02)
+    pair = supervised_evaluation_step(model, model_transform=lambda y: (y.argmax(1), {"y": y}))
+    classes, named = Engine(pair).run(data).output[0]
+    assert classes.dtype is torch.int64 and named["y"].dtype is torch.float32

@@ -71,15 +71,14 @@ WHERE_TIMM_IS = (
 )
 
 BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
-"""The cases whose runs of every kind are in the default tests; the other kinds are slow."""
+"""The cases in the default tests; the others are slow."""
 
 
 def cases(*kinds: str) -> pytest.MarkDecorator:
-    """Every level in both half types; but for plain runs half of them are slow tests."""
+    """Every level in both half types; half of them are slow tests."""
     listed = []
     for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
-        quick = kind == "plain" or tuple(case) in BY_DEFAULT
-        marks = () if quick else pytest.mark.slow
+        marks = () if tuple(case) in BY_DEFAULT else pytest.mark.slow
         listed.append(pytest.param(kind, *case, marks=marks, id="-".join([kind, *case])))
     return pytest.mark.parametrize("kind, level, half", listed)
 

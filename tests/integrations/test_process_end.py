@@ -16,13 +16,12 @@ def ends(tmp_path, monkeypatch):
     """What is to run at the end of the process, in which there is a group."""
     registered: list[Any] = []
     monkeypatch.setattr("atexit.register", registered.append)
+    monkeypatch.setattr("atexit.unregister", lambda one: one in registered and registered.clear())
     monkeypatch.delattr(sys, "last_type", raising=False)
-    process_end._register.cache_clear()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/place", rank=0, world_size=1)
     yield registered
     if dist.is_initialized():
         dist.destroy_process_group()
-    process_end._register.cache_clear()
 
 
 def test_gloos_threads_end_before_the_interpreter(ends, monkeypatch):

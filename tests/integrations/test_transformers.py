@@ -7,6 +7,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -133,43 +134,28 @@ MORE_VARIANTS = {
     "adafactor": (t5, {"optim": "adafactor"}),
     "NEFTune": (gpt2, {"neftune_noise_alpha": 5.0}),
     "compiled": (bert, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "checkpointing": (gpt2, {"gradient_checkpointing": True}),
+    "reentrant": (
+        *(gpt2, {"gradient_checkpointing": True}),
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
 }
 BOUNDS = {"O1": 0.002, "O2": 0.01}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_VARIANTS)]
+)
 @pytest.mark.parametrize("level", BOUNDS)
 def test_losses_and_norms_are_those_of_float32(variant, level, tmp_path):
-    make, options = VARIANTS[variant]
+    make, *given = {**VARIANTS, **MORE_VARIANTS}[variant]
+    options = dict(ChainMap(*given))
     expected = trained(tmp_path, None, make(), **options)
     found = trained(tmp_path, level, make(), **options)
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm") if variant in VARIANTS else ("loss",):
         assert logged(found, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-@pytest.mark.parametrize("variant", MORE_VARIANTS)
-@pytest.mark.parametrize("level", BOUNDS)
-def test_more_of_what_trainers_do(variant, level, tmp_path):
-    make, options = MORE_VARIANTS[variant]
-    expected = logged(trained(tmp_path, None, make(), **options))
-    assert logged(trained(tmp_path, level, make(), **options)) == pytest.approx(
-        expected, rel=BOUNDS[level]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("level", BOUNDS)
-def test_activation_checkpointing(reentrant, level, tmp_path):
-    def losses(opt_level: str | None) -> list[float]:
-        model = gpt2()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return logged(trained(tmp_path, opt_level, model))
-
-    assert losses(level) == pytest.approx(losses(None), rel=BOUNDS[level])
 
 
 class Watched(TrainerCallback):
@@ -197,25 +183,6 @@ def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
     assert not math.isfinite(logged(trainer, "grad_norm")[0])
 
 
-def test_resuming_goes_on_with_the_same_bits(opt_level, tmp_path):
-    """Losses, weights and the loss scale, which grows on the way."""
-    options = {"save_strategy": "steps", "save_steps": 3, "settings": {"growth_interval": 2}}
-    whole = trained(tmp_path / "whole", opt_level, **options)
-    weights, scale = whole.model.state_dict(), ampatch.loss_scale()
-    ampatch.deactivate()
-    checkpoint = tmp_path / "whole" / "checkpoint-3"
-    state = json.loads((checkpoint / "ampatch.json").read_text())
-    assert (state["loss_scaler0"]["loss_scale"] > 1024) is (opt_level in ("O1", "O2"))
-    again = trainer_of(tmp_path / "again", opt_level, **options)
-    again.train(resume_from_checkpoint=str(checkpoint))
-    assert logged(again) == logged(whole)
-    assert ampatch.loss_scale() == scale
-    kind = torch.float16 if opt_level == "O3" else torch.float32
-    for name, value in again.model.state_dict().items():
-        assert value.dtype is weights[name].dtype is kind
-        assert torch.equal(value, weights[name]), name
-
-
 def test_the_scale_of_a_run_with_fp16_is_taken_and_a_missing_one_is_said(tmp_path, caplog):
     trained(tmp_path, "O1", save_strategy="steps", save_steps=4)
     ampatch.deactivate()
@@ -223,7 +190,7 @@ def test_the_scale_of_a_run_with_fp16_is_taken_and_a_missing_one_is_said(tmp_pat
     (checkpoint / "ampatch.json").unlink()
     trainer = trainer_of(tmp_path, "O1", max_steps=4)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert "no loss scale is in it (ampatch.json)" in caplog.text
+    assert "no loss scale is in this checkpoint (ampatch.json)" in caplog.text
     assert ampatch.loss_scale() == 1024
     ampatch.deactivate()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -287,6 +254,7 @@ def test_what_is_computed_outside_of_the_model_is_not_cast(tmp_path):
     assert set(products) == {torch.float16}
 
 
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
 def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp_path):
     trainer = trained(tmp_path, opt_level, adam_epsilon=1e-4)  # 1e-8 is 0 in the weights of O3
     scale = ampatch.loss_scale()
@@ -298,20 +266,6 @@ def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp
     assert (next(trainer.model.parameters()).dtype is torch.float16) is (opt_level == "O3")
     losses = logged(trainer)
     assert len(losses) == 8 and max(losses) < 0.7
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    trainer = trained(
-        tmp_path,
-        "O2",
-        **{"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
-        **{"load_best_model_at_end": True, "greater_is_better": True},  # the worst: not the last
-        metric_for_best_model="eval_loss",
-    )
-    best = BertForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
-    assert trainer.state.best_global_step == 4
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(value, best.state_dict()[name]), name
 
 
 def test_generation_while_evaluating_and_after(tmp_path):
@@ -328,35 +282,24 @@ def test_generation_while_evaluating_and_after(tmp_path):
         ({"bf16": True}, "bf16=True"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
         ({"optim": "lomo"}, "optim='lomo'"),
+        ({"settings": {"opt_level": "fast"}}, "unknown opt level"),
+        ({"settings": {"los_scale": 1.0}}, "los_scale"),
+        ({"variable": "bf16"}, "mixed_precision='bf16'"),
     ],
 )
-def test_other_mixed_precision_is_refused_by_name(options, said, tmp_path):
-    with pytest.raises((ValueError, ampatch.AmpatchError), match=said):
-        trainer_of(tmp_path, "O1", **options)
+def test_other_mixed_precision_and_wrong_settings_are_refused_by_name(
+    options, said, tmp_path, monkeypatch
+):
+    if "variable" in options:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", options.pop("variable"))
+    level = options.get("settings", {}).pop("opt_level", "O1")
+    with pytest.raises((ValueError, TypeError, ampatch.AmpatchError), match=said):
+        trainer_of(tmp_path, level, **options)
 
 
-def test_accelerates_own_mixed_precision_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match="mixed_precision='bf16'"):
-        trainer_of(tmp_path, "O1")
-
-
-def test_wrong_settings_are_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="unknown opt level"):
-        trainer_of(tmp_path, "fast")
-    with pytest.raises(TypeError, match="los_scale"):
-        trainer_of(tmp_path, "O1", settings={"los_scale": 1.0})
+def test_the_mixin_behind_the_trainer_is_refused():
     with pytest.raises(TypeError, match="stands behind the Trainer"):
         type("Wrong", (Trainer, AmpatchTrainerMixin), {})
-
-
-def test_gloos_group_ends_with_the_process(tmp_path, monkeypatch):
-    asked: list[None] = []
-    monkeypatch.setattr(
-        "ampatch.integrations.transformers.end_gloo_at_exit", lambda: asked.append(None)
-    )
-    trained(tmp_path, "O1", max_steps=1)
-    assert asked
 
 
 SCRIPT = """

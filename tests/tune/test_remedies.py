@@ -53,7 +53,7 @@ def test_settings_that_a_level_lacks_come_before_modules(level, half, settings, 
 def test_a_candidate_is_a_row_with_its_settings_and_globs():
     chosen = [Remedy("body.1.norm"), Remedy("loss_scale", True), Remedy("body.0.norm")]
     row = case(Case("O3", "float16"), chosen, PATHS)
-    assert dict(row.settings) == {"loss_scale": "dynamic", "overrides": '{"*.norm": "float"}'}
+    assert dict(row.settings) == {"loss_scale": "dynamic", "overrides": '{"body.*.norm": "float"}'}
     assert row == case(Case("O3", "float16"), chosen[::-1], PATHS)
     assert json.loads(row.environment["AMPATCH_SETTINGS"]) == dict(row.settings)
 

@@ -31,10 +31,8 @@ def answer():
 
 
 def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
-    """Medians of step times would contradict the ratio, which is of each round by itself."""
-    unknown = "speed not told apart from O0's on this machine: 1.15x (0.60 to 1.30 in 3 rounds)"
-    answer.speeds, answer.paces = {"cure": 1.15}, {"cure": unknown}
-    assert summary(answer)[-1] == f"Speed, with the cure: {unknown}."
+    answer.paces = {"cure": "speed not told apart from O0's on this machine"}
+    assert summary(answer)[-1] == f"Speed, with the cure: {answer.paces['cure']}."
 
 
 def test_a_module_that_half_refuses_is_not_called_unmeasured(answer):

@@ -91,7 +91,7 @@ def tuned(monkeypatch, tmp_path):
     def made(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
-        monkeypatch.setattr("ampatch.tune.task.Sweep", trials)
+        monkeypatch.setattr("ampatch.tune.trials.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 
@@ -99,7 +99,9 @@ def tuned(monkeypatch, tmp_path):
 
 
 def test_one_module_is_the_answer(tuned, tmp_path):
-    answer, _ = tuned(["head"])
+    said = []
+    answer, _ = tuned(["head"], say=said.append)
+    assert said[0] == "O3-float16 fails: diverged at step 1: loss nan"
     assert (answer.outcome, answer.needed, answer.settings) == ("cured", ["head"], {})
     assert answer == read_answer(tmp_path / "out")
 
@@ -109,12 +111,6 @@ def test_what_is_timed_runs_alone(tuned, where, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     _, trials = tuned(["head"], **where)
     assert not trials.last.seeds and trials.last.rounds and not trials.last.side_by_side
-
-
-def test_the_reason_why_the_level_fails_is_said(tuned):
-    said = []
-    tuned(["head"], say=said.append)
-    assert said[0] == "O3-float16 fails: diverged at step 1: loss nan"
 
 
 def test_a_setting_is_the_answer_where_no_module_is(tuned):
@@ -149,11 +145,6 @@ def test_what_passed_with_few_seeds_alone_is_no_answer(tuned, lucky):
     assert answer.is_smallest and max(trials.seeds.values()) == 6
     again = [line for line in said if "3 seeds are too few here" in line]
     assert len(again) == (lucky == "body"), said
-
-
-def test_a_judged_quantity_that_never_changes_is_said(tuned, monkeypatch):
-    monkeypatch.setattr("ampatch.tune.tuning.silent", lambda row: "it is one number.")
-    assert any("it is one number." in line for line in summary(tuned(["head"])[0]))
 
 
 @pytest.mark.parametrize("cures", (["O3"], ["head"]))
@@ -201,7 +192,7 @@ def test_where_nothing_helps_only_what_was_tried_is_named(tuned, level, tried):
 
 
 def test_a_probe_of_other_options_is_made_anew(tuned):
-    for options, count in (({}, 1), ({}, 0), ({"depth": 1}, 1), ({"probe_steps": 7}, 1)):
+    for options, count in (({}, 1), ({}, 0), ({"probe_steps": 7}, 1)):
         _, trials = tuned(["head"], **options)
         assert len(trials.probed) == count, options
     assert trials.probed[0].steps == 7
@@ -224,7 +215,7 @@ def test_the_answer_for_another_level_is_not_replaced_by_going_on(tuned, tmp_pat
         ):
             tuned(["stem"], resume=True, **other)
     assert read_answer(tmp_path / "out") == before
-    assert tuned(["head"], resume=True, depth=1)[0].needed == ["head"]
+    assert tuned(["head"], resume=True, probe_steps=7)[0].needed == ["head"]
 
 
 def test_a_script_that_changes_meanwhile_is_said(tuned, monkeypatch):

@@ -59,18 +59,13 @@ loss = torch.zeros(())
 
 def models_and_optimizers(perhaps: Adam | None, any_optimizer: Optimizer) -> None:
     assert_type(amp.initialize(net), Net)
-    assert_type(amp.initialize(net, None), Net)
     assert_type(amp.initialize(net, sgd), tuple[Net, SGD])
     assert_type(amp.initialize(net, any_optimizer), tuple[Net, Optimizer])
-    assert_type(amp.initialize(models=net, optimizers=sgd), tuple[Net, SGD])
     assert_type(amp.initialize(net, sgd, True, "O2"), tuple[Net, SGD])
-    assert_type(amp.initialize((net, critic)), tuple[Net, Critic])
     assert_type(
         amp.initialize((net, critic), (sgd, adam)), tuple[tuple[Net, Critic], tuple[SGD, Adam]]
     )
-    assert_type(amp.initialize(net, (sgd, adam)), tuple[Net, tuple[SGD, Adam]])
     assert_type(amp.initialize([net], [sgd]), tuple[list[Net], list[SGD]])
-    assert_type(amp.initialize([net, net], sgd), tuple[list[Net], SGD])
     assert_type(amp.initialize(net, perhaps), Net | tuple[Net, Adam])
     models: list[nn.Module] = [net, critic]
     optimizers: list[Optimizer] = [sgd, adam]
@@ -89,26 +84,16 @@ def models_and_optimizers(perhaps: Adam | None, any_optimizer: Optimizer) -> Non
     model.encode(loss)
 
     amp.initialize()  # type: ignore[call-overload]
-    amp.initialize(3)  # type: ignore[call-overload]
-    amp.initialize("net")  # type: ignore[type-var]
     amp.initialize(sgd, net)  # type: ignore[call-overload]
     amp.initialize(net.parameters())  # type: ignore[call-overload]
-    amp.initialize({"net": net})  # type: ignore[call-overload]
-    amp.initialize({net})  # type: ignore[call-overload]
-    amp.initialize(net, net)  # type: ignore[call-overload]
     amp.initialize(net, scheduler)  # type: ignore[call-overload]
-    amp.initialize(net, net.parameters())  # type: ignore[call-overload]
     amp.initialize(net, (sgd, 0.1))  # type: ignore[type-var]
     # Outside its strict mode pyright takes a list of different things for a list of anything.
     amp.initialize([net, "net"], sgd)  # type: ignore[type-var]
-    amp.initialize([net, sgd], sgd)  # type: ignore[type-var]
     amp.initialize([net], [sgd, "sgd"])  # type: ignore[type-var]
     # It works: torch says that it is a function.  `net.compile()` keeps the type.
     amp.initialize(torch.compile(net), sgd)  # type: ignore[call-overload]
-    amp.initialize(net).encoder(loss)  # type: ignore[operator]
     _, _ = amp.initialize(net)  # type: ignore[misc]
-    amp.initialize(net, sgd).train()  # type: ignore[attr-defined]
-    amp.initialise(net)  # type: ignore[attr-defined]
 
 
 # initialize: its settings
@@ -143,28 +128,18 @@ def settings(level: OptLevel, text: str, rules: Overrides) -> None:
         patch_scope="model",
     )
     amp.initialize(net, cast_model_type=False, loss_scale=128.0, dtype="bfloat16")
-    amp.initialize(net, loss_scale="128.0", overrides={"head": "float"})
-    amp.initialize(net, overrides={nn.Softmax: "float", nn.LayerNorm: "float"})
-    amp.initialize(net, overrides={torch.bmm: "float"})
-    amp.initialize(net, overrides="tuned/overrides.json")
     amp.initialize(net, overrides=Path("tuned/overrides.json"))
 
-    amp.initialize(net, sgd, opt_level="o1")  # type: ignore[call-overload]
-    amp.initialize(net, sgd, opt_level=1)  # type: ignore[call-overload]
     amp.initialize(net, sgd, opt_level="O6")  # type: ignore[call-overload]
     amp.initialize(net, sgd, opt_level=text)  # type: ignore[call-overload]
     amp.initialize(net, sgd, optlevel="O1")  # type: ignore[call-overload]
-    amp.initialize(net, sgd, loss_scal=128.0)  # type: ignore[call-overload]
     amp.initialize(net, sgd, loss_scale=[128.0])  # type: ignore[call-overload]
     amp.initialize(net, sgd, dtype="float32")  # type: ignore[call-overload]
-    amp.initialize(net, sgd, dtype=float)  # type: ignore[call-overload]
     amp.initialize(net, sgd, cast_model_type=True)  # type: ignore[call-overload]
     amp.initialize(net, sgd, keep_batchnorm_fp32="yes")  # type: ignore[call-overload]
     amp.initialize(net, sgd, num_losses="2")  # type: ignore[call-overload]
     amp.initialize(net, sgd, overrides={"decoder": "fp32"})  # type: ignore[dict-item]
-    amp.initialize(net, sgd, overrides=["decoder"])  # type: ignore[call-overload]
     amp.initialize(net, sgd, patch_scope="global")  # type: ignore[call-overload]
-    amp.initialize(net, sgd, enabled="no")  # type: ignore[call-overload]
 
 
 # What comes later, and goes
@@ -174,7 +149,6 @@ def members() -> None:
     assert_type(amp.add_models(net), Net)
     assert_type(amp.add_models((net, critic), to=sgd), tuple[Net, Critic])
     assert_type(amp.add_optimizers(sgd), SGD)
-    assert_type(amp.add_optimizers([sgd]), list[SGD])
     assert_type(amp.unwrap(net), Net)
     amp.deactivate()
     assert_type(amp.cache_info().hits, int)
@@ -183,7 +157,6 @@ def members() -> None:
 
     amp.add_models(sgd)  # type: ignore[type-var]
     amp.add_optimizers(net)  # type: ignore[type-var]
-    amp.unwrap(sgd)  # type: ignore[type-var]
     amp.log_metrics(accuracy="high")  # type: ignore[arg-type]
 
 
@@ -216,13 +189,9 @@ def loop(perhaps: Tensor | None) -> None:
     amp.scale_loss(0.5, sgd)  # type: ignore[arg-type]
     amp.scale_loss(perhaps, sgd)  # type: ignore[arg-type]
     amp.scale_loss(loss, net)  # type: ignore[arg-type]
-    amp.scale_loss(loss, scheduler)  # type: ignore[arg-type]
-    amp.scale_loss(loss, [net])  # type: ignore[list-item]
     amp.scale_loss(loss, sgd, loss_id="first")  # type: ignore[arg-type]
     amp.master_params(net)  # type: ignore[arg-type]
-    amp.step_was_skipped(net)  # type: ignore[arg-type]
     amp.set_loss_scale_settings(growth=2.0)  # type: ignore[call-arg]
-    amp.set_loss_scale_settings(growth_interval="100")  # type: ignore[arg-type]
     amp.load_state_dict([1.0])  # type: ignore[arg-type]
 
 
@@ -276,14 +245,11 @@ def decorated() -> None:
 
     attend(loss)  # type: ignore[call-arg]
     attend(loss, loss, scale="big")  # type: ignore[arg-type]
-    exact("x")  # type: ignore[arg-type]
-    Exponential.quarter_life(loss)  # type: ignore[attr-defined]
     Layer().forward(loss)  # type: ignore[call-arg]
     Layer.below(1)  # type: ignore[arg-type]
     amp.half_function(3)  # type: ignore[type-var]
     amp.precision("double")  # type: ignore[arg-type]
     amp.register_half_function(3, "linear")  # type: ignore[arg-type]
-    amp.register_half_function(torch.nn.functional, 3)  # type: ignore[arg-type]
 
 
 def blocks(stack: contextlib.ExitStack) -> Tensor:
@@ -316,7 +282,6 @@ def oldest() -> None:
 
     amp.init(level="O1")  # type: ignore[call-arg]
     handle.wrap_optimizer(net)  # type: ignore[arg-type]
-    handle.scale_loss(loss, net)  # type: ignore[arg-type]
 
 
 def of_apex() -> None:
@@ -324,13 +289,10 @@ def of_apex() -> None:
     assert_type(
         apex_amp.initialize(net, sgd, opt_level="O2", loss_scale="dynamic"), tuple[Net, SGD]
     )
-    assert_type(apex_amp.initialize([net]), list[Net])
     with apex_amp.scale_loss(loss, sgd) as scaled_loss:
         assert_type(scaled_loss, Tensor)
-    assert_type(apex_amp.half_function(attend)(loss, loss), Tensor)
     compat.uninstall()
 
     apex_amp.initialize(net, sgd, opt_level="O7")  # type: ignore[call-overload]
     apex_amp.initialize(net, sgd, overrides={})  # type: ignore[call-overload]
-    apex_amp.initialize(sgd, net)  # type: ignore[call-overload]
     apex_amp.scale_loss(loss, net)  # type: ignore[arg-type]

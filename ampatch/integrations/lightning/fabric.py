@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import wrapt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ampatch
 
-from ..replaced import Replaced
+from ..managed import Managed, checked
 from .packages import PACKAGES
-from .session import PluginSession, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from ...types import HalfName, OptLevel, PluginSettings
 
 
-class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)):  # type: ignore[misc]
+class AmpatchFabricPrecision(*(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
 
     Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.  The
@@ -48,17 +47,11 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
     ) -> None:
         super().__init__()
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._settings = Settings(type(self).__name__, given)
-        self._run = PluginSession(self._settings)
-        _tells.use_while_alive(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, in a process that Fabric has started, is told too."""
-        self.__dict__.update(state)
-        _tells.use_while_alive(self)
+        self._run = Managed(checked(type(self).__name__, given))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
+        return f"{type(self).__name__}({given})"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage a module; its optimizers come when Fabric has set them up."""
@@ -93,23 +86,14 @@ class AmpatchFabricPrecision(*(package.fabric_precision for package in PACKAGES)
         self._run.add([one.optimizer for one in wrapped])
 
 
-def _telling(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def set_up(fabric: Any, *args: Any, **kwargs: Any) -> Any:
-        results = original(fabric, *args, **kwargs)
-        plugin = fabric.strategy.precision
-        if isinstance(plugin, AmpatchFabricPrecision):
-            plugin.set_up(results)
-        return results
-
-    return set_up
+def _told(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    results = original(*args, **kwargs)
+    plugin = fabric.strategy.precision
+    if isinstance(plugin, AmpatchFabricPrecision):
+        plugin.set_up(results)
+    return results
 
 
-_tells = Replaced(
-    [
-        (package.fabric, name, _telling)
-        for package in PACKAGES
-        for name in ("setup", "setup_optimizers")
-    ]
-)
-"""Fabric tells its precision plugin of modules only; optimizers it wraps without a word."""
+for _package in PACKAGES:  # Fabric tells its plugin of modules only; it wraps optimizers silently
+    for _name in ("setup", "setup_optimizers"):
+        wrapt.wrap_function_wrapper(_package.fabric.Fabric, _name, _told)

@@ -13,25 +13,20 @@ from typing import Any, NamedTuple
 
 
 class Package(NamedTuple):
-    """What the plugins use of one of the two."""
+    """The two modules of one of them."""
 
-    precision: Any  # the base class of the Trainer's plugins
-    module: Any  # LightningModule
-    fabric_precision: Any  # the base class of Fabric's plugins
-    fabric: Any  # Fabric
-
-
-_NAMES = (
-    ("lightning", "lightning.pytorch", "lightning.fabric"),
-    ("pytorch_lightning", "pytorch_lightning", "lightning_fabric"),
-)
+    trainer: Any
+    fabric: Any
 
 
 def installed() -> list[Package]:
     """The packages that are installed.  Raises `ImportError` if there is none."""
     found = [
-        _package(importlib.import_module(trainer), importlib.import_module(fabric))
-        for name, trainer, fabric in _NAMES
+        Package(importlib.import_module(trainer), importlib.import_module(fabric))
+        for name, trainer, fabric in (
+            ("lightning", "lightning.pytorch", "lightning.fabric"),
+            ("pytorch_lightning", "pytorch_lightning", "lightning_fabric"),
+        )
         if importlib.util.find_spec(name) is not None
     ]
     if not found:
@@ -40,15 +35,6 @@ def installed() -> list[Package]:
             'installed. Install one, version 2.2 or newer: pip install "ampatch[lightning]".'
         )
     return found
-
-
-def _package(trainer: Any, fabric: Any) -> Package:
-    return Package(
-        precision=trainer.plugins.Precision,
-        module=trainer.LightningModule,
-        fabric_precision=fabric.plugins.Precision,
-        fabric=fabric.Fabric,
-    )
 
 
 PACKAGES = installed()

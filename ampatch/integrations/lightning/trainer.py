@@ -14,8 +14,8 @@ import ampatch
 
 from ...session import facade
 from ..framework_step import Step
+from ..managed import Managed, checked
 from .packages import PACKAGES
-from .session import PluginSession, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...types import HalfName, OptLevel, PluginSettings
 
 
-class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: ignore[misc]
+class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains a LightningModule with ampatch: `Trainer(plugins=[AmpatchPrecision(opt_level="O2")])`.
 
     Args:
@@ -46,26 +46,28 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
     ) -> None:
         super().__init__()
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._settings = Settings(type(self).__name__, given)
-        self._run = PluginSession(self._settings)
-        self._package = PACKAGES[0]
+        self._run = Managed(checked(type(self).__name__, given))
+        self._plain = PACKAGES[0].trainer.plugins.Precision
         self._module: Any = None  # that is managed now
         self._is_wrapped = self._is_compiled = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
+        return f"{type(self).__name__}({given})"
 
     # Begin and end
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage the LightningModule; its optimizers come with `connect`."""
-        found = [package for package in PACKAGES if isinstance(module, package.module)]
+        found = [
+            package for package in PACKAGES if isinstance(module, package.trainer.LightningModule)
+        ]
         if not found or not _has_trainer(module):
             raise TypeError(
                 f"{self!r} was given to Fabric. It is for a Trainer. Write "
                 "Fabric(plugins=[AmpatchFabricPrecision(...)])."
             )
-        self._package = found[0]
+        self._plain = found[0].trainer.plugins.Precision
         self._run.close()
         self._run.open(module)
         self._module, self._is_wrapped = module, False
@@ -106,7 +108,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_before_backward`; they get the loss unscaled."""
-        return self._package.precision.pre_backward(self, tensor, module)
+        return self._plain.pre_backward(self, tensor, module)
 
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -117,7 +119,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_after_backward`."""
-        return self._package.precision.post_backward(self, tensor, module)
+        return self._plain.post_backward(self, tensor, module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -131,7 +133,7 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
             facade.evaluates_first(optimizer) or self._run.looks_for_overflow()
         )
         if calls:
-            return self._package.precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            return self._plain.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
@@ -140,10 +142,10 @@ class AmpatchPrecision(*(package.precision for package in PACKAGES)):  # type: i
         return step if result is None else result
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        self._package.precision._after_closure(self, model, optimizer)
+        self._plain._after_closure(self, model, optimizer)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._package.precision._clip_gradients(self, model, optimizer, *args, **kwargs)
+        self._plain._clip_gradients(self, model, optimizer, *args, **kwargs)
 
     def main_params(self, optimizer: Any) -> Any:
         """What the optimizer updates: its parameters."""

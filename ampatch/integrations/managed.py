@@ -1,0 +1,146 @@
+"""What an integration manages: models, the optimizers that come later, and their loss scales."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ampatch
+
+from ..config.opt_levels import ARGUMENTS, HALF_TYPES, properties_for
+from ..config.overrides import parse
+from ..errors import did_you_mean
+from ..log import logger
+from ..session import facade
+
+SETTINGS = frozenset(
+    name
+    for name, parameter in inspect.signature(ampatch.initialize).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+) - {"models", "optimizers", "num_losses"}
+"""The arguments of `ampatch.initialize` that an integration takes."""
+
+
+def checked(owner: str, given: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+    """The settings among the arguments of `owner`; the framework takes those named `others`.
+
+    Raises `TypeError` for an unknown one and `ValueError` for a wrong one, before anything is made.
+    """
+    for name in given:
+        if name not in SETTINGS and name not in others:
+            hint = did_you_mean(name, {*SETTINGS, *others}) or f" Known: {', '.join(SETTINGS)}."
+            raise TypeError(f"{owner}() got an unknown setting {name!r}.{hint}")
+    settings = {name: value for name, value in given.items() if name in SETTINGS}
+    properties_for(
+        settings["opt_level"],
+        settings.get("dtype", torch.float16),
+        **{name: value for name, value in settings.items() if name in ARGUMENTS},
+    )
+    parse(settings.get("overrides"))
+    return settings
+
+
+class Managed:
+    """One session: opened with the first model, joined by others and by optimizers."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self._last: facade.Session | None = None
+        self._scales: dict[str, Any] = {}  # when nothing is open
+
+    def open(self, *models: nn.Module) -> None:
+        """Manage models, beside those that are open or as the first.
+
+        The loss scales of the first are those that were loaded, or of the last session.
+        """
+        session = self.session
+        new = [one for one in models if session is None or facade.session_of(one) is not session]
+        if not new:
+            return
+        if session is None:
+            ampatch.initialize(new, **self.settings)
+            self._last = facade.open_sessions()[-1]
+            self.scales = self._scales
+        elif session.properties.enabled:
+            for model in new:
+                facade.release_model(model)  # an earlier session had it
+            ampatch.add_models(new, to=self._member())
+
+    def add(self, optimizers: Iterable[Any]) -> None:
+        """Manage optimizers that have weights."""
+        for optimizer in optimizers:
+            if optimizer.param_groups:
+                ampatch.add_optimizers(optimizer)
+
+    def looks_for_overflow(self) -> bool:
+        """Whether there is a dynamic loss scale."""
+        session = self.session
+        return session is not None and session.looks_for_overflow()
+
+    def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
+        session = self.session
+        optimizers = [] if session is None else [one.optimizer for one in session.optimizers]
+        return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
+
+    def as_weights(self, value: Tensor) -> Tensor:
+        """A floating tensor in the dtype of the models' weights, where these are in half."""
+        session = self.session
+        if session is None or session.properties.lends_weights:
+            return value
+        half = session.properties.cast_model_type
+        return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The loss scales, also when closed; none where ampatch is disabled."""
+        member = self._member()
+        return self._scales if member is None else ampatch.state_dict(of=member)
+
+    @scales.setter
+    def scales(self, scales: dict[str, Any]) -> None:
+        self._scales = scales
+        member = self._member()
+        if scales and member is not None:
+            ampatch.load_state_dict(scales, of=member)
+
+    def restore(self, folder: str, own: str, grad_scaler: str) -> None:
+        """Go on with the loss scale in a checkpoint: ours, or that of torch's GradScaler."""
+        ours, theirs = Path(folder, own), Path(folder, grad_scaler)
+        if ours.suffix == ".json" and ours.is_file():
+            self.scales = json.loads(ours.read_text())
+        elif found := next(filter(Path.is_file, (ours, theirs)), None):
+            self.scales = torch.load(found, weights_only=True)
+        elif any(entry.get("dynamic", True) for entry in self.scales.values()):
+            logger.warning(
+                "%s: no loss scale is in this checkpoint (%s), so that it stays as it is.",
+                *(folder, own),
+            )
+
+    def close(self) -> None:
+        """Models and optimizers are plain again.  Harmless when closed."""
+        self._scales = self.scales
+        last, self._last = self._last, None
+        if last is not None and last.is_open:
+            last.close()
+
+    @property
+    def session(self) -> facade.Session | None:
+        """The open session; None where its models and optimizers are closed or gone."""
+        last = self._last
+        return last if last is not None and last.is_open and last.is_alive() else None
+
+    def _member(self) -> Any:
+        """A model or optimizer by which ampatch knows the session; None: it manages nothing."""
+        session = self.session
+        if session is None:
+            return None
+        models = [managed.model for managed in session.models]
+        return next(iter([*models, *(one.optimizer for one in session.optimizers)]), None)
