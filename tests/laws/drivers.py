@@ -37,13 +37,15 @@ class Driver:
         self.half = half
         self.is_half_model = level in ("O2", "O3")
         self.seen: list[Tensor] = []
+        self.met: list[str] = []  # the cases in which these were seen
+        self.case = ""
         self.started: list[tuple[nn.Module, Any]] = []
         self._others: list[Driver] = []
 
     def another(self, level: str | None = None, half: torch.dtype | None = None) -> Any:
         """A driver for a second session, whose weights are compared too."""
         other = type(self)(level or self.level, half or self.half)
-        other.seen = self.seen
+        other.seen, other.met = self.seen, self.met
         self._others.append(other)
         return other
 
@@ -57,6 +59,7 @@ class Driver:
     def record(self, *values: Any) -> None:
         """Compare these with what the other driver records at the same place."""
         self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
+        self.met += [self.case] * len(values)
 
     def backward(self, loss: Tensor, optimizers: Any, **options: Any) -> None:
         """Record the loss and call its backward pass through the scaler."""
@@ -64,19 +67,16 @@ class Driver:
         with self.scaled(loss, optimizers) as scaled:
             scaled.backward(**options)
 
+    def plain_backward(self, loss: Tensor) -> None:
+        """`loss.backward()` without a scaler."""
+        self.record(loss)
+        loss.backward()
+
     def step(self, loss: Tensor, optimizer: Any) -> None:
         """An ordinary step: zero_grad, backward, step."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         optimizer.step()
-
-    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
-        """Clip by norm the way scripts do, through the model's parameters."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
-        """Clip by value the way scripts do."""
-        torch.nn.utils.clip_grad_value_(model.parameters(), value)
 
     def weights(self) -> list[Tensor]:
         """All weights in FP32, buffers, and what optimizers step on."""
@@ -113,11 +113,6 @@ class Ampatch(Driver):
         """Scale a loss; after the block gradients are unscaled."""
         return ampatch.scale_loss(loss, optimizers)
 
-    def plain_backward(self, loss: Tensor) -> None:
-        """`loss.backward()` without a scaler."""
-        self.record(loss)
-        loss.backward()
-
     def casts(self) -> AbstractContextManager:
         """Around calls outside a model's forward: at O1 the session casts everywhere."""
         return contextlib.nullcontext()
@@ -138,10 +133,6 @@ class Ampatch(Driver):
         """A forward without casts, at O1."""
         with ampatch.disable_casts():
             return model(*args)
-
-    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
-        """`add_param_group` with weights of the model."""
-        optimizer.add_param_group({"params": params, **options})
 
     def set_scale(self, value: float) -> None:
         """Set a dynamic loss scale."""
@@ -284,10 +275,6 @@ class ByHand(Driver):
         if self._dynamic and not all(finite(p.grad) for p in params):
             self._scale /= 2
 
-    def plain_backward(self, loss: Tensor) -> None:
-        self.record(loss)
-        loss.backward()
-
     @contextmanager
     def _collecting(self, params: list[Tensor]) -> Iterator[None]:
         """Set earlier gradients aside; add what a pass leaves, unscaled."""
@@ -320,9 +307,6 @@ class ByHand(Driver):
 
     def uncast(self, model: nn.Module, *args: Any) -> Any:
         return super(type(model), model).__call__(*args)
-
-    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
-        optimizer.add_param_group({"params": params, **options})
 
     def set_scale(self, value: float) -> None:
         self._scale = value
