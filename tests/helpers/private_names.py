@@ -134,6 +134,7 @@ def _slots() -> frozenset[str]:
     )
 
 
+@functools.cache
 def attributes_of_torch() -> frozenset[str]:
     """Private attributes of torch's modules and of the objects that ampatch meets."""
     import torch

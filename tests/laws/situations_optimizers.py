@@ -231,19 +231,6 @@ def optimizers_of_other_kinds(amp, case):
     trained(amp, make=case, count=5)
 
 
-@situation()
-def an_optimizer_made_after_initialize(amp):
-    make = partial(torch.optim.SGD, lr=0.01)
-    model, optimizer = amp.start(mlp(), make if amp.by_hand else None, loss_scale=1.0)
-    if not amp.by_hand:
-        optimizer = make(model.parameters())
-        amp.started[0] = (model, optimizer)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.plain_backward(mse(model(x), y))
-        optimizer.step()
-
-
 @situation("O1 O2")
 def two_optimizers_on_one_model(amp):
     net = mlp()

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from drivers import SGD
-from situations import batches, each, mlp, mse, plain_loop, situation, trained
+from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -20,7 +20,10 @@ def freezing_and_unfreezing(amp):
     model, optimizer = amp.start(net)
     for number, (x, y) in enumerate(batches(7)):
         model[0].requires_grad_(number not in (0, 1, 4, 5))
+        model[2].requires_grad_(number != 3)
         amp.step(mse(model(x), y), optimizer)
+        look(amp, model)
+        amp.record(*model.parameters())
 
 
 @situation()
@@ -122,13 +125,13 @@ def parameters_that_are_swapped_on_conversion(amp):
 
 @torch.no_grad()
 def with_a_new_head(amp, model, optimizer):
-    model[2].weight.zero_()
-    model[2].bias.zero_()
+    model[-1].weight.zero_()
+    model[-1].bias.zero_()
 
 
 def with_a_layer_reset(amp, model, optimizer):
     torch.manual_seed(3)
-    model[2].reset_parameters()
+    model[-1].reset_parameters()
 
 
 def gone_back_to_the_best(amp, model, optimizer):
@@ -143,7 +146,9 @@ def gone_back_to_the_best(amp, model, optimizer):
 BETWEEN = {
     "a new head": with_a_new_head,
     "a layer reset": with_a_layer_reset,
-    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(mlp(5).state_dict()),
+    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(
+        mlp(5, norm=True).state_dict()
+    ),
     "back to the best weights": gone_back_to_the_best,
     "momentum forgotten": lambda amp, model, optimizer: optimizer.state.clear(),
     "to the device it is on": lambda amp, model, optimizer: model.to(amp.device),
@@ -153,7 +158,7 @@ BETWEEN = {
 
 @situation()
 def changed_between_steps(amp):
-    model, optimizer = trained(amp, count=2)
+    model, optimizer = trained(amp, mlp(norm=True), count=2)
     for change in each(amp, BETWEEN):
         change(amp, model, optimizer)
         plain_loop(amp, model, optimizer, 2)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm_python import python
 
 import ampatch
 
@@ -175,14 +174,13 @@ def test_tables_import_no_torch():
 
 def test_ampatch_imports_without_extras():
     """The core needs torch and wrapt; the extras may be missing."""
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'matplotlib', 'scipy', 'sklearn', 'pytest', 'hypothesis'):\n"
-        "    sys.modules[name] = None\n"
-        "import ampatch\n"
-        "assert callable(ampatch.initialize)\n"
-        "assert 'ampatch.sweep' not in sys.modules\n"
-        "assert 'ampatch.diagnose' not in sys.modules\n"
-        "assert 'apex' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = """
+import sys
+for name in ("rich", "matplotlib", "scipy", "sklearn", "pytest", "hypothesis"):
+    sys.modules[name] = None
+import ampatch
+assert callable(ampatch.initialize)
+assert not sys.modules.keys() & {"ampatch.sweep", "ampatch.diagnose", "apex"}
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
