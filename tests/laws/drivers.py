@@ -267,28 +267,33 @@ class ByHand(Driver):
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        params = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
-        with self._collecting(list(params)), ExitStack() as recomputing:
+        params = list({p: None for o in optimizers for g in o.param_groups for p in g["params"]})
+        with ExitStack() as around:
             for net in self._copies:  # checkpoints run parts of the forward again
-                recomputing.enter_context(self.half_weights(net, again=True))
+                around.enter_context(self.half_weights(net, again=True))
+            if self._scale == 1.0 and not self._dynamic:  # as in FP32 training
+                yield loss.float()
+                return
+            passed = around.enter_context(self._collecting(params))
             yield loss.float() * self._scale
-        if self._dynamic and not all(finite(p.grad) for p in params):
+        if self._dynamic and not all(map(finite, passed)):
             self._scale /= 2
 
     @contextmanager
-    def _collecting(self, params: list[Tensor]) -> Iterator[None]:
-        """Set earlier gradients aside; add what a pass leaves, unscaled."""
+    def _collecting(self, params: list[Tensor]) -> Iterator[list[Tensor | None]]:
+        """Set earlier gradients aside; add what a pass leaves, unscaled.  Gives the pass's own."""
         earlier = [param.grad for param in params]
         for param in params:
             param.grad = None
-        passed: list[Tensor | None] = [None] * len(params)
+        passed: list[Tensor | None] = []
         try:
-            yield
-            passed = [param.grad for param in params]  # else it broke off: what was there before
+            yield passed
+            passed += [param.grad for param in params]
         finally:
-            for param, before, new in zip(params, earlier, passed, strict=True):
-                if new is not None:  # into the memory that is there, as autograd adds
-                    grad = new / self._scale
+            new = passed or [None] * len(params)  # it broke off: what was there before
+            for param, before, grad in zip(params, earlier, new, strict=True):
+                if grad is not None:  # into the memory that is there, as autograd adds
+                    grad = grad / self._scale
                     before = grad.clone() if before is None else before.add_(grad)
                 param.grad = before
 

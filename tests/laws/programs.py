@@ -355,17 +355,6 @@ class Actions(Run):
         p = self.weight(number)
         p.data = p.data * 0.75
 
-    def write_stepped_weights(self, number: int) -> None:
-        self.moves_weights()
-        with torch.no_grad():
-            for p in self.params():
-                p.mul_(0.95)
-
-    def write_stepped_weights_by_data(self, number: int) -> None:
-        self.moves_weights()
-        for p in self.params():
-            p.data.mul_(0.95)
-
     def write_into_state_dict(self, number: int) -> None:
         self.moves_weights()
         for key, value in self.model.state_dict().items():

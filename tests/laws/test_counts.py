@@ -48,12 +48,6 @@ def test_a_step_does_no_more_than_this(name, optimizer, level):
     assert found.operators - of_fp32(name, optimizer) <= MORE[name, optimizer][level == "O2"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_step_without_a_loss_scale_does_less(level):
-    found, scaled = (counts.count(MLP, level, dtype=one) for one in (torch.bfloat16, torch.float16))
-    assert found.operators < scaled.operators and found.casts <= CASTS and found.syncs == 0
-
-
 @pytest.mark.parametrize("optimizer", ["ordinary", "fused"])
 def test_autocast_does_more_and_the_counting_sees_it(optimizer):
     """Each weight is cast for itself forward and backward, and the step waits (or is told)."""

@@ -104,12 +104,10 @@ def grad_scaler_loop(half, clip, accumulate, bad):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("bad", [None, 3])
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
-    if bad is not None and half is torch.bfloat16:
-        bad = None  # there is no scaler to skip the step
+def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate):
+    bad = None if half is torch.bfloat16 else 3  # there is no scaler to skip the step
     expected = grad_scaler_loop(half, clip, accumulate, bad)
     oracle = ByHand("O1", half)
     model, optimizer = oracle.start(mlp())
@@ -118,7 +116,7 @@ def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
         oracle.backward(loss, optimizer)
         if (number + 1) % accumulate == 0:
             if clip:
-                oracle.clip(model, optimizer, clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     assert all(map(torch.equal, model.parameters(), expected))
