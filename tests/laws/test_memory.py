@@ -42,9 +42,12 @@ def of_autocast(build, adam):
     try:
         systems.make_step(build(), systems.AUTOCAST)()
     except (RuntimeError, NotImplementedError):  # torch cannot run this here
-        task = build()
-        by_hand = task._replace(modules=[HalfCopies(*task.modules)])
-        return counts.peak_bytes(lambda: by_hand, systems.FP32, **adam), 1.02
+
+        def by_hand():
+            task = build()
+            return task._replace(modules=[HalfCopies(*task.modules)])
+
+        return counts.peak_bytes(by_hand, systems.FP32, **adam), 1.02
     return counts.peak_bytes(build, systems.AUTOCAST, **adam), 1.001
 
 
