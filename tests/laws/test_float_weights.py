@@ -56,35 +56,21 @@ def uncast_outputs(amp: Any, model: nn.Module) -> None:
 D = 0.75  # of the old average
 
 
-def in_data(mean: nn.Module, model: nn.Module) -> None:
-    for m, p in zip(mean.parameters(), model.parameters(), strict=True):
-        m.data.lerp_(p.data, 1 - D)
+def in_data(means: list[Tensor], weights: list[Tensor]) -> None:
+    for mean, weight in zip(means, weights, strict=True):
+        mean.data.lerp_(weight.data, 1 - D)
 
 
 @torch.no_grad()
-def by_one(write: Callable[[Tensor, Tensor], Any], mean: nn.Module, model: nn.Module) -> None:
-    for m, p in zip(mean.parameters(), model.parameters(), strict=True):
-        write(m, p)
-
-
-@torch.no_grad()
-def by_list(write: Callable[[list, list], Any], mean: nn.Module, model: nn.Module) -> None:
-    write(list(mean.parameters()), list(model.parameters()))
-
-
-def foreach_mul_add(means: list[Tensor], weights: list[Tensor]) -> None:
-    torch._foreach_mul_(means, D)
-    torch._foreach_add_(means, weights, alpha=1 - D)
+def one_by_one(means: list[Tensor], weights: list[Tensor]) -> None:
+    for mean, weight in zip(means, weights, strict=True):
+        mean.mul_(D).add_(weight, alpha=1 - D)
 
 
 AVERAGES = {
-    "lerp_": partial(by_one, lambda m, p: m.lerp_(p, 1 - D)),
-    "sub_": partial(by_one, lambda m, p: m.sub_((1 - D) * (m - p))),
-    "mul_ add_": partial(by_one, lambda m, p: m.mul_(D).add_(p, alpha=1 - D)),
-    "copy_": partial(by_one, lambda m, p: m.copy_(D * m + (1 - D) * p)),
-    "data lerp_": in_data,
-    "foreach lerp_": partial(by_list, lambda ms, ps: torch._foreach_lerp_(ms, ps, 1 - D)),
-    "foreach mul_ add_": partial(by_list, foreach_mul_add),
+    "data": in_data,
+    "one by one": one_by_one,
+    "lists": torch.no_grad()(partial(torch._foreach_lerp_, weight=1 - D)),
 }
 
 
@@ -93,7 +79,7 @@ def averages(amp):
     """Deep copies from before `initialize`, from after it and from after a step that follow the
     weights; they compute in FP32, and go into a checkpoint."""
     net = mlp(norm=True)
-    means = [("lerp_", copy.deepcopy(net))]
+    means = [("lists", copy.deepcopy(net))]
     model, optimizer = amp.start(net)
     means += [(name, copy.deepcopy(model)) for name in AVERAGES]
     plain_loop(amp, model, optimizer, 1, seed=4)
@@ -101,7 +87,7 @@ def averages(amp):
     for _ in range(3):
         plain_loop(amp, model, optimizer, 1)
         for amp.case, mean in means:
-            AVERAGES[amp.case](mean, model)
+            AVERAGES[amp.case](list(mean.parameters()), list(model.parameters()))
             amp.record(*mean.parameters())
     for amp.case, mean in means:
         assert {p.dtype for p in mean.parameters()} == {torch.float32}
@@ -181,11 +167,8 @@ def an_average_swapped_in_and_back(amp):
 # Writes and reads
 
 
-def numpy_through_data(p: Tensor) -> None:
+def through_numpy(p: Tensor) -> None:
     p.data.numpy()[...] *= 0.5
-
-
-def numpy_through_detach(p: Tensor) -> None:
     p.detach().numpy()[...] += 0.25
 
 
@@ -195,8 +178,7 @@ def repaired(p: Tensor) -> None:
 
 
 WRITES = {
-    "numpy through data": numpy_through_data,
-    "numpy through detach": numpy_through_detach,
+    "numpy": through_numpy,
     "weight decay by hand": lambda p: p.data.mul_(1 - 0.1 * 0.01),
     "nan_to_num_": repaired,
 }
