@@ -341,6 +341,44 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+casting/batched_casts.py
+|             type(None) not in map(type, grads)
+|             False
+| laws/test_counts.py
+
+casting/weight_cache.py
+| own = self._thread.forward = None if is_recording() else _Forward(object(), below=found)
+| own = found
+| laws/test_situations.py
+
+models/lent_weights.py
+|             if not self.is_lent:
+                self.owner.forget(self)
+|             self.owner.forget(self)
+| laws/test_interrupted_models.py
+
+scaling/gradients.py
+|         if len(own) < len(params):
+|         if False:
+| laws/test_graphs.py
+
+scaling/gradients.py
+|         if self.aside is not None:
+            self.aside = []
+|         if False:
+            self.aside = []
+| laws/test_graphs.py
+
+models/managed_model.py
+|             self._last = LastForward(model, policy.half_to)
+|             pass
+| laws/test_counts.py
+
+models/managed_model.py
+|             state.enter_forward(policy, self._block)
+|             pass
+| laws/test_interleaved.py
 """
 
 
