@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_accelerator import NAME, capturing, counted
 from situations import batches, mlp, mse
+from small_training import step as train
 from torch import nn
 
 import ampatch
@@ -131,9 +132,7 @@ def test_all_that_training_keeps_is_on_the_device(level):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
     for x, y in batches(3):
-        with ampatch.scale_loss(mse(model(x.to(NAME)), y.to(NAME)), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        train(mse(model(x.to(NAME)), y.to(NAME)), optimizer)
     kept = [*model.state_dict().values(), *ampatch.master_params(optimizer)]
     kept += [p.grad for p in ampatch.master_params(optimizer)]
     kept += [value for state in optimizer.state.values() for value in state.values()]
@@ -150,10 +149,7 @@ def test_a_long_row_of_skips_is_noticed_without_a_wait(caplog):
     waits = []
     for _ in range(12):
         with counted() as counts:
-            with ampatch.scale_loss(model(x).sum() * math.nan, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model(x).sum() * math.nan, optimizer)
         waits.append((counts.waits, "steps of Adam in a row" in caplog.text))
     assert waits[-1][1]
     assert all(not count for count, told in waits[1:] if not told)
@@ -171,10 +167,7 @@ def test_a_step_can_be_captured(level):
     x, y = (tensor.to(NAME) for tensor in next(batches(1)))
 
     def step():
-        optimizer.zero_grad()
-        with ampatch.scale_loss(mse(model(x), y), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        train(mse(model(x), y), optimizer)
 
     for _ in range(3):
         step()
@@ -267,15 +260,11 @@ def test_what_is_written_into_half_weights_reaches_their_masters(width):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
     for x, _ in batches(2):
-        with ampatch.scale_loss(model(x.to(NAME)).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        train(model(x.to(NAME)).sum(), optimizer)
         weight, [master, *_] = model[1].weight, list(ampatch.master_params(optimizer))[2:]
         exact = master.detach().clone()
         weight.data[0, 0], weight.data[0, 1] = 3.0, math.nan
-    with ampatch.scale_loss(model(torch.zeros(1, 4, device=NAME)).sum() * 0, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    train(model(torch.zeros(1, 4, device=NAME)).sum() * 0, optimizer)
     assert master[0, 0].item() == 3.0 and math.isnan(master[0, 1].item())
     assert torch.equal(master[1:], exact[1:]) and not torch.equal(exact[1:], exact[1:].half())
 
@@ -375,9 +364,7 @@ def test_a_managed_model_stays_where_torch_would_make_new_parameters(level, half
     assert all(map(operator.is_, model.parameters(), before))
     assert {param.device.type for param in before} == {"cpu"}
     x, y = next(iter(batches(1)))
-    with ampatch.scale_loss(mse(model(x).float(), y), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    train(mse(model(x).float(), y), optimizer)
     assert all(param.grad is not None for param in before)
 
 

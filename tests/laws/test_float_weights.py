@@ -19,6 +19,7 @@ import torch.distributed as dist
 from drivers import SGD, Ampatch, ByHand, Driver
 from situations import Situation, batches, each, look, mlp, mse, plain_loop, trained
 from situations_saved import through_a_file
+from small_training import step
 from test_situations import check
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
@@ -309,10 +310,7 @@ def test_a_scale_for_an_optimizer_that_was_not_given(half):
     expected, reference = oracle.start(mlp(), init_scale=64.0)
     plain_loop(oracle, expected, reference, 3)
     for x, y in batches(3):
-        optimizer.zero_grad()
-        with ampatch.scale_loss(mse(model(x), y), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(mse(model(x), y), optimizer)
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
@@ -457,10 +455,7 @@ def hogwild(rank: int, model: nn.Module) -> list[Tensor]:
     ampatch.initialize(model, optimizer, opt_level="O2", init_scale=64.0, verbosity=0)
     for number, (x, y) in enumerate(batches(6)):
         if number % 2 == rank:
-            optimizer.zero_grad()
-            with ampatch.scale_loss(mse(model(x), y), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            step(mse(model(x), y), optimizer)
         dist.barrier()
         seen += [outputs(model), *(p.detach().clone() for p in model.parameters())]
         dist.barrier()

@@ -13,7 +13,7 @@ import pytest
 import strikes
 import torch
 import torch.nn.functional as F
-from small_training import data, in_threads
+from small_training import data, in_threads, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,11 +83,8 @@ PHASES = {
 def look(model, optimizer, level):
     """What one sees of a model: a step's gradients, parts, copies, another thread's forward."""
     x, y = data(5)
-    optimizer.zero_grad()
     loss = F.mse_loss(model(x).float(), y)
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(loss, optimizer)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), Net().parameters(), strict=True):
             parameter.copy_(value)
