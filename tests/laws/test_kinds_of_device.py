@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from private_names import ROOT, tree_of
 
-import ampatch
-
-ROOT = Path(ampatch.__file__).parent
 HOME = "torch_private/devices.py"
 KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 
@@ -39,7 +36,7 @@ def kinds_named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_other_module_names_a_kind():
-    found = {name: set(kinds_named(ast.parse(path.read_text()))) for name, path in FILES.items()}
+    found = {name: set(kinds_named(tree_of(path))) for name, path in FILES.items()}
     naming = {name: kinds for name, kinds in found.items() if kinds and name != HOME}
     assert naming.keys() == ALLOWED.keys(), naming
 
