@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from situations import Block, batches, each, mlp, mse, plain_loop, situation, trained
+from small_training import in_threads
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -305,29 +306,19 @@ def two_threads_that_meet_in_backward(amp):
     """With a loss scale a block looks at the other optimizer's gradients, too."""
     (first, second), optimizers = amp.start([mlp(0), mlp(1)])
     barrier = threading.Barrier(2, timeout=60)
-    failures = []
 
     def work(model, optimizer):
-        try:
-            for x, y in batches(2):
-                optimizer.zero_grad()
-                out = model(x)
-                out.register_hook(lambda g: (barrier.wait(), None)[1])
-                with amp.scaled(mse(out, y), optimizer) as scaled:
-                    scaled.backward()
-                barrier.wait()
-                optimizer.step()
-        except Exception as error:
-            failures.append(error)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            out = model(x)
+            out.register_hook(lambda g: (barrier.wait(), None)[1])
+            with amp.scaled(mse(out, y), optimizer) as scaled:
+                scaled.backward()
+            barrier.wait()
+            optimizer.step()
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip((first, second), optimizers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    pairs = zip((first, second), optimizers)
+    assert in_threads(*(partial(work, *pair) for pair in pairs)) == [None, None]
 
 
 @situation()
@@ -336,9 +327,7 @@ def forward_here_and_backward_in_a_thread(amp):
     for x, y in batches(3):
         optimizer.zero_grad()
         loss = mse(model(x), y)
-        thread = threading.Thread(target=amp.backward, args=(loss, optimizer))
-        thread.start()
-        thread.join()
+        assert in_threads(partial(amp.backward, loss, optimizer)) == [None]
         optimizer.step()
 
 

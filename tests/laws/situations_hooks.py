@@ -116,16 +116,13 @@ def a_step_in_backward(amp):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
     for x, y in batches(3):
-        loss = mse(model(x), y)
-        amp.record(loss)
-        loss.backward()
+        amp.plain_backward(mse(model(x), y))
 
 
 @situation("O1")
 def a_layer_wise_step_in_module_hooks(amp):
     """Each layer steps, and frees its gradient, as soon as its backward is through."""
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    plain_loop(amp, model, optimizer, 1)
+    model, optimizer = trained(amp, count=1, loss_scale=1.0)
     optimizer.zero_grad()
 
     def step(module, grad_input, grad_output):
@@ -136,6 +133,4 @@ def a_layer_wise_step_in_module_hooks(amp):
     model[0].register_full_backward_hook(step)
     model[2].register_full_backward_hook(step)
     for x, y in batches(3):
-        loss = mse(model(x.requires_grad_()), y)
-        amp.record(loss)
-        loss.backward()
+        amp.plain_backward(mse(model(x.requires_grad_()), y))

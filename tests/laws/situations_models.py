@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from drivers import SGD
 from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 Pair = namedtuple("Pair", "out hidden")
@@ -94,12 +93,6 @@ def a_model_that_returns_its_loss(amp):
     model, optimizer = amp.start(Whole())
     for x, y in batches(4):
         amp.step(model(x, target=y)["loss"], optimizer)
-
-
-@dataclass
-class Result:
-    out: Tensor
-    hidden: Tensor
 
 
 @situation()

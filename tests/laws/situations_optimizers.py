@@ -34,15 +34,11 @@ def schedules_and_param_groups_with_their_own_rates(amp):
     groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[1:].parameters()}]
     model, optimizer = amp.start(net, torch.optim.SGD(groups, lr=0.2, weight_decay=0.1))
     schedulers = torch.optim.lr_scheduler
-    for one in (
-        schedulers.OneCycleLR(optimizer, 0.5, total_steps=8),
-        schedulers.StepLR(optimizer, 2, 0.5),
-    ):
+    cycle = schedulers.OneCycleLR(optimizer, 0.5, total_steps=8)
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    for one in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
         for _ in range(4):
-            plain_loop(
-                *(amp, model, optimizer, 1),
-                on_gradients=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
-            )
+            plain_loop(amp, model, optimizer, 1, on_gradients=clip)
             one.step()
             amp.record(*one.get_last_lr())
         optimizer.param_groups[0]["lr"] *= 2
@@ -95,9 +91,6 @@ def lbfgs_under_a_dynamic_scale(amp):
 class ZeroFirst(torch.optim.SGD):
     """Zeroes the gradients, calls the closure, steps."""
 
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-
     def step(self, closure):
         self.zero_grad()
         with torch.enable_grad():
@@ -108,9 +101,6 @@ class ZeroFirst(torch.optim.SGD):
 
 class Extragradient(torch.optim.SGD):
     """A half step, the gradient there, a step from where it began."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure):
@@ -136,14 +126,15 @@ SEARCHES = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
     cases={
         "lbfgs": partial(torch.optim.LBFGS, lr=0.5, max_iter=3),
         "sgd": SGD,
-        "an_optimizer_that_zeroes_first": ZeroFirst,
-        "extragradient": Extragradient,
+        "an_optimizer_that_zeroes_first": partial(ZeroFirst, lr=0.1),
+        "extragradient": partial(Extragradient, lr=0.1),
     },
 )
 def closures(amp, case):
     """LBFGS looks at gradients that are unscaled already.  A closure called before `ZeroFirst` asks
     would leave it with no gradients at all."""
-    steps_with_closures(amp, case, zeroes=case is not ZeroFirst, loss_scale=128.0)
+    zeroes = getattr(case, "func", None) is not ZeroFirst
+    steps_with_closures(amp, case, zeroes, loss_scale=128.0)
 
 
 @situation("O1 O2")
@@ -153,9 +144,6 @@ def sgd_with_a_closure_under_the_levels_scale(amp):
 
 class Mezo(torch.optim.SGD):
     """Two losses at perturbed weights and no gradient; the closure calls no backward."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure):
@@ -174,7 +162,7 @@ class Mezo(torch.optim.SGD):
 
 @situation("O1 O2")
 def zeroth_order_steps(amp):
-    model, optimizer = amp.start(mlp(), Mezo, loss_scale=128.0)
+    model, optimizer = amp.start(mlp(), partial(Mezo, lr=0.1), loss_scale=128.0)
     for x, y in batches(4):
         amp.record(optimizer.step(lambda x=x, y=y: mse(model(x), y)))
 
@@ -303,9 +291,6 @@ def sam_with_two_half_steps(amp):
     """`first_step` and `second_step`, as the well-known implementation has them."""
 
     class Sam(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, lr=0.1)
-
         @torch.no_grad()
         def first_step(self):
             for p in self.param_groups[0]["params"]:
@@ -318,7 +303,7 @@ def sam_with_two_half_steps(amp):
                 p.copy_(self.state[p]["was"])
             super().step()
 
-    model, optimizer = amp.start(Block(), Sam)
+    model, optimizer = amp.start(Block(), partial(Sam, lr=0.1))
     for x, y in batches(4):
         optimizer.zero_grad()
         amp.backward(mse(model(x), y), optimizer)
@@ -328,22 +313,7 @@ def sam_with_two_half_steps(amp):
         optimizer.second_step()
 
 
-class Wrapper(nn.Module):
-    """A model in a model: a trainer's."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-
 @situation("O1 O2")
 def the_model_is_wrapped_after_initialize(amp):
     model, optimizer = amp.start(mlp())
-    wrapped = Wrapper(model)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(wrapped(x), y), optimizer)
-        optimizer.step()
+    plain_loop(amp, nn.Sequential(model), optimizer)

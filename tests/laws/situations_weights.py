@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from situations import PLAIN, Block, batches, each, look, mlp, mse, plain_loop, situation, trained
@@ -171,9 +172,6 @@ def schedule_free_modes(amp):
     """`eval()` and `train()` of the optimizer move its parameters between two points."""
 
     class ScheduleFree(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, lr=0.1)
-
         @torch.no_grad()
         def eval(self):
             for p in self.param_groups[0]["params"]:
@@ -185,7 +183,7 @@ def schedule_free_modes(amp):
             for p in self.param_groups[0]["params"]:
                 p.lerp_(self.state[p]["z"], -1.0)
 
-    model, optimizer = amp.start(mlp(), ScheduleFree)
+    model, optimizer = amp.start(mlp(), partial(ScheduleFree, lr=0.1))
     for x, y in batches(4):
         amp.step(mse(model(x), y), optimizer)
         optimizer.eval()
