@@ -87,10 +87,11 @@ def averages(amp):
     means += [(name, copy.deepcopy(model)) for name in AVERAGES]
     for _ in range(3):
         plain_loop(amp, model, optimizer, 1)
-        for amp.case, mean in means:
-            AVERAGES[amp.case](list(mean.parameters()), list(model.parameters()))
+        for name, mean in means:
+            AVERAGES[name](list(mean.parameters()), list(model.parameters()))
             amp.record(*mean.parameters())
-    for amp.case, mean in means:
+    for name, mean in means:
+        amp.case = name
         assert {p.dtype for p in mean.parameters()} == {torch.float32}
         uncast_outputs(amp, mean)
         amp.record(*copy.deepcopy(mean).state_dict().values())
@@ -119,10 +120,11 @@ def averaged_models(amp):
         for _, mean in means:
             mean.update_parameters(model)
         schedule.step()
-    for amp.case, mean in means:
+    for name, mean in means:
+        amp.case = name
         assert int(mean.n_averaged) == 4
         amp.record(*mean.state_dict().values())
-        again = AveragedModel(mlp(7, norm=True), **AVERAGED[amp.case])
+        again = AveragedModel(mlp(7, norm=True), **AVERAGED[name])
         again.load_state_dict(copy.deepcopy(mean).state_dict())
         with amp.no_casts():
             update_bn(batches(3, seed=5), again)
