@@ -33,17 +33,9 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def managed(level: str, dtype: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same under an opt level, with a loss scale that grows every third step."""
     model, optimizer = build(seed)
-    ampatch.initialize(
-        model,
-        optimizer,
-        opt_level=level,
-        dtype=getattr(torch, dtype),
-        loss_scale="dynamic",
-        init_scale=256.0,
-        growth_interval=3,
-        verbosity=0,
-    )
-    return model, optimizer
+    settings = {"loss_scale": "dynamic", "init_scale": 256.0, "growth_interval": 3, "verbosity": 0}
+    dtype = getattr(torch, dtype)
+    return ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
 
 
 def one_step(model: nn.Module, optimizer, step: int, rank: int, ranks: int) -> None:

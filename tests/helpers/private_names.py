@@ -27,9 +27,6 @@ ALLOWED = {
 }
 """Private names that may stand anywhere, each with the reason."""
 
-_GROUPS = 12
-"""At least as many as there are names in one statement."""
-
 _SWITCHES = {
     *("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
     *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
@@ -134,6 +131,7 @@ def _slots() -> frozenset[str]:
     )
 
 
+@functools.cache
 def attributes_of_torch() -> frozenset[str]:
     """Private attributes of torch's modules and of the objects that ampatch meets."""
     import torch
@@ -161,10 +159,13 @@ def losable() -> list[list[str]]:
         for statement in tree_of(path).body:
             for name in private_names(statement, own, frozenset()):
                 places[name].add(statement)
-    groups: list[list[str]] = [[] for _ in range(_GROUPS)]
+    groups: list[list[str]] = []
     for name in sorted(places.keys() - ALLOWED.keys(), key=lambda one: (-len(places[one]), one)):
         free = [g for g in groups if not any(places[name] & places[other] for other in g)]
-        min(free, key=len).append(name)
+        if free:
+            min(free, key=len).append(name)
+        else:
+            groups.append([name])
     return groups
 
 

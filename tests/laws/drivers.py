@@ -37,13 +37,15 @@ class Driver:
         self.half = half
         self.is_half_model = level in ("O2", "O3")
         self.seen: list[Tensor] = []
+        self.met: list[str] = []  # the cases in which these were seen
+        self.case = ""
         self.started: list[tuple[nn.Module, Any]] = []
         self._others: list[Driver] = []
 
     def another(self, level: str | None = None, half: torch.dtype | None = None) -> Any:
         """A driver for a second session, whose weights are compared too."""
         other = type(self)(level or self.level, half or self.half)
-        other.seen = self.seen
+        other.seen, other.met = self.seen, self.met
         self._others.append(other)
         return other
 
@@ -57,6 +59,7 @@ class Driver:
     def record(self, *values: Any) -> None:
         """Compare these with what the other driver records at the same place."""
         self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
+        self.met += [self.case] * len(values)
 
     def backward(self, loss: Tensor, optimizers: Any, **options: Any) -> None:
         """Record the loss and call its backward pass through the scaler."""
@@ -64,19 +67,16 @@ class Driver:
         with self.scaled(loss, optimizers) as scaled:
             scaled.backward(**options)
 
+    def plain_backward(self, loss: Tensor) -> None:
+        """`loss.backward()` without a scaler."""
+        self.record(loss)
+        loss.backward()
+
     def step(self, loss: Tensor, optimizer: Any) -> None:
         """An ordinary step: zero_grad, backward, step."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         optimizer.step()
-
-    def clip(self, model: nn.Module, optimizer: Any, norm: float) -> Tensor:
-        """Clip by norm the way scripts do, through the model's parameters."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-    def clip_value(self, model: nn.Module, optimizer: Any, value: float) -> None:
-        """Clip by value the way scripts do."""
-        torch.nn.utils.clip_grad_value_(model.parameters(), value)
 
     def weights(self) -> list[Tensor]:
         """All weights in FP32, buffers, and what optimizers step on."""
@@ -113,11 +113,6 @@ class Ampatch(Driver):
         """Scale a loss; after the block gradients are unscaled."""
         return ampatch.scale_loss(loss, optimizers)
 
-    def plain_backward(self, loss: Tensor) -> None:
-        """`loss.backward()` without a scaler."""
-        self.record(loss)
-        loss.backward()
-
     def casts(self) -> AbstractContextManager:
         """Around calls outside a model's forward: at O1 the session casts everywhere."""
         return contextlib.nullcontext()
@@ -138,10 +133,6 @@ class Ampatch(Driver):
         """A forward without casts, at O1."""
         with ampatch.disable_casts():
             return model(*args)
-
-    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
-        """`add_param_group` with weights of the model."""
-        optimizer.add_param_group({"params": params, **options})
 
     def set_scale(self, value: float) -> None:
         """Set a dynamic loss scale."""
@@ -276,32 +267,33 @@ class ByHand(Driver):
     @contextmanager
     def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        params = {p: None for o in optimizers for g in o.param_groups for p in g["params"]}
-        with self._collecting(list(params)), ExitStack() as recomputing:
+        params = list({p: None for o in optimizers for g in o.param_groups for p in g["params"]})
+        with ExitStack() as around:
             for net in self._copies:  # checkpoints run parts of the forward again
-                recomputing.enter_context(self.half_weights(net, again=True))
+                around.enter_context(self.half_weights(net, again=True))
+            if self._scale == 1.0 and not self._dynamic:  # as in FP32 training
+                yield loss.float()
+                return
+            passed = around.enter_context(self._collecting(params))
             yield loss.float() * self._scale
-        if self._dynamic and not all(finite(p.grad) for p in params):
+        if self._dynamic and not all(map(finite, passed)):
             self._scale /= 2
 
-    def plain_backward(self, loss: Tensor) -> None:
-        self.record(loss)
-        loss.backward()
-
     @contextmanager
-    def _collecting(self, params: list[Tensor]) -> Iterator[None]:
-        """Set earlier gradients aside; add what a pass leaves, unscaled."""
+    def _collecting(self, params: list[Tensor]) -> Iterator[list[Tensor | None]]:
+        """Set earlier gradients aside; add what a pass leaves, unscaled.  Gives the pass's own."""
         earlier = [param.grad for param in params]
         for param in params:
             param.grad = None
-        passed: list[Tensor | None] = [None] * len(params)
+        passed: list[Tensor | None] = []
         try:
-            yield
-            passed = [param.grad for param in params]  # else it broke off: what was there before
+            yield passed
+            passed += [param.grad for param in params]
         finally:
-            for param, before, new in zip(params, earlier, passed, strict=True):
-                if new is not None:  # into the memory that is there, as autograd adds
-                    grad = new / self._scale
+            new = passed or [None] * len(params)  # it broke off: what was there before
+            for param, before, grad in zip(params, earlier, new, strict=True):
+                if grad is not None:  # into the memory that is there, as autograd adds
+                    grad = grad / self._scale
                     before = grad.clone() if before is None else before.add_(grad)
                 param.grad = before
 
@@ -320,9 +312,6 @@ class ByHand(Driver):
 
     def uncast(self, model: nn.Module, *args: Any) -> Any:
         return super(type(model), model).__call__(*args)
-
-    def add_group(self, optimizer: Any, params: list[Tensor], **options: Any) -> None:
-        optimizer.add_param_group({"params": params, **options})
 
     def set_scale(self, value: float) -> None:
         self._scale = value

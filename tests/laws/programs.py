@@ -11,7 +11,6 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,451 +85,314 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 4, generator=generator), torch.randn(5, 2, generator=generator)
 
 
-ACTIONS: dict[str, Callable[[Run, int], None]] = {}
-OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by_optimizer")
+class Actions(Run):
+    """What a program may do: each does the same under both drivers."""
 
+    # Passes
 
-def action(function: Callable[[Run, int], None]) -> Callable[[Run, int], None]:
-    """Add an action; it must do the same under both drivers."""
-    ACTIONS[function.__name__] = function
-    return function
+    def train(self, number: int) -> None:
+        self.moves_weights()
+        self.amp.step(self.loss(number), self.optimizer)
 
+    def accumulate(self, number: int) -> None:
+        self.amp.backward(self.loss(number) / 2, self.optimizer)
 
-# Passes
+    def forward(self, number: int) -> None:
+        self.waiting.append(self.loss(number))
 
+    def forward_checkpointed(self, number: int) -> None:
+        self.waiting.append(self.loss(number, checkpointed=True))
 
-@action
-def train(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.amp.step(run.loss(number), run.optimizer)
+    def backward(self, number: int) -> None:
+        if self.waiting:
+            self.amp.backward(self.waiting.pop(number % len(self.waiting)), self.optimizer)
 
+    def backward_of_all(self, number: int) -> None:
+        if self.waiting:
+            self.amp.backward(sum(self.waiting), self.optimizer)
+            self.waiting.clear()
 
-@action
-def accumulate(run: Run, number: int) -> None:
-    run.amp.backward(run.loss(number) / 2, run.optimizer)
-
-
-@action
-def forward(run: Run, number: int) -> None:
-    run.waiting.append(run.loss(number))
-
-
-@action
-def forward_checkpointed(run: Run, number: int) -> None:
-    run.waiting.append(run.loss(number, checkpointed=True))
-
-
-@action
-def backward(run: Run, number: int) -> None:
-    if run.waiting:
-        run.amp.backward(run.waiting.pop(number % len(run.waiting)), run.optimizer)
-
-
-@action
-def backward_of_all(run: Run, number: int) -> None:
-    if run.waiting:
-        run.amp.backward(sum(run.waiting), run.optimizer)
-        run.waiting.clear()
-
-
-@action
-def backward_twice(run: Run, number: int) -> None:
-    loss = run.loss(number)
-    with run.amp.scaled(loss, run.optimizer) as scaled:
-        scaled.backward(retain_graph=True)
-        scaled.backward()
-
-
-@action
-def backward_in_two_blocks(run: Run, number: int) -> None:
-    loss = run.loss(number)
-    run.amp.backward(loss, run.optimizer, retain_graph=True)
-    run.amp.backward(loss, run.optimizer)
-
-
-@action
-def backward_for_one_weight(run: Run, number: int) -> None:
-    run.amp.backward(run.loss(number), run.optimizer, inputs=[run.model.head.weight])
-
-
-@action
-def backward_without_scaler(run: Run, number: int) -> None:
-    run.amp.plain_backward(run.loss(number) / 2)
-
-
-@action
-def forget_waiting(run: Run, number: int) -> None:
-    run.waiting.clear()
-
-
-@action
-def train_with_penalty(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.optimizer.zero_grad()
-    loss = run.loss(number)
-    (grad,) = torch.autograd.grad(loss, run.model.head.weight, create_graph=True)
-    run.amp.backward(loss + grad.float().square().sum(), run.optimizer)
-    run.optimizer.step()
-
-
-@action
-def ask_for_gradients(run: Run, number: int) -> None:
-    loss = run.loss(number)
-    params = [p for p in run.model.parameters() if p.requires_grad]
-    run.amp.record(*torch.autograd.grad(loss, params))
-
-
-@action
-def train_on_nan(run: Run, number: int) -> None:
-    if run.amp.level == "O3" or run.amp.half is torch.bfloat16:
-        return  # a static scale: the NaN would stay
-    run.moves_weights()
-    run.amp.step(run.loss(number) * math.nan, run.optimizer)
-    run.optimizer.zero_grad()
-
-
-@action
-def forward_fails(run: Run, number: int) -> None:
-    try:
-        run.model(torch.zeros(5, 3))
-    except RuntimeError:
-        return
-    raise AssertionError("a forward on a wrong shape went through")
-
-
-@action
-def block_fails(run: Run, number: int) -> None:
-    loss = run.loss(number)
-    try:
-        with run.amp.scaled(loss, run.optimizer) as scaled:
+    def backward_twice(self, number: int) -> None:
+        loss = self.loss(number)
+        with self.amp.scaled(loss, self.optimizer) as scaled:
+            scaled.backward(retain_graph=True)
             scaled.backward()
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        if run.amp.level == "O3" or run.amp.half is torch.bfloat16:
-            run.optimizer.zero_grad()  # a scale of 1: what a pass has left is there, as in FP32
 
+    def backward_in_two_blocks(self, number: int) -> None:
+        loss = self.loss(number)
+        self.amp.backward(loss, self.optimizer, retain_graph=True)
+        self.amp.backward(loss, self.optimizer)
 
-@action
-def forward_without_casts(run: Run, number: int) -> None:
-    if run.amp.level == "O1":
+    def backward_for_one_weight(self, number: int) -> None:
+        self.amp.backward(self.loss(number), self.optimizer, inputs=[self.model.head.weight])
+
+    def backward_without_scaler(self, number: int) -> None:
+        self.amp.plain_backward(self.loss(number) / 2)
+
+    def forget_waiting(self, number: int) -> None:
+        self.waiting.clear()
+
+    def train_with_penalty(self, number: int) -> None:
+        self.moves_weights()
+        self.optimizer.zero_grad()
+        loss = self.loss(number)
+        (grad,) = torch.autograd.grad(loss, self.model.head.weight, create_graph=True)
+        self.amp.backward(loss + grad.float().square().sum(), self.optimizer)
+        self.optimizer.step()
+
+    def ask_for_gradients(self, number: int) -> None:
+        loss = self.loss(number)
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.amp.record(*torch.autograd.grad(loss, params))
+
+    def train_on_nan(self, number: int) -> None:
+        if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
+            return  # a static scale: the NaN would stay
+        self.moves_weights()
+        self.amp.step(self.loss(number) * math.nan, self.optimizer)
+        self.optimizer.zero_grad()
+
+    def forward_fails(self, number: int) -> None:
+        try:
+            self.model(torch.zeros(5, 3))
+        except RuntimeError:
+            return
+        raise AssertionError("a forward on a wrong shape went through")
+
+    def block_fails(self, number: int) -> None:
+        loss = self.loss(number)
+        try:
+            with self.amp.scaled(loss, self.optimizer) as scaled:
+                scaled.backward()
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
+                self.optimizer.zero_grad()  # a scale of 1: the pass has left them, as in FP32
+
+    def forward_without_casts(self, number: int) -> None:
+        if self.amp.level == "O1":
+            x, y = batch(number)
+            self.amp.backward(mse(self.amp.uncast(self.model, x), y), self.optimizer)
+
+    # Evaluation
+
+    def evaluate(self, number: int) -> None:
+        with torch.no_grad():
+            self.amp.record(self.model(batch(number)[0]))
+
+    def evaluate_in_inference_mode(self, number: int) -> None:
+        self.model.eval()
+        with torch.inference_mode():
+            self.amp.record(self.model(batch(number)[0]))
+        self.model.train()
+
+    def evaluate_swapped(self, number: int) -> None:
+        """EMA weights by `.data`, an evaluation, and back."""
+        was = [p.data.clone() for p in self.model.parameters()]
+        for p, value in zip(self.model.parameters(), self.mean.values()):
+            p.data.copy_(value)
+        self.evaluate(number)
+        for p, value in zip(self.model.parameters(), was):
+            p.data.copy_(value)
+
+    def evaluate_a_copy(self, number: int) -> None:
+        self.amp.record(*copy.deepcopy(self.model).state_dict().values())
+
+    def train_a_copy(self, number: int) -> None:
+        model, optimizer = self.amp.pair(self.model, self.optimizer)
         x, y = batch(number)
-        run.amp.backward(mse(run.amp.uncast(run.model, x), y), run.optimizer)
+        optimizer.zero_grad()
+        with self.amp.no_casts():
+            mse(model(x.to(next(model.parameters()).dtype)).float(), y).backward()
+        optimizer.step()
+        self.amp.record(*model.parameters())
+
+    # Steps
+
+    def step(self, number: int) -> None:
+        self.moves_weights()
+        self.optimizer.step()
+
+    def step_with_closure(self, number: int) -> None:
+        self.moves_weights()
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(number)
+            self.amp.backward(loss, self.optimizer)
+            return loss
+
+        self.amp.record(self.optimizer.step(closure))
+
+    def sam(self, number: int) -> None:
+        self.moves_weights()
+        self.optimizer.zero_grad()
+        self.amp.backward(self.loss(number), self.optimizer)
+        params = [p for p in self.params() if p.grad is not None]
+        with torch.no_grad():
+            was = [p.clone() for p in params]
+            for p in params:
+                p.add_(p.grad, alpha=0.1)
+        self.optimizer.zero_grad()
+        self.amp.backward(self.loss(number), self.optimizer)
+        with torch.no_grad():
+            for p, value in zip(params, was):
+                p.copy_(value)
+        self.optimizer.step()
+
+    def change_learning_rate(self, number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + number % 5)
+
+    def change_weight_decay(self, number: int) -> None:
+        self.optimizer.param_groups[0]["weight_decay"] = 0.05 * (number % 3)
+
+    def reload_optimizer(self, number: int) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def join_late_layer(self, number: int) -> None:
+        if self.joined:
+            return
+        self.moves_weights()
+        self.joined = True
+        self.model.late.requires_grad_(True)
+        self.optimizer.add_param_group({"params": list(self.model.late.parameters()), "lr": 0.02})
+
+    # Gradients
+
+    def zero_by_optimizer(self, number: int) -> None:
+        self.optimizer.zero_grad()
+
+    def zero_to_zeros(self, number: int) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def zero_by_model(self, number: int) -> None:
+        self.model.zero_grad()
+
+    def zero_by_none(self, number: int) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def zero_in_place(self, number: int) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+
+    def clip_norm(self, number: int) -> None:
+        self.amp.record(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
+
+    def clip_value(self, number: int) -> None:
+        if any(p.grad is not None for p in self.params()):  # else torch itself raises
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.02)
+
+    def write_a_gradient(self, number: int) -> None:
+        p = self.weight(number)
+        if p.requires_grad:
+            p.grad = torch.full_like(p, 0.125)
+
+    def scale_gradients(self, number: int) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    def log_norms(self, number: int) -> None:
+        self.amp.record(
+            *[p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
+        )
+
+    def hook_a_weight(self, number: int) -> None:
+        p = self.weight(number)
+        if p.requires_grad:
+            self.handles.append(p.register_hook(lambda g: g * 0.5))
 
+    def hook_an_accumulator(self, number: int) -> None:
+        seen = self.accumulated[number % 8]
 
-# Evaluation
+        def note(p: Tensor) -> None:
+            seen.append(torch.zeros(()) if p.grad is None else p.grad.double() / 1024)
 
+        p = self.weight(number)
+        if p.requires_grad and self.amp.level == "O1":
+            self.handles.append(p.register_post_accumulate_grad_hook(note))
 
-@action
-def evaluate(run: Run, number: int) -> None:
-    with torch.no_grad():
-        run.amp.record(run.model(batch(number)[0]))
+    def hook_a_module(self, number: int) -> None:
+        self.handles.append(self.model.shared.register_forward_hook(lambda m, args, out: out * 0.5))
 
+    def hook_a_modules_backward(self, number: int) -> None:
+        self.handles.append(self.model.head.register_full_backward_hook(lambda *_: None))
 
-@action
-def evaluate_in_inference_mode(run: Run, number: int) -> None:
-    run.model.eval()
-    with torch.inference_mode():
-        run.amp.record(run.model(batch(number)[0]))
-    run.model.train()
+    def remove_hooks(self, number: int) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
+    # Weights
 
-@action
-def evaluate_swapped(run: Run, number: int) -> None:
-    """EMA weights by `.data`, an evaluation, and back."""
-    was = [p.data.clone() for p in run.model.parameters()]
-    for p, value in zip(run.model.parameters(), run.mean.values()):
-        p.data.copy_(value)
-    evaluate(run, number)
-    for p, value in zip(run.model.parameters(), was):
-        p.data.copy_(value)
+    def freeze(self, number: int) -> None:
+        self.moves_weights()
+        self.model.first.requires_grad_(False)
 
+    def unfreeze(self, number: int) -> None:
+        self.moves_weights()
+        self.model.first.requires_grad_(True)
 
-@action
-def evaluate_a_copy(run: Run, number: int) -> None:
-    run.amp.record(*copy.deepcopy(run.model).state_dict().values())
+    def write_by_data(self, number: int) -> None:
+        self.moves_weights()
+        self.weight(number).data.mul_(0.75)
 
+    def clamp_by_data(self, number: int) -> None:
+        self.moves_weights()
+        for p in self.model.shared.parameters():
+            p.data.clamp_(-0.25, 0.25)
 
-@action
-def train_a_copy(run: Run, number: int) -> None:
-    model, optimizer = run.amp.pair(run.model, run.optimizer)
-    x, y = batch(number)
-    optimizer.zero_grad()
-    with run.amp.no_casts():
-        mse(model(x.to(next(model.parameters()).dtype)).float(), y).backward()
-    optimizer.step()
-    run.amp.record(*model.parameters())
+    def write_under_no_grad(self, number: int) -> None:
+        self.moves_weights()
+        with torch.no_grad():
+            self.weight(number).mul_(0.75)
 
+    def replace_data(self, number: int) -> None:
+        self.moves_weights()
+        p = self.weight(number)
+        p.data = p.data * 0.75
 
-# Steps
+    def write_into_state_dict(self, number: int) -> None:
+        self.moves_weights()
+        for key, value in self.model.state_dict().items():
+            value.lerp_(self.mean[key], 0.25)
 
+    def update_mean(self, number: int) -> None:
+        for key, value in self.model.state_dict().items():
+            self.mean[key].lerp_(value.to(self.mean[key].dtype), 0.5)
 
-@action
-def step(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.optimizer.step()
+    def keep(self, number: int) -> None:
+        self.kept = self.state()
 
+    def roll_back(self, number: int) -> None:
+        self.moves_weights()
+        self.model.load_state_dict(self.kept)
 
-@action
-def step_with_closure(run: Run, number: int) -> None:
-    run.moves_weights()
+    def load_others(self, number: int) -> None:
+        self.moves_weights()
+        self.model.load_state_dict(Net(number % 7).state_dict())
 
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        loss = run.loss(number)
-        run.amp.backward(loss, run.optimizer)
-        return loss
+    # Sessions
 
-    run.amp.record(run.optimizer.step(closure))
+    def initialize_again(self, number: int) -> None:
+        self.waiting.clear()
+        self.optimizer.zero_grad()
+        self.amp.renew()
 
+    def reload_scaler(self, number: int) -> None:
+        if not self.amp.by_hand:
+            ampatch.load_state_dict(ampatch.state_dict())
 
-@action
-def sam(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.optimizer.zero_grad()
-    run.amp.backward(run.loss(number), run.optimizer)
-    params = [p for p in run.params() if p.grad is not None]
-    with torch.no_grad():
-        was = [p.clone() for p in params]
-        for p in params:
-            p.add_(p.grad, alpha=0.1)
-    run.optimizer.zero_grad()
-    run.amp.backward(run.loss(number), run.optimizer)
-    with torch.no_grad():
-        for p, value in zip(params, was):
-            p.copy_(value)
-    run.optimizer.step()
+    def change_loss_scale(self, number: int) -> None:
+        if self.amp.half is torch.float16 and self.amp.level != "O3":
+            self.amp.set_scale(2.0 ** (6 + number % 6))
 
 
-@action
-def change_learning_rate(run: Run, number: int) -> None:
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.01 * (1 + number % 5)
-
-
-@action
-def change_weight_decay(run: Run, number: int) -> None:
-    run.optimizer.param_groups[0]["weight_decay"] = 0.05 * (number % 3)
-
-
-@action
-def reload_optimizer(run: Run, number: int) -> None:
-    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-@action
-def join_late_layer(run: Run, number: int) -> None:
-    if run.joined:
-        return
-    run.moves_weights()
-    run.joined = True
-    run.model.late.requires_grad_(True)
-    run.amp.add_group(run.optimizer, list(run.model.late.parameters()), lr=0.02)
-
-
-# Gradients
-
-
-@action
-def zero_by_optimizer(run: Run, number: int) -> None:
-    run.optimizer.zero_grad()
-
-
-@action
-def zero_to_zeros(run: Run, number: int) -> None:
-    run.optimizer.zero_grad(set_to_none=False)
-
-
-@action
-def zero_by_model(run: Run, number: int) -> None:
-    run.model.zero_grad()
-
-
-@action
-def zero_by_none(run: Run, number: int) -> None:
-    for p in run.model.parameters():
-        p.grad = None
-
-
-@action
-def zero_in_place(run: Run, number: int) -> None:
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-
-
-@action
-def clip_norm(run: Run, number: int) -> None:
-    run.amp.record(run.amp.clip(run.model, run.optimizer, 0.1))
-
-
-@action
-def clip_value(run: Run, number: int) -> None:
-    if any(p.grad is not None for p in run.params()):  # else torch itself raises
-        run.amp.clip_value(run.model, run.optimizer, 0.02)
-
-
-@action
-def write_a_gradient(run: Run, number: int) -> None:
-    p = run.weight(number)
-    if p.requires_grad:
-        p.grad = torch.full_like(p, 0.125)
-
-
-@action
-def scale_gradients(run: Run, number: int) -> None:
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-
-
-@action
-def log_norms(run: Run, number: int) -> None:
-    run.amp.record(*[p.grad.float().norm() for p in run.model.parameters() if p.grad is not None])
-
-
-@action
-def hook_a_weight(run: Run, number: int) -> None:
-    p = run.weight(number)
-    if p.requires_grad:
-        run.handles.append(p.register_hook(lambda g: g * 0.5))
-
-
-@action
-def hook_an_accumulator(run: Run, number: int) -> None:
-    seen = run.accumulated[number % 8]
-
-    def note(p: Tensor) -> None:
-        seen.append(torch.zeros(()) if p.grad is None else p.grad.double() / 1024)
-
-    p = run.weight(number)
-    if p.requires_grad and run.amp.level == "O1":
-        run.handles.append(p.register_post_accumulate_grad_hook(note))
-
-
-@action
-def hook_a_module(run: Run, number: int) -> None:
-    run.handles.append(run.model.shared.register_forward_hook(lambda m, args, out: out * 0.5))
-
-
-@action
-def hook_a_modules_backward(run: Run, number: int) -> None:
-    run.handles.append(run.model.head.register_full_backward_hook(lambda *_: None))
-
-
-@action
-def remove_hooks(run: Run, number: int) -> None:
-    for handle in run.handles:
-        handle.remove()
-    run.handles.clear()
-
-
-# Weights
-
-
-@action
-def freeze(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.model.first.requires_grad_(False)
-
-
-@action
-def unfreeze(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.model.first.requires_grad_(True)
-
-
-@action
-def write_by_data(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.weight(number).data.mul_(0.75)
-
-
-@action
-def clamp_by_data(run: Run, number: int) -> None:
-    run.moves_weights()
-    for p in run.model.shared.parameters():
-        p.data.clamp_(-0.25, 0.25)
-
-
-@action
-def write_under_no_grad(run: Run, number: int) -> None:
-    run.moves_weights()
-    with torch.no_grad():
-        run.weight(number).mul_(0.75)
-
-
-@action
-def replace_data(run: Run, number: int) -> None:
-    run.moves_weights()
-    p = run.weight(number)
-    p.data = p.data * 0.75
-
-
-@action
-def write_stepped_weights(run: Run, number: int) -> None:
-    run.moves_weights()
-    with torch.no_grad():
-        for p in run.params():
-            p.mul_(0.95)
-
-
-@action
-def write_stepped_weights_by_data(run: Run, number: int) -> None:
-    run.moves_weights()
-    for p in run.params():
-        p.data.mul_(0.95)
-
-
-@action
-def write_into_state_dict(run: Run, number: int) -> None:
-    run.moves_weights()
-    for key, value in run.model.state_dict().items():
-        value.lerp_(run.mean[key], 0.25)
-
-
-@action
-def update_mean(run: Run, number: int) -> None:
-    for key, value in run.model.state_dict().items():
-        run.mean[key].lerp_(value.to(run.mean[key].dtype), 0.5)
-
-
-@action
-def keep(run: Run, number: int) -> None:
-    run.kept = run.state()
-
-
-@action
-def roll_back(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.model.load_state_dict(run.kept)
-
-
-@action
-def load_others(run: Run, number: int) -> None:
-    run.moves_weights()
-    run.model.load_state_dict(Net(number % 7).state_dict())
-
-
-# Sessions
-
-
-@action
-def initialize_again(run: Run, number: int) -> None:
-    run.waiting.clear()
-    run.optimizer.zero_grad()
-    run.amp.renew()
-
-
-@action
-def reload_scaler(run: Run, number: int) -> None:
-    if not run.amp.by_hand:
-        ampatch.load_state_dict(ampatch.state_dict())
-
-
-@action
-def change_loss_scale(run: Run, number: int) -> None:
-    if run.amp.half is torch.float16 and run.amp.level != "O3":
-        run.amp.set_scale(2.0 ** (6 + number % 6))
+ACTIONS = {name: one for name, one in vars(Actions).items() if not name.startswith("_")}
+OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by_optimizer")
 
 
 def program(seed: int, length: int = 25) -> Program:
@@ -549,7 +411,7 @@ def program(seed: int, length: int = 25) -> Program:
 
 def results(driver: Driver, actions: Program) -> list[Tensor]:
     """What a run recorded, and its final weights."""
-    run = Run(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
+    run = Actions(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
     return [*driver.seen, *itertools.chain(*run.accumulated), *driver.weights()]

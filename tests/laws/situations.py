@@ -1,6 +1,6 @@
 """The table of situations: how one is declared, and the small models and batches they share.
 
-    @situation("O1 O2 O3", letter="m")
+    @situation("O1 O2 O3")
     def grads_set_to_none_by_hand(amp):
         model, optimizer = amp.start(mlp())
         for x, y in batches(4):
@@ -15,79 +15,64 @@ are compared, bit by bit unless the row says otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from drivers import SGD
 from torch import Tensor, nn
 
 LEVELS = ("O1", "O2", "O3")
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+PLAIN = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """One row; see `situation` for the fields."""
+    """One row.
+
+    levels, halves: where it is run.
+    against: "by hand" for the oracle of the same level, "FP32" for plain FP32.
+    within: the largest difference of any number; 0 compares bit by bit.  The row's comment says how
+        large the effect of the error would be.
+    refuses: ampatch raises an error that matches this, by design.
+    says: ampatch logs a warning or error that matches this.
+    changes_weights: False where no weight may move.
+    """
 
     run: Callable[[Any], None]
-    levels: tuple[str, ...]
-    halves: tuple[str, ...]
-    letter: str
-    against: str
-    within: float
-    refuses: str
-    says: str
-    changes_weights: bool
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
+    name: str
+    levels: str = "O1 O2 O3"
+    halves: str = "fp16 bf16"
+    against: str = "by hand"
+    within: float = 0.0
+    refuses: str = ""
+    says: str = ""
+    changes_weights: bool = True
 
 
 TABLE: list[Situation] = []
 
 
 def situation(
-    levels: str = "O1 O2 O3",
-    *,
-    halves: str = "fp16 bf16",
-    letter: str = "",
-    against: str = "by hand",
-    within: float = 0.0,
-    refuses: str = "",
-    says: str = "",
-    changes_weights: bool = True,
+    levels: str = "O1 O2 O3", *, cases: dict[str, Any] | None = None, **fields: Any
 ) -> Callable:
-    """Add a row for a function of a driver.
+    """Add a row for a function of a driver; `cases`: one for each, with the case's value besides.
 
-    Args:
-        levels, halves: where it is run.
-        letter: of the list of silent errors that it holds down, if any.
-        against: "by hand" for the oracle of the same level, "FP32" for plain FP32.
-        within: the largest difference of any number; 0 compares bit by bit.  The row's comment
-            says how large the effect of the error would be.
-        refuses: ampatch raises an error that matches this, by design.
-        says: ampatch logs a warning or error that matches this.
-        changes_weights: False where no weight may move.
+    Names of rows are the function's, with the case's behind it.
     """
 
-    def declare(run: Callable[[Any], None]) -> Callable[[Any], None]:
-        assert run.__name__ not in {row.name for row in TABLE}, f"{run.__name__}: declared twice"
-        TABLE.append(
-            Situation(
-                run,
-                tuple(levels.split()),
-                tuple(halves.split()),
-                letter,
-                against,
-                within,
-                refuses,
-                says,
-                changes_weights,
-            )
-        )
+    def declare(run: Callable[..., None]) -> Callable[..., None]:
+        rows = {
+            f"{run.__name__}_{name}": functools.partial(run, case=value)
+            for name, value in (cases or {}).items()
+        }
+        for name, one in (rows or {run.__name__: run}).items():
+            assert name not in {row.name for row in TABLE}, f"{name}: declared twice"
+            TABLE.append(Situation(one, name, levels, **fields))
         return run
 
     return declare
@@ -113,10 +98,48 @@ def mse(out: Tensor, target: Tensor) -> Tensor:
     return (out.float() - target).square().mean()
 
 
-def plain_loop(amp: Any, model: nn.Module, optimizer: Any, count: int = 3, seed: int = 1) -> None:
-    """Some ordinary steps."""
+def plain_loop(
+    amp: Any,
+    model: nn.Module,
+    optimizer: Any,
+    count: int = 3,
+    seed: int = 1,
+    *,
+    on_gradients: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
+) -> None:
+    """Some ordinary steps, with `on_gradients()` between backward and step, and `after()`."""
     for x, y in batches(count, seed):
-        amp.step(mse(model(x), y), optimizer)
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        if on_gradients is not None:
+            on_gradients()
+        optimizer.step()
+        if after is not None:
+            after()
+
+
+def trained(
+    amp: Any, net: nn.Module | None = None, make: Any = SGD, count: int = 3, **settings: Any
+) -> tuple[nn.Module, Any]:
+    """A model (`mlp()` unless given) and its optimizer, started and some ordinary steps on."""
+    model, optimizer = amp.start(mlp() if net is None else net, make, **settings)
+    plain_loop(amp, model, optimizer, count)
+    return model, optimizer
+
+
+def each(amp: Any, cases: dict[str, Any]) -> Iterator[Any]:
+    """Cases that a situation meets one after the other; a failure names the one that was met."""
+    for name, case in cases.items():
+        amp.case = name
+        yield case
+
+
+def look(amp: Any, model: nn.Module, x: Tensor | None = None) -> None:
+    """Record the outputs of an evaluation."""
+    [(seen, _)] = batches(1, seed=9)
+    with torch.no_grad():
+        amp.record(model(seen if x is None else x))
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from drivers import SGD
-from situations import Block, batches, mlp, mse, plain_loop, situation
+from situations import Block, batches, mlp, mse, situation, trained
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
@@ -15,37 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 @situation()
 def plain_training(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 5)
+    trained(amp, count=5)
 
 
 @situation()
 def shared_weight_and_residual(amp):
-    model, optimizer = amp.start(Block())
-    plain_loop(amp, model, optimizer, 5)
+    trained(amp, Block(), count=5)
 
 
 @situation()
-def clip_by_norm(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.record(amp.clip(model, optimizer, 0.05))
-        optimizer.step()
-
-
-@situation()
-def clip_by_value(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.clip_value(model, optimizer, 0.01)
-        optimizer.step()
-
-
-@situation(letter="n")
 def accumulation_each_in_its_block(amp):
     model, optimizer = amp.start(mlp())
     for number, (x, y) in enumerate(batches(6)):
@@ -55,7 +33,7 @@ def accumulation_each_in_its_block(amp):
             optimizer.zero_grad()
 
 
-@situation("O1 O2", halves="bf16", letter="n")
+@situation("O1 O2", halves="bf16")
 def accumulation_by_plain_backward(amp):
     """256 equal gradients in bfloat16 sum to half of it at best: the weights end 50 % away."""
     model, optimizer = amp.start(mlp(), partial(torch.optim.SGD, lr=0.5))
@@ -63,16 +41,6 @@ def accumulation_by_plain_backward(amp):
     for _ in range(256):
         amp.plain_backward(mse(model(x), y) / 256)
     optimizer.step()
-
-
-@situation("O2", letter="n")
-def accumulation_over_steps_of_plain_backward(amp):
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    for number, (x, y) in enumerate(batches(6)):
-        amp.plain_backward(mse(model(x), y) / 3)
-        if number % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @situation("O1 O2")
@@ -100,29 +68,19 @@ def several_backwards_in_one_block(amp):
 
 
 @situation()
-def gradient_penalty_on_weights(amp):
+def gradient_penalties_on_weights_and_on_inputs(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(4):
-        optimizer.zero_grad()
         loss = mse(model(x), y)
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         penalty = sum(grad.float().square().sum() for grad in grads)
         amp.record(penalty)
-        amp.backward(loss + penalty, optimizer)
-        optimizer.step()
-
-
-@situation()
-def gradient_penalty_on_inputs(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
+        amp.step(loss + penalty, optimizer)
         x.requires_grad_()
         out = model(x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         amp.record(grad)
-        amp.backward(mse(out, y) + grad.norm(dim=1).sub(1).square().mean(), optimizer)
-        optimizer.step()
+        amp.step(mse(out, y) + grad.norm(dim=1).sub(1).square().mean(), optimizer)
 
 
 @situation()
@@ -147,73 +105,46 @@ def a_gan(amp):
     )
     for x, y in batches(4):
         fake = maker(x)
-        two.zero_grad()
-        amp.backward(mse(judge(x), y) + mse(judge(fake.detach()), -y), two)
-        two.step()
-        one.zero_grad()
-        amp.backward(mse(judge(fake), y), one)
-        one.step()
+        amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), two)
+        amp.step(mse(judge(fake), y), one)
 
 
 @situation()
-def eval_under_no_grad_in_between(amp):
+def evaluations_in_between(amp):
+    """Under `no_grad` and in inference mode, between steps and while a graph waits."""
     model, optimizer = amp.start(mlp(norm=True))
     for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        model.eval()
-        with torch.no_grad():
-            amp.record(model(x))
-        model.train()
-
-
-@situation()
-def eval_under_inference_mode_in_between(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        with torch.inference_mode():
-            amp.record(model(x))
-        amp.step(mse(model(x), y), optimizer)
-
-
-@situation()
-def eval_between_forward_and_backward(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
+        for mode in (torch.no_grad, torch.inference_mode):
+            model.eval()
+            with mode():
+                amp.record(model(x))
+            model.train()
+            amp.step(mse(model(x), y), optimizer)
         loss = mse(model(x), y)
         with torch.no_grad():
             amp.record(model(2 * x))
-        amp.backward(loss, optimizer)
-        optimizer.step()
+        amp.step(loss, optimizer)
 
 
 @situation("O1 O2")
-def a_nan_batch_is_skipped(amp):
+def overflows_are_skipped(amp):
+    """Alone, within an accumulation, and where clipping turns an inf into NaNs."""
     model, optimizer = amp.start(mlp(), loss_scale="dynamic")
-    for number, (x, y) in enumerate(batches(5)):
+    for number, (x, y) in enumerate(batches(4)):
         amp.step(mse(model(x), y) * (math.nan if number == 2 else 1.0), optimizer)
         amp.record(amp.scale())
-
-
-@situation("O1 O2")
-def an_overflow_within_accumulation_is_skipped(amp):
-    model, optimizer = amp.start(mlp(), loss_scale="dynamic")
+    optimizer.zero_grad()
     for number, (x, y) in enumerate(batches(6)):
         amp.backward(mse(model(x), y) * (math.inf if number == 2 else 1.0), optimizer)
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@situation("O1 O2")
-def clip_after_an_overflow(amp):
-    """Clipping turns inf into NaN, and all of them; the step is left out all the same."""
-    model, optimizer = amp.start(mlp(), loss_scale="dynamic")
-    for number, (x, y) in enumerate(batches(4)):
-        optimizer.zero_grad()
+    for number, (x, y) in enumerate(batches(3)):
         amp.backward(mse(model(x), y) * (math.inf if number == 1 else 1.0), optimizer)
-        amp.clip(model, optimizer, 0.1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        optimizer.zero_grad()
+        amp.record(amp.scale())
 
 
 def products(device):
@@ -254,21 +185,22 @@ class Custom(nn.Module):
         return self.head(self.function.apply(self.body(x), self.weight))
 
 
-@situation(letter="g")
+@situation()
 def a_function_with_custom_fwd_and_bwd(amp):
-    model, optimizer = amp.start(Custom(products(amp.device)[0]))
-    plain_loop(amp, model, optimizer)
+    trained(amp, Custom(products(amp.device)[0]))
 
 
-@situation("O1", letter="g")
+@situation("O1")
 def a_function_whose_inputs_are_cast_to_fp32(amp):
     """Its product in half precision would be 4e-4 (float16) or 4e-3 away, and differ in bits."""
-    model, optimizer = amp.start(Custom(products(amp.device)[1]))
-    plain_loop(amp, model, optimizer)
+    trained(amp, Custom(products(amp.device)[1]))
 
 
 class Island(nn.Module):
-    """A rotary table and a loss in an FP32 island, as large models write it."""
+    """A rotary table and a loss in an FP32 island, as large models write it.
+
+    Angles of 300 in half are off by 0.1 to 1: their sine is another one.
+    """
 
     def __init__(self):
         super().__init__()
@@ -283,16 +215,9 @@ class Island(nn.Module):
         return self.head(x)
 
 
-@situation("O1", letter="g")
+@situation("O1")
 def an_island_without_autocast(amp):
-    """Angles of 300 in half are off by 0.1 to 1: their sine is another one."""
-    model, optimizer = amp.start(Island())
-    plain_loop(amp, model, optimizer)
-
-
-@situation("O1", letter="g")
-def a_loss_in_an_island(amp):
-    model, optimizer = amp.start(mlp())
+    model, optimizer = trained(amp, Island())
     basis = torch.eye(2) * 1000.3
     for x, y in batches(4):
         out = model(x)
@@ -301,7 +226,7 @@ def a_loss_in_an_island(amp):
         amp.step(loss, optimizer)
 
 
-@situation("O1", letter="g")
+@situation("O1")
 def an_autocast_region_in_another_half_type(amp):
     other = torch.bfloat16 if amp.half is torch.float16 else torch.float16
 
@@ -312,20 +237,18 @@ def an_autocast_region_in_another_half_type(amp):
             assert x.dtype is other
             return torch.tanh(x)
 
-    model, optimizer = amp.start(Inner())
-    plain_loop(amp, model, optimizer)
+    trained(amp, Inner())
 
 
-@situation("O1", letter="g")
+@situation("O1")
 def an_island_that_is_checkpointed(amp):
     model = Island()
     forward = model.forward
     model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
-    model, optimizer = amp.start(model)
-    plain_loop(amp, model, optimizer)
+    trained(amp, model)
 
 
-@situation("O1", letter="g")
+@situation("O1")
 def a_whole_loop_inside_autocast(amp):
     """A script that has both: autocast around the forward means what it means without us."""
     model, optimizer = amp.start(mlp())
@@ -338,11 +261,6 @@ def a_whole_loop_inside_autocast(amp):
 @situation("O1")
 def casts_switched_off_for_one_forward(amp):
     model, optimizer = amp.start(mlp())
-    x, y = next(batches(1))
-    amp.step(mse(model(x), y), optimizer)
-    if amp.by_hand:
-        amp.step(mse(nn.Sequential.forward(model, x), y), optimizer)
-    else:
-        with amp.no_casts():
-            amp.step(mse(model(x), y), optimizer)
-    amp.step(mse(model(x), y), optimizer)
+    for call in (model, lambda x: amp.uncast(model, x), model):
+        x, y = next(batches(1))
+        amp.step(mse(call(x), y), optimizer)

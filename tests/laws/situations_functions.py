@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from situations import Block, batches, mlp, mse, plain_loop, situation
+from situations import Block, batches, mlp, mse, situation
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -25,72 +25,46 @@ class Tagged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@situation("O1", letter="f")
+@situation("O1")
 def functions_known_by_identity(amp):
-    """The handler triples what `F.linear` gives."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        weight = torch.eye(4)[:2]
-        with torch.no_grad():
-            out = F.linear(x.to(amp.half).as_subclass(Tagged), weight.to(amp.half))
-        amp.record(out.as_subclass(torch.Tensor))
-        amp.step(mse(model(x), y), optimizer)
-
-
-@situation("O1", letter="f")
-def handlers_registered_during_the_session(amp):
+    """By handlers from before the session, and by handlers that are registered during it."""
     model, optimizer = amp.start(mlp())
     HANDLERS[torch.mm] = lambda a, b: torch.ops.aten.mm(a, b) * 5
     HANDLERS[F.conv1d] = lambda *args: torch.ops.aten.conv1d(*args) * 7
+    ones, eye = torch.ones(1, 1, 4, dtype=amp.half), torch.eye(4, dtype=amp.half)
     try:
-        x = torch.eye(4, dtype=amp.half)
-        amp.record(torch.mm(x.as_subclass(Tagged), x).as_subclass(torch.Tensor))
-        image = torch.ones(1, 1, 4, dtype=amp.half)
-        found = F.conv1d(image.as_subclass(Tagged), torch.ones(1, 1, 2, dtype=amp.half))
-        amp.record(found.as_subclass(torch.Tensor))
+        for x, y in batches(3):
+            with torch.no_grad():
+                found = [F.linear(x.to(amp.half).as_subclass(Tagged), eye[:2])]
+            found += [torch.mm(eye.as_subclass(Tagged), eye)]
+            found += [F.conv1d(ones.as_subclass(Tagged), ones[..., :2])]
+            amp.record(*[out.as_subclass(torch.Tensor) for out in found])
+            amp.step(mse(model(x), y), optimizer)
     finally:
         HANDLERS.pop(torch.mm), HANDLERS.pop(F.conv1d)
-    plain_loop(amp, model, optimizer)
 
 
-class Counts(TorchFunctionMode):
-    """Counts the calls of some functions, asked for by identity."""
+class Triples(TorchFunctionMode):
+    """Counts the calls of a function, asked for by identity, and changes its results."""
 
     def __init__(self):
         super().__init__()
-        self.linears = self.softmaxes = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.linears += func is F.linear
-        self.softmaxes += func is torch.nn.functional.softmax or func is torch.softmax
-        return func(*args, **(kwargs or {}))
-
-
-@situation("O1", letter="f")
-def a_mode_sees_each_call_once(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        with Counts() as counts:
-            out = model(x)
-            out.float().softmax(-1)
-        amp.record(counts.linears)
-        amp.step(mse(out, y), optimizer)
-
-
-class Replaces(TorchFunctionMode):
-    """Puts another function in the place of one."""
+        self.linears = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        return out * 2 if func is F.linear else out
+        self.linears += func is F.linear
+        return out * 3 if func is F.linear else out
 
 
-@situation("O1", letter="f")
-def a_mode_that_changes_results(amp):
+@situation("O1")
+def a_mode_sees_each_call_once_and_changes_results(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
-        with Replaces():
+        with Triples() as mode:
             out = model(x)
+            out.float().softmax(-1)
+        amp.record(mode.linears)
         amp.step(mse(out, y), optimizer)
 
 
@@ -103,7 +77,7 @@ class Causal(Block):
         return self.head(out[0, 0])
 
 
-@situation("O1 O2", letter="f", against="FP32", within=2e-2)
+@situation("O1 O2", against="FP32", within=2e-2)
 def causal_lower_right_bias(amp):
     """Without the bias the loss is wrong by a factor of two."""
     model, optimizer = amp.start(Causal())
@@ -139,30 +113,6 @@ MIXED = {
 }
 
 
-@situation("O1", letter="w")
-def mixed_dtypes(amp):
-    """What is recorded after each loss is in the order of `MIXED`."""
-    model, optimizer = amp.start(mlp())
-    index = torch.tensor([2, 0, 1, 5, 4, 3])
-    for x, y in batches(3):
-        amp.step(mse(model(x), y), optimizer)
-        (h,) = mixed(amp, x * 3)
-        amp.record(*[function(x, h, index, x > 0) for function in MIXED.values()])
-
-
-@situation("O1", letter="w")
-def embedding_bag_with_half_weights_per_sample(amp):
-    model, optimizer = amp.start(mlp())
-    table = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
-    for x, y in batches(3):
-        (h,) = mixed(amp, x)
-        words = torch.tensor([[0, 1, 2, 3]] * 6)
-        with amp.no_casts() if amp.by_hand else amp.casts():
-            out = F.embedding_bag(words, table, per_sample_weights=h, mode="sum")
-        amp.record(out)
-        amp.step(mse(model(x), y), optimizer)
-
-
 IN_FP32 = {
     "fft": lambda h: torch.fft.rfft(h).abs(),
     "ifft": lambda h: torch.fft.irfft(torch.fft.rfft(h)),
@@ -176,14 +126,22 @@ IN_FP32 = {
 }
 
 
-@situation("O1", letter="w")
-def functions_that_half_cannot_compute(amp):
-    """What is recorded after each loss is in the order of `IN_FP32`."""
+@situation("O1")
+def mixed_dtypes_and_functions_that_half_cannot_compute(amp):
+    """What is recorded after each loss is in the order of `MIXED` and `IN_FP32`."""
     model, optimizer = amp.start(mlp())
+    index = torch.tensor([2, 0, 1, 5, 4, 3])
+    words = torch.tensor([[0, 1, 2, 3]] * 6)
+    table = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
     for x, y in batches(3):
         amp.step(mse(model(x), y), optimizer)
+        (h,) = mixed(amp, x * 3)
+        amp.record(*[function(x, h, index, x > 0) for function in MIXED.values()])
         (h,) = mixed(amp, x[:4] + 16 * torch.eye(4))
         amp.record(*[function(h).float() for function in IN_FP32.values()])
+        (h,) = mixed(amp, x)
+        with amp.no_casts() if amp.by_hand else amp.casts():
+            amp.record(F.embedding_bag(words, table, per_sample_weights=h, mode="sum"))
 
 
 @contextlib.contextmanager
@@ -196,7 +154,7 @@ def float64_by_default():
         torch.set_default_dtype(was)
 
 
-@situation(letter="i")
+@situation()
 @float64_by_default()
 def a_default_dtype_of_float64(amp):
     model, optimizer = amp.start(mlp().float())
@@ -204,7 +162,7 @@ def a_default_dtype_of_float64(amp):
         amp.step(mse(model(x.float()), y.float()), optimizer)
 
 
-@situation(letter="i")
+@situation()
 @float64_by_default()
 def a_float64_model_under_a_default_of_float64(amp):
     model, optimizer = amp.start(mlp(), loss_scale=1.0)

@@ -5,143 +5,137 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from drivers import SGD
-from situations import Block, batches, mlp, mse, plain_loop, situation
+from situations import PLAIN, Block, batches, each, mlp, mse, plain_loop, situation, trained
 from torch import nn
 
-PLAIN = partial(torch.optim.SGD, lr=0.1)
+import ampatch
 
 
-def reset_by(amp, reset):
-    """Two backward passes; what `reset` does in between throws the first one's gradients away."""
+def for_each_gradient(write):
+    """`write(p)` for each weight of the model that has a gradient."""
+
+    def change(amp, model, optimizer):
+        for p in model.parameters():
+            if p.grad is not None:
+                write(p)
+
+    return change
+
+
+def to_none(p):
+    p.grad = None
+
+
+def detached_and_zeroed(p):
+    p.grad.detach_()
+    p.grad.data.zero_()
+
+
+RESETS = {
+    "by the model": lambda amp, model, optimizer: model.zero_grad(),
+    "to zeros": lambda amp, model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "to None, the commonest old idiom": for_each_gradient(to_none),
+    "in place": for_each_gradient(lambda p: p.grad.zero_()),
+    "as `zero_grad` was written once": for_each_gradient(detached_and_zeroed),
+}
+
+
+@situation()
+def gradients_are_reset(amp):
+    """Two backward passes; a reset in between throws the first one's gradients away."""
     model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        amp.backward(mse(model(-x), y), optimizer)
-        reset(model, optimizer)
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-        reset(model, optimizer)
+    for reset in each(amp, RESETS):
+        for x, y in batches(2):
+            amp.backward(mse(model(-x), y), optimizer)
+            reset(amp, model, optimizer)
+            amp.backward(mse(model(x), y), optimizer)
+            optimizer.step()
+            reset(amp, model, optimizer)
 
 
 @situation()
-def reset_by_model_zero_grad(amp):
-    reset_by(amp, lambda model, optimizer: model.zero_grad())
-
-
-@situation()
-def reset_by_zero_grad_to_zeros(amp):
-    reset_by(amp, lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
-
-
-@situation(letter="m")
-def reset_by_none(amp):
-    """The commonest old idiom."""
-
-    def reset(model, optimizer):
-        for p in model.parameters():
-            p.grad = None
-
-    reset_by(amp, reset)
-
-
-@situation(letter="m")
-def reset_by_zeroing_in_place(amp):
-    def reset(model, optimizer):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-
-    reset_by(amp, reset)
-
-
-@situation(letter="m")
-def reset_by_detach_and_zero(amp):
-    """As `zero_grad` was written once."""
-
-    def reset(model, optimizer):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.detach_()
-                p.grad.data.zero_()
-
-    reset_by(amp, reset)
-
-
-@situation()
-def reset_by_none_through_param_groups(amp):
-    def reset(model, optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-    reset_by(amp, reset)
-
-
-@situation(letter="m")
 def one_layers_gradients_set_to_none(amp):
     model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(4)):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        if number % 2:
-            for p in model[0].parameters():
-                p.grad = None
-        optimizer.step()
 
-
-@situation("O2", letter="m")
-def reset_by_none_after_plain_backward(amp):
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    for x, y in batches(4):
-        amp.plain_backward(mse(model(x), y))
-        optimizer.step()
-        for p in model.parameters():
+    def drop():
+        for p in model[0].parameters():
             p.grad = None
 
-
-def change_gradients(amp, change, make=SGD, count=4):
-    """Ordinary steps, with `change(model, optimizer)` between the backward pass and the step."""
-    model, optimizer = amp.start(mlp(), make)
-    for x, y in batches(count):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        change(model, optimizer)
-        optimizer.step()
+    plain_loop(amp, model, optimizer, 2)
+    plain_loop(amp, model, optimizer, 2, on_gradients=drop)
+    plain_loop(amp, model, optimizer, 1)
 
 
-@situation(letter="m")
-def norms_are_logged(amp):
+@situation("O2")
+def reset_by_none_after_plain_backward(amp):
+    """Over several passes, and after each."""
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
+    for number, (x, y) in enumerate(batches(8)):
+        amp.plain_backward(mse(model(x), y))
+        if number % 3 == 2 or number > 5:
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+
+def logged(amp, model, optimizer):
     """`p.grad` is there for code between the block and the step."""
-
-    def log(model, optimizer):
-        for p in model.parameters():
-            assert p.grad is not None, "no gradient to log"
-            amp.record(p.grad.float().norm())
-
-    change_gradients(amp, log)
+    for p in model.parameters():
+        assert p.grad is not None, "no gradient to log"
+        amp.record(p.grad.float().norm())
 
 
-@situation(letter="m")
-def an_all_reduce_by_hand(amp):
-    """Each gradient is multiplied in place, as an average over ranks would be."""
-
-    def average(model, optimizer):
-        for p in model.parameters():
-            p.grad.mul_(0.25)
-
-    change_gradients(amp, average, PLAIN)
+def listed(amp, model, optimizer):
+    grads = [p.grad for p in model.parameters()]
+    amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
+    torch._foreach_mul_(grads, 0.5)
 
 
-@situation(letter="m")
-def an_all_reduce_by_hand_through_data(amp):
-    def average(model, optimizer):
-        for p in model.parameters():
-            p.grad.data.div_(4)
-
-    change_gradients(amp, average, PLAIN)
+def clipped_by_norm(amp, model, optimizer):
+    amp.record(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
-@situation(letter="m")
+def centralized(p):
+    if p.dim() > 1:
+        p.grad -= p.grad.mean(1, keepdim=True)
+
+
+CHANGES = {
+    "norms are logged": logged,
+    "clipped by norm": clipped_by_norm,
+    "clipped by value": lambda amp, model, optimizer: torch.nn.utils.clip_grad_value_(
+        model.parameters(), 0.01
+    ),
+    "averaged by hand": for_each_gradient(lambda p: p.grad.mul_(0.25)),
+    "averaged through data": for_each_gradient(lambda p: p.grad.data.div_(4)),
+    "centralized": for_each_gradient(centralized),
+    "lists of them at once": listed,
+    "stepped on twice": lambda amp, model, optimizer: optimizer.step(),
+}
+
+
+@situation()
+def gradients_are_changed_before_the_step(amp):
+    model, optimizer = amp.start(mlp())
+    for change in each(amp, CHANGES):
+        plain_loop(amp, model, optimizer, 2, on_gradients=partial(change, amp, model, optimizer))
+
+
+@situation("O1 O2")
+def clip_by_a_loop_over_masters(amp):
+    model, optimizer = amp.start(mlp())
+
+    def clip():
+        grads = [p.grad for p in ampatch.master_params(optimizer)]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        amp.record(norm)
+        for g in grads:
+            g.mul_(0.05 / norm)
+
+    plain_loop(amp, model, optimizer, on_gradients=clip)
+
+
+@situation()
 def gradient_surgery(amp):
     """PCGrad: one task's gradient is projected, both are written back."""
     model, optimizer = amp.start(mlp(), PLAIN)
@@ -160,48 +154,24 @@ def gradient_surgery(amp):
         optimizer.step()
 
 
-@situation(letter="m")
+@situation()
 def gradients_written_by_hand(amp):
-    """No backward at all: an evolution strategy's, or another framework's gradients."""
+    """No backward at all (an evolution strategy's, another framework's, `autograd.grad`'s), and
+    what is there before a block is added to, not scaled."""
     model, optimizer = amp.start(mlp(), PLAIN)
-    for number in range(3):
-        optimizer.zero_grad()
-        for p in model.parameters():
+    params = list(model.parameters())
+    for number, (x, y) in enumerate(batches(3)):
+        for p in params:
             p.grad = torch.full_like(p, 0.25 * (number + 1))
         optimizer.step()
-
-
-@situation()
-def gradients_of_autograd_grad_assigned(amp):
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        params = list(model.parameters())
         optimizer.zero_grad()
         for p, g in zip(params, torch.autograd.grad(mse(model(x), y), params)):
             p.grad = g
         optimizer.step()
-
-
-@situation("O1 O2")
-def gradients_of_param_groups_are_changed(amp):
-    """Noise, centralization: through what the optimizer holds."""
-
-    def centralize(model, optimizer):
-        for p in optimizer.param_groups[0]["params"]:
-            if p.dim() > 1:
-                p.grad.sub_(p.grad.mean(1, keepdim=True))
-
-    change_gradients(amp, centralize)
-
-
-@situation(letter="m")
-def gradients_of_the_model_are_centralized(amp):
-    def centralize(model, optimizer):
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.grad -= p.grad.mean(1, keepdim=True)
-
-    change_gradients(amp, centralize, PLAIN)
+        for p in params:
+            p.grad = torch.full_like(p, 0.125)
+        amp.backward(mse(model(x), y), optimizer)
+        optimizer.step()
 
 
 @situation()
@@ -209,24 +179,10 @@ def clip_in_each_micro_batch(amp):
     model, optimizer = amp.start(mlp())
     for number, (x, y) in enumerate(batches(6)):
         amp.backward(mse(model(x), y), optimizer)
-        amp.clip(model, optimizer, 0.1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@situation("O1 O2")
-def clip_by_a_loop_over_masters(amp):
-    import ampatch
-
-    def clip(model, optimizer):
-        grads = [p.grad for p in ampatch.master_params(optimizer)]
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        amp.record(norm)
-        for g in grads:
-            g.mul_(0.05 / norm)
-
-    change_gradients(amp, clip)
 
 
 @situation()
@@ -275,22 +231,21 @@ def a_step_without_zero_grad(amp):
 
 
 @situation()
-def two_steps_on_the_same_gradients(amp):
-    change_gradients(amp, lambda model, optimizer: optimizer.step(), PLAIN, count=3)
-
-
-@situation()
 def gradients_kept_by_reference(amp):
-    """What was taken from `p.grad` keeps its values when the next pass runs."""
-    model, optimizer = amp.start(mlp())
+    """What was taken from `p.grad` keeps its values when the next pass runs; until it is set to
+    None it stays the same memory, through which it can be zeroed."""
+    model, optimizer = amp.start(mlp(), PLAIN)
     kept = []
-    for x, y in batches(4):
-        optimizer.zero_grad()
+    plain_loop(
+        amp, model, optimizer, 4, after=lambda: kept.append([p.grad for p in model.parameters()])
+    )
+    for x, y in batches(3):
+        for grad in kept[-1]:
+            grad.zero_()
         amp.backward(mse(model(x), y), optimizer)
-        kept.append([p.grad for p in optimizer.param_groups[0]["params"]])
         optimizer.step()
-    for grads in kept:
-        amp.record(*grads)
+        for grads in kept:
+            amp.record(*grads)
 
 
 @situation("O1")
@@ -305,8 +260,7 @@ def sparse_embedding_gradients(amp):
         def forward(self, x):
             return self.head(self.embed((x[:, 0].abs() * 3).long().clamp(max=9)))
 
-    model, optimizer = amp.start(Words(), PLAIN)
-    plain_loop(amp, model, optimizer, 4)
+    trained(amp, Words(), PLAIN, 4)
 
 
 @situation("O2 O3")
@@ -315,21 +269,6 @@ def sparse_embedding_gradients_of_half_weights(amp):
     for x, y in batches(4):
         words = (x[:, 0].abs() * 3).long().clamp(max=9)
         amp.step(mse(model(words), y), optimizer)
-
-
-@situation()
-def gradients_zeroed_through_kept_references(amp):
-    """`p.grad` stays the same memory until it is set to None."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    x, y = next(batches(1))
-    amp.backward(mse(model(x), y), optimizer)
-    kept = [p.grad for p in model.parameters()]
-    for x, y in batches(3):
-        for grad in kept:
-            grad.zero_()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-        amp.record(*kept)
 
 
 @situation("O1 O2")
@@ -345,28 +284,4 @@ def gradients_in_one_flat_buffer(amp):
         amp.backward(mse(model(x), y), optimizer)
         flat.mul_(0.5)
         amp.record(flat)
-        optimizer.step()
-
-
-@situation()
-def gradients_written_before_a_pass(amp):
-    """What is there before a block is added to, not scaled."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 0.125)
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-
-
-@situation()
-def lists_of_gradients_at_once(amp):
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        grads = [p.grad for p in model.parameters()]
-        amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
-        torch._foreach_mul_(grads, 0.5)
         optimizer.step()

@@ -6,7 +6,8 @@ import threading
 from functools import partial
 
 import torch
-from situations import Block, batches, mlp, mse, plain_loop, situation
+from situations import Block, batches, each, mlp, mse, plain_loop, situation, trained
+from small_training import in_threads
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -21,52 +22,47 @@ class Early:
     retaining = partial(torch.autograd.backward, retain_graph=True)
 
 
-def loop(amp, model, optimizer, backward, count=4):
-    """Ordinary steps whose backward pass is `backward(scaled_loss)`."""
-    for x, y in batches(count):
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        amp.record(loss)
-        with amp.scaled(loss, optimizer) as scaled:
-            backward(scaled)
-        optimizer.step()
+class Loss(torch.Tensor):
+    """A tensor whose backward pass is its own."""
+
+    def backward(self, *args, **kwargs):
+        return EARLY[0](self.as_subclass(torch.Tensor), *args, **kwargs)
 
 
-@situation(letter="a")
-def backward_bound_early(amp):
+BACKWARDS = {
+    "bound early": EARLY[0],
+    "a method": lambda loss: loss.backward(),
+    "a class attribute": Early.backward,
+    "a partial": Early.retaining,
+    "of lists": lambda loss: torch.autograd.backward([loss], [None]),
+    "a subclass's": lambda loss: loss.as_subclass(Loss).backward(),
+}
+
+
+@situation()
+def backward_by_other_names(amp):
     model, optimizer = amp.start(mlp())
-    loop(amp, model, optimizer, EARLY[0])
-    loop(amp, model, optimizer, lambda loss: loss.backward())
+    for backward in each(amp, BACKWARDS):
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            amp.record(loss)
+            with amp.scaled(loss, optimizer) as scaled:
+                backward(scaled)
+            optimizer.step()
 
 
-@situation(letter="a")
-def backward_as_a_class_attribute_and_a_partial(amp):
-    model, optimizer = amp.start(mlp())
-    loop(amp, model, optimizer, Early.backward, 2)
-    loop(amp, model, optimizer, Early.retaining, 2)
-    loop(amp, model, optimizer, lambda loss: torch.autograd.backward([loss], [None]), 2)
-
-
-@situation(letter="a")
-def backward_of_a_tensor_subclass(amp):
-    class Loss(torch.Tensor):
-        def backward(self, *args, **kwargs):
-            return EARLY[0](self.as_subclass(torch.Tensor), *args, **kwargs)
-
-    model, optimizer = amp.start(mlp())
-    loop(amp, model, optimizer, lambda loss: loss.as_subclass(Loss).backward())
-
-
-@situation(letter="a")
-def grad_bound_early(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        loss = mse(model(x), y)
-        amp.record(*EARLY[1](loss, list(model.parameters())))
+@situation()
+def gradients_asked_for_with_autograd_grad(amp):
+    """Also by a name that was bound early."""
+    model, optimizer = amp.start(Block())
+    for x, y in batches(3):
+        for ask in (EARLY[1], torch.autograd.grad):
+            amp.record(*ask(mse(model(x), y), list(model.parameters())))
         amp.step(mse(model(x), y), optimizer)
 
 
-@situation("O1", letter="a")
+@situation("O1")
 def a_scripted_loss(amp):
     @torch.jit.script
     def loss_of(out, y):
@@ -75,15 +71,6 @@ def a_scripted_loss(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(4):
         amp.step(loss_of(model(x), y), optimizer)
-
-
-@situation()
-def gradients_asked_for_with_autograd_grad(amp):
-    model, optimizer = amp.start(Block())
-    for x, y in batches(3):
-        _names, params = zip(*model.named_parameters())
-        amp.record(*torch.autograd.grad(mse(model(x), y), params))
-        amp.step(mse(model(x), y), optimizer)
 
 
 @situation()
@@ -97,7 +84,7 @@ def a_backward_for_some_inputs_only(amp):
 
 
 @situation()
-def two_forwards_before_their_backwards(amp):
+def several_forwards_before_their_backwards(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         optimizer.zero_grad()
@@ -105,15 +92,7 @@ def two_forwards_before_their_backwards(amp):
         amp.backward(first, optimizer)
         amp.backward(second, optimizer)
         optimizer.step()
-
-
-@situation()
-def ten_forwards_before_one_backward(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        amp.backward(sum(mse(model(x * k), y) for k in range(10)), optimizer)
-        optimizer.step()
+        amp.step(sum(mse(model(x * k), y) for k in range(10)), optimizer)
 
 
 @situation("O1")
@@ -150,52 +129,45 @@ class Checkpointed(Block):
         return self.head(x)
 
 
-@situation()
-def checkpoints(amp):
-    model, optimizer = amp.start(Checkpointed(use_reentrant=False))
-    plain_loop(amp, model, optimizer)
+def keeps_products(ctx, op, *args, **kwargs):
+    keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    kinds = torch.utils.checkpoint.CheckpointPolicy
+    return kinds.MUST_SAVE if keep else kinds.PREFER_RECOMPUTE
 
 
-@situation()
-def reentrant_checkpoints(amp):
-    model, optimizer = amp.start(nn.Sequential(nn.Linear(4, 4), Checkpointed(use_reentrant=True)))
-    plain_loop(amp, model, optimizer)
+SELECTIVE = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, keeps_products)
 
 
-@situation(letter="d")
-def selective_checkpoints(amp):
-    def policy(ctx, op, *args, **kwargs):
-        keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-        kinds = torch.utils.checkpoint.CheckpointPolicy
-        return kinds.MUST_SAVE if keep else kinds.PREFER_RECOMPUTE
+class InARow(nn.Module):
+    """Without early stop."""
 
-    context = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
-    model, optimizer = amp.start(Checkpointed(use_reentrant=False, context_fn=context))
-    plain_loop(amp, model, optimizer)
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(4, 2)
 
-
-@situation()
-def checkpoint_sequential_and_early_stop_off(amp):
-    body = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = body, nn.Linear(4, 2)
-
-        def forward(self, x):
-            with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-                return self.head(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
-
-    model, optimizer = amp.start(Net())
-    plain_loop(amp, model, optimizer)
+    def forward(self, x):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            return self.head(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
 
 
-@situation()
-def a_checkpoint_with_a_forward_in_between(amp):
-    """Weights are recast by another forward before the recomputation."""
-    model, optimizer = amp.start(Checkpointed(use_reentrant=False))
-    for x, y in batches(4):
+CHECKPOINTS = {
+    "plain": lambda: Checkpointed(use_reentrant=False),
+    "reentrant": lambda: nn.Sequential(nn.Linear(4, 4), Checkpointed(use_reentrant=True)),
+    "selective": lambda: Checkpointed(use_reentrant=False, context_fn=SELECTIVE),
+    "in_a_row": InARow,
+}
+
+
+@situation(cases=CHECKPOINTS)
+def checkpoints(amp, case):
+    """At the end with a forward in between, which casts weights anew before the recompute."""
+    model, optimizer = trained(amp, case())
+    is_reentrant = isinstance(
+        model, nn.Sequential
+    )  # then torch warns where nothing wants gradients
+    for x, y in batches(0 if is_reentrant else 2):
         optimizer.zero_grad()
         loss = mse(model(x), y)
         with torch.no_grad():
@@ -278,46 +250,37 @@ def a_checkpoint_of_an_adjoint(model, x):
     return checkpoint(partial(an_adjoint, model), x, use_reentrant=False)
 
 
-def _each_called_again(name, call):
-    def run(amp):
-        model, optimizer = amp.start(CalledAgain(call))
-        plain_loop(amp, model, optimizer)
-
-    run.__name__ = f"a_function_whose_backward_calls_{name}"
-    situation("O2 O3")(run)
-
-
-for _name, _call in {
+CALLED_AGAIN = {
     "parts_of_a_reversible_net": reversed_parts,
     "a_part_and_asks_for_its_weights": an_adjoint,
     "a_part_in_a_checkpoint": a_checkpoint_of_an_adjoint,
-}.items():
-    _each_called_again(_name, _call)
+}
+
+
+@situation("O2 O3", cases=CALLED_AGAIN)
+def a_function_whose_backward_calls(amp, case):
+    trained(amp, CalledAgain(case))
 
 
 @situation()
-def saved_tensors_on_the_side(amp):
+def saved_tensors_on_the_side_and_anomaly_detection(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         with torch.autograd.graph.save_on_cpu():
             out = model(x)
         amp.step(mse(out, y), optimizer)
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            amp.step(mse(model(x), y), optimizer)
 
 
 @situation("O1")
-def detect_anomaly(amp):
-    model, optimizer = amp.start(mlp())
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        plain_loop(amp, model, optimizer)
-
-
-@situation("O1")
-def functional_call_with_other_weights(amp):
+def functional_calls_and_jacobian_vector_products(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         weights = {name: param * 0.9 for name, param in model.named_parameters()}
         with amp.casts():
             out = functional_call(model, weights, (x,))
+            amp.record(*torch.func.jvp(lambda x: model(x).float(), (x,), (x,)))
         amp.step(mse(out, y), optimizer)
 
 
@@ -339,42 +302,23 @@ def per_sample_gradients(amp):
 
 
 @situation("O1")
-def jacobian_vector_products(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(2):
-        with amp.casts():
-            amp.record(*torch.func.jvp(lambda x: model(x).float(), (x,), (x,)))
-        amp.step(mse(model(x), y), optimizer)
-
-
-@situation("O1", letter="d")
 def two_threads_that_meet_in_backward(amp):
     """With a loss scale a block looks at the other optimizer's gradients, too."""
     (first, second), optimizers = amp.start([mlp(0), mlp(1)])
     barrier = threading.Barrier(2, timeout=60)
-    failures = []
 
     def work(model, optimizer):
-        try:
-            for x, y in batches(2):
-                optimizer.zero_grad()
-                out = model(x)
-                out.register_hook(lambda g: (barrier.wait(), None)[1])
-                with amp.scaled(mse(out, y), optimizer) as scaled:
-                    scaled.backward()
-                barrier.wait()
-                optimizer.step()
-        except Exception as error:
-            failures.append(error)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            out = model(x)
+            out.register_hook(lambda g: (barrier.wait(), None)[1])
+            with amp.scaled(mse(out, y), optimizer) as scaled:
+                scaled.backward()
+            barrier.wait()
+            optimizer.step()
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip((first, second), optimizers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    pairs = zip((first, second), optimizers)
+    assert in_threads(*(partial(work, *pair) for pair in pairs)) == [None, None]
 
 
 @situation()
@@ -383,13 +327,11 @@ def forward_here_and_backward_in_a_thread(amp):
     for x, y in batches(3):
         optimizer.zero_grad()
         loss = mse(model(x), y)
-        thread = threading.Thread(target=amp.backward, args=(loss, optimizer))
-        thread.start()
-        thread.join()
+        assert in_threads(partial(amp.backward, loss, optimizer)) == [None]
         optimizer.step()
 
 
-@situation("O1 O2", letter="d")
+@situation("O1 O2")
 def a_fake_tensor_mode_before_a_real_step(amp):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -441,7 +383,7 @@ def an_exception_in_the_middle_of_a_backward(amp):
         optimizer.zero_grad()
 
 
-@situation("O1", letter="h")
+@situation("O1")
 def two_sessions_in_two_half_types(amp):
     """Recomputation and a custom backward run under their own forward's policy."""
     other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from situations import batches, mlp, mse, plain_loop, situation
+from situations import batches, mlp, mse, plain_loop, situation, trained
 
 
-@situation(letter="c")
+@situation()
 def full_backward_hooks_see_gradients(amp):
     model, optimizer = amp.start(mlp())
 
@@ -18,42 +18,36 @@ def full_backward_hooks_see_gradients(amp):
     plain_loop(amp, model, optimizer)
 
 
-@situation("O1", letter="c")
+@situation("O1")
 def full_backward_hooks_read_their_weights_gradients(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 1)
+    model, optimizer = trained(amp, count=1)
     model[2].register_full_backward_hook(lambda *_: amp.record(model[2].weight.grad))
     plain_loop(amp, model, optimizer, 2)
     amp.record(len(amp.seen))
 
 
-@situation("O1", letter="c")
-def accumulator_hooks_added_between_steps(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 1)
+@situation("O1")
+def accumulator_hooks(amp):
+    """Added between steps, and behind a forward."""
+    model, optimizer = trained(amp, count=1)
     found = {}
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
             lambda p, name=name: found.setdefault(name, []).append(p.grad.clone())
         )
     plain_loop(amp, model, optimizer, 2)
-    for name, _ in model.named_parameters():
-        amp.record(*found[name])
-
-
-@situation("O1", letter="c")
-def an_accumulator_hook_added_after_the_forward(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
+    for x, y in batches(2):
         optimizer.zero_grad()
         loss = mse(model(x), y)
         handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: amp.record(p.grad))
         amp.backward(loss, optimizer)
         handle.remove()
         optimizer.step()
+    for name, _ in model.named_parameters():
+        amp.record(*found[name])
 
 
-@situation("O1", letter="c")
+@situation("O1")
 def hooks_on_the_gradient_accumulator_node(amp):
     model, optimizer = amp.start(mlp())
     node = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
@@ -62,7 +56,7 @@ def hooks_on_the_gradient_accumulator_node(amp):
     amp.record(len(amp.seen))
 
 
-@situation("O1", letter="c")
+@situation("O1")
 def an_engine_callback_reads_gradients(amp):
     model, optimizer = amp.start(mlp())
     engine = torch.autograd.Variable._execution_engine
@@ -78,7 +72,7 @@ def an_engine_callback_reads_gradients(amp):
         optimizer.step()
 
 
-@situation(letter="d")
+@situation()
 def multi_grad_hook_between_forward_and_backward(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
@@ -94,24 +88,19 @@ def multi_grad_hook_between_forward_and_backward(amp):
 
 
 @situation()
-def a_hook_that_changes_a_weights_gradient(amp):
+def hooks_that_change_a_weights_gradient(amp):
+    """One that is there before the forward, and one that is added behind it."""
     model, optimizer = amp.start(mlp())
-    handle = model[0].weight.register_hook(lambda g: g * 0.5)
-    plain_loop(amp, model, optimizer, 2)
-    handle.remove()
-    plain_loop(amp, model, optimizer, 2)
-
-
-@situation()
-def a_hook_added_after_the_forward_changes_the_gradient(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
+    for x, y in batches(4):
+        before = model[0].weight.register_hook(lambda g: g * 0.5)
         loss = mse(model(x), y)
-        handle = model[0].weight.register_hook(lambda g: g * 4)
+        behind = model[0].weight.register_hook(lambda g: g * 4)
+        optimizer.zero_grad()
         amp.backward(loss, optimizer)
-        handle.remove()
-        optimizer.step()
+        before.remove()
+        amp.step(mse(model(x), y), optimizer)
+        behind.remove()
+        amp.step(mse(model(x), y), optimizer)
 
 
 @situation("O1")
@@ -127,16 +116,13 @@ def a_step_in_backward(amp):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
     for x, y in batches(3):
-        loss = mse(model(x), y)
-        amp.record(loss)
-        loss.backward()
+        amp.plain_backward(mse(model(x), y))
 
 
-@situation("O1", letter="c")
+@situation("O1")
 def a_layer_wise_step_in_module_hooks(amp):
     """Each layer steps, and frees its gradient, as soon as its backward is through."""
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    plain_loop(amp, model, optimizer, 1)
+    model, optimizer = trained(amp, count=1, loss_scale=1.0)
     optimizer.zero_grad()
 
     def step(module, grad_input, grad_output):
@@ -147,6 +133,4 @@ def a_layer_wise_step_in_module_hooks(amp):
     model[0].register_full_backward_hook(step)
     model[2].register_full_backward_hook(step)
     for x, y in batches(3):
-        loss = mse(model(x.requires_grad_()), y)
-        amp.record(loss)
-        loss.backward()
+        amp.plain_backward(mse(model(x.requires_grad_()), y))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from drivers import SGD
-from situations import Block, batches, mlp, mse, plain_loop, situation
-from torch import Tensor, nn
+from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-PLAIN = partial(torch.optim.SGD, lr=0.1)
 Pair = namedtuple("Pair", "out hidden")
 
 
@@ -52,26 +49,13 @@ class Recurrent(nn.Module):
         return self.head(out)
 
 
-def recurrent(amp, kind):
-    model, optimizer = amp.start(Recurrent(kind))
+@situation("O1 O2", against="FP32", within=2e-2, cases={"lstm": nn.LSTM, "gru": nn.GRU})
+@situation("O2 O3", halves="bf16", cases={"rnn": nn.RNN})
+def packed(amp, case):
+    """Four steps move weights by up to 0.2."""
+    model, optimizer = amp.start(Recurrent(case))
     for x, y in batches(4, rows=9):
         amp.step(mse(model(x).flatten(0, 1), y), optimizer)
-
-
-@situation("O1 O2", against="FP32", within=2e-2)
-def packed_lstm(amp):
-    """Four steps move weights by up to 0.2."""
-    recurrent(amp, nn.LSTM)
-
-
-@situation("O1 O2", against="FP32", within=2e-2)
-def packed_gru(amp):
-    recurrent(amp, nn.GRU)
-
-
-@situation("O2 O3", halves="bf16")
-def packed_rnn_of_a_half_model(amp):
-    recurrent(amp, nn.RNN)
 
 
 class Language(nn.Module):
@@ -111,12 +95,6 @@ def a_model_that_returns_its_loss(amp):
         amp.step(model(x, target=y)["loss"], optimizer)
 
 
-@dataclass
-class Result:
-    out: Tensor
-    hidden: Tensor
-
-
 @situation()
 def outputs_of_many_kinds(amp):
     class Many(Block):
@@ -139,7 +117,7 @@ def outputs_of_many_kinds(amp):
         amp.step(mse(pair.out, y) + pair.hidden.float().mean(), optimizer)
 
 
-@situation("O2 O3", letter="r")
+@situation("O2 O3")
 def a_dict_that_the_forward_writes_to(amp):
     """A cache: what the forward puts there is there."""
 
@@ -165,7 +143,7 @@ def a_dict_that_the_forward_writes_to(amp):
         amp.record(cache["hidden"])
 
 
-@situation(letter="u")
+@situation()
 def a_method_called_from_outside(amp):
     model, optimizer = amp.start(Block())
     for x, y in batches(3):
@@ -176,7 +154,7 @@ def a_method_called_from_outside(amp):
         amp.step(hidden.float().square().mean() + mse(model(x), y), optimizer)
 
 
-@situation(letter="u")
+@situation()
 def submodules_called_from_outside(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
@@ -193,71 +171,46 @@ def a_lazy_model(amp):
     net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2))
     with torch.no_grad():
         net(torch.zeros(1, 4))
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer)
+    trained(amp, net)
 
 
-@situation(letter="q")
-def a_state_dict_hook_of_the_users(amp):
-    """What it makes of the FP32 values is what is saved."""
-    model, optimizer = amp.start(mlp())
-    if amp.level == "O3":
-        model.register_state_dict_post_hook(
-            lambda module, state, prefix, meta: state.update(extra=torch.ones(1))
-        )
-    else:
-        model.register_state_dict_post_hook(
-            lambda module, state, prefix, meta: state.update(extra=state["0.weight"] * 2)
-        )
+class Saves(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "kept"] = self.weight.detach().float().sum() * 0 + 5
+
+
+@situation()
+def state_dicts_that_the_user_changes(amp):
+    """By hooks, and in `_save_to_state_dict`: what these make of FP32 values is what is saved."""
+    torch.manual_seed(0)
+    model, optimizer = amp.start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Saves(8, 2)))
+
+    def extend(module, state, prefix, meta):
+        state["extra"] = torch.ones(1) if amp.level == "O3" else state["0.weight"] * 2
+
+    model.register_state_dict_post_hook(extend)
     model[2].register_state_dict_post_hook(
         lambda module, state, prefix, meta: state.__delitem__(prefix + "bias")
     )
     for x, y in batches(3):
         amp.step(mse(model(x), y), optimizer)
         state = model.state_dict()
-        assert list(state) == ["0.weight", "0.bias", "2.weight", "extra"], list(state)
+        assert list(state) == ["0.weight", "0.bias", "2.weight", "2.kept", "extra"], list(state)
         amp.record(*state.values())
 
 
-class Saves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.body(x)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "kept"] = self.body.weight.detach().float().sum() * 0 + 5
-
-
-@situation(letter="q")
-def save_to_state_dict_of_the_users(amp):
-    model, optimizer = amp.start(Saves())
-    plain_loop(amp, model, optimizer, 2)
-    amp.record(model.state_dict()["kept"])
-
-
-@situation(within=2e-2)
-def forward_hooks_of_the_users(amp):
-    """Whether they see half or FP32 is open; one that is not run is 0.3 away."""
-    model, optimizer = amp.start(mlp())
-    model[0].register_forward_hook(lambda module, args, out: out * 2)
-    model[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-    model.register_forward_hook(lambda module, args, out: out + 1)
-    plain_loop(amp, model, optimizer)
-
-
 @situation(within=3e-2)
-def forward_hooks_from_before(amp):
-    """For the tolerance see above."""
+def forward_hooks_of_the_users(amp):
+    """From before `initialize` and from after it.  Whether they see half or FP32 is open; one that
+    is not run is 0.3 away."""
     net = mlp()
     net.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    net.register_forward_hook(lambda module, args, out: out * 2)
     net[0].register_forward_hook(lambda module, args, out: out - 1)
     model, optimizer = amp.start(net)
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    model.register_forward_hook(lambda module, args, out: out * 2)
     plain_loop(amp, model, optimizer)
 
 
@@ -266,15 +219,6 @@ def weight_decay_in_the_loss(amp):
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         decay = sum(p.float().square().sum() for p in model.parameters())
-        amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
-
-
-@situation("O2")
-def weight_decay_of_the_masters_in_the_loss(amp):
-    """The loss reaches the FP32 masters through the graph."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        decay = sum(p.square().sum() for p in optimizer.param_groups[0]["params"])
         amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
 
 
@@ -297,8 +241,7 @@ def a_frozen_body_under_no_grad(amp):
                 x = self.encode(x)
             return self.head(x)
 
-    model, optimizer = amp.start(Body(), PLAIN)
-    plain_loop(amp, model, optimizer)
+    trained(amp, Body(), PLAIN)
 
 
 @situation("O1")
@@ -313,8 +256,7 @@ def a_weight_first_used_without_gradients(amp):
                 self.encode(x)
             return self.head(self.encode(x) + start)
 
-    model, optimizer = amp.start(Twice(), PLAIN)
-    plain_loop(amp, model, optimizer)
+    trained(amp, Twice(), PLAIN)
 
 
 @situation(within=5e-3)
@@ -343,8 +285,7 @@ def a_recursive_model(amp):
             x = self.encode(x)
             return self(x, depth - 1) if depth else self.head(x)
 
-    model, optimizer = amp.start(Deep())
-    plain_loop(amp, model, optimizer)
+    trained(amp, Deep())
 
 
 @situation("O1")
@@ -362,8 +303,7 @@ def weights_made_in_the_forward(amp):
             weight = self.maker(self.code).view(2, 4)
             return F.linear(F.linear(torch.tanh(self.body(x)), weight), torch.eye(2))
 
-    model, optimizer = amp.start(Hyper())
-    plain_loop(amp, model, optimizer)
+    trained(amp, Hyper())
 
 
 @situation("O1")
@@ -373,5 +313,4 @@ def views_and_slices_of_weights(amp):
             x = F.linear(x, self.first.weight[:2])
             return F.linear(x, self.second.weight.t()[:2, :2]) + self.head(F.pad(x, (0, 2)))
 
-    model, optimizer = amp.start(Slices())
-    plain_loop(amp, model, optimizer)
+    trained(amp, Slices())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import torch
 from drivers import SGD
-from situations import Block, batches, mlp, mse, plain_loop, situation
+from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
 from torch import nn
 
-PLAIN = partial(torch.optim.SGD, lr=0.1)
 KINDS = {
     "adam": partial(torch.optim.Adam, lr=0.01, foreach=False),
     "adamw_foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
@@ -25,73 +23,38 @@ KINDS = {
 }
 
 
-def _each_kind(name, make):
-    def run(amp):
-        model, optimizer = amp.start(mlp(), make)
-        plain_loop(amp, model, optimizer, 5)
-
-    run.__name__ = f"torch_optim_{name}"
-    situation("O1 O2", halves="fp16")(run)  # without a scale their steps are left alone
-
-
-for _name, _make in KINDS.items():
-    _each_kind(_name, _make)
+@situation("O2", halves="fp16", cases=KINDS)  # without a scale their steps are left alone
+def torch_optim(amp, case):
+    trained(amp, make=case, count=5)
 
 
 @situation()
-def learning_rate_schedule(amp):
-    model, optimizer = amp.start(mlp())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=8)
-    for x, y in batches(5):
-        amp.step(mse(model(x), y), optimizer)
-        scheduler.step()
-        amp.record(scheduler.get_last_lr()[0])
-
-
-@situation()
-def param_groups_with_their_own_rates(amp):
-    net = mlp()
-    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters()}]
+def schedules_and_param_groups_with_their_own_rates(amp):
+    net = mlp(norm=True)
+    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[1:].parameters()}]
     model, optimizer = amp.start(net, torch.optim.SGD(groups, lr=0.2, weight_decay=0.1))
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
+    schedulers = torch.optim.lr_scheduler
+    cycle = schedulers.OneCycleLR(optimizer, 0.5, total_steps=8)
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    for one in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
+        for _ in range(4):
+            plain_loop(amp, model, optimizer, 1, on_gradients=clip)
+            one.step()
+            amp.record(*one.get_last_lr())
         optimizer.param_groups[0]["lr"] *= 2
 
 
 @situation()
-def optimizer_state_loaded_in_the_middle(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 2)
-    kept = copy.deepcopy(optimizer.state_dict())
-    plain_loop(amp, model, optimizer, 2)
-    optimizer.load_state_dict(kept)
-    plain_loop(amp, model, optimizer, 2)
-
-
-@situation()
-def momentum_forgotten_in_the_middle(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 2)
-    optimizer.state.clear()
-    plain_loop(amp, model, optimizer, 2)
-
-
-@situation()
 def hooks_around_steps(amp):
-    model, optimizer = amp.start(mlp())
-    optimizer.register_step_pre_hook(lambda *_: amp.record(1))
-    optimizer.register_step_post_hook(lambda *_: amp.record(2))
-    plain_loop(amp, model, optimizer)
-
-
-@situation("O1 O2")
-def a_step_pre_hook_that_clips(amp):
+    """One of them clips."""
     model, optimizer = amp.start(mlp())
 
     def clip(optimizer, args, kwargs):
+        amp.record(1)
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
 
     optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: amp.record(2))
     plain_loop(amp, model, optimizer)
 
 
@@ -111,46 +74,22 @@ def closure_of(amp, model, optimizer, x, y, zeroes=True):
     return closure
 
 
-@situation("O1 O2", letter="t")
-def lbfgs(amp):
-    """Without `loss_scale=1` too, LBFGS looks at gradients that are unscaled already."""
-    make = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
-    model, optimizer = amp.start(mlp(), make, loss_scale=128.0)
+def steps_with_closures(amp, make, zeroes=True, **settings):
+    model, optimizer = amp.start(mlp(), make, **settings)
     for x, y in batches(3):
-        optimizer.step(closure_of(amp, model, optimizer, x, y))
-
-
-@situation("O1", letter="t")
-def lbfgs_with_line_search(amp):
-    model, optimizer = amp.start(
-        mlp(),
-        partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe"),
-        loss_scale=128.0,
-    )
-    for x, y in batches(3):
-        optimizer.step(closure_of(amp, model, optimizer, x, y))
+        loss = optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes))
+        if loss is not None:
+            amp.record(loss)
 
 
 @situation("O1 O2", halves="fp16", refuses="under a dynamic loss scale")
 def lbfgs_under_a_dynamic_scale(amp):
     """As of `torch.amp.GradScaler`: it could not go back after an overflow."""
-    model, optimizer = amp.start(mlp(), torch.optim.LBFGS)
-    for x, y in batches(1):
-        optimizer.step(closure_of(amp, model, optimizer, x, y))
-
-
-@situation("O1 O2", letter="t")
-def sgd_with_a_closure(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        amp.record(optimizer.step(closure_of(amp, model, optimizer, x, y)))
+    steps_with_closures(amp, torch.optim.LBFGS)
 
 
 class ZeroFirst(torch.optim.SGD):
     """Zeroes the gradients, calls the closure, steps."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
 
     def step(self, closure):
         self.zero_grad()
@@ -160,19 +99,8 @@ class ZeroFirst(torch.optim.SGD):
         return loss
 
 
-@situation("O1 O2", letter="t")
-def an_optimizer_that_zeroes_first(amp):
-    """A closure called before the optimizer asks would leave it with no gradients at all."""
-    model, optimizer = amp.start(mlp(), ZeroFirst, loss_scale=128.0)
-    for x, y in batches(4):
-        optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes=False))
-
-
 class Extragradient(torch.optim.SGD):
     """A half step, the gradient there, a step from where it began."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure):
@@ -189,18 +117,33 @@ class Extragradient(torch.optim.SGD):
         return loss
 
 
-@situation("O1 O2", letter="t")
-def extragradient(amp):
-    model, optimizer = amp.start(mlp(), Extragradient, loss_scale=128.0)
-    for x, y in batches(4):
-        amp.record(optimizer.step(closure_of(amp, model, optimizer, x, y)))
+SEARCHES = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
+
+
+@situation("O1", cases={"lbfgs_with_line_search": partial(torch.optim.LBFGS, **SEARCHES)})
+@situation(
+    "O1 O2",
+    cases={
+        "lbfgs": partial(torch.optim.LBFGS, lr=0.5, max_iter=3),
+        "sgd": SGD,
+        "an_optimizer_that_zeroes_first": partial(ZeroFirst, lr=0.1),
+        "extragradient": partial(Extragradient, lr=0.1),
+    },
+)
+def closures(amp, case):
+    """LBFGS looks at gradients that are unscaled already.  A closure called before `ZeroFirst` asks
+    would leave it with no gradients at all."""
+    zeroes = getattr(case, "func", None) is not ZeroFirst
+    steps_with_closures(amp, case, zeroes, loss_scale=128.0)
+
+
+@situation("O1 O2")
+def sgd_with_a_closure_under_the_levels_scale(amp):
+    steps_with_closures(amp, SGD)
 
 
 class Mezo(torch.optim.SGD):
     """Two losses at perturbed weights and no gradient; the closure calls no backward."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure):
@@ -217,9 +160,9 @@ class Mezo(torch.optim.SGD):
         return losses[0]
 
 
-@situation("O1 O2", letter="t")
+@situation("O1 O2")
 def zeroth_order_steps(amp):
-    model, optimizer = amp.start(mlp(), Mezo, loss_scale=128.0)
+    model, optimizer = amp.start(mlp(), partial(Mezo, lr=0.1), loss_scale=128.0)
     for x, y in batches(4):
         amp.record(optimizer.step(lambda x=x, y=y: mse(model(x), y)))
 
@@ -255,13 +198,6 @@ class Lookahead:
                 p.copy_(slow)
 
 
-@situation("O1 O2", letter="o")
-def an_optimizer_around_an_optimizer(amp):
-    model, optimizer = amp.start(mlp(), Lookahead)
-    for x, y in batches(5):
-        amp.step(mse(model(x), y), optimizer)
-
-
 class Cached(torch.optim.SGD):
     """Keeps a list of its own, and steps on that."""
 
@@ -277,23 +213,10 @@ class Cached(torch.optim.SGD):
                 p.sub_(p.grad, alpha=0.1)
 
 
-@situation(letter="o")
-def a_list_of_the_optimizers_own(amp):
-    model, optimizer = amp.start(mlp(), Cached)
-    plain_loop(amp, model, optimizer)
-
-
-@situation("O1 O2 O3", letter="s")
-def an_optimizer_made_after_initialize(amp):
-    make = partial(torch.optim.SGD, lr=0.01)
-    model, optimizer = amp.start(mlp(), make if amp.by_hand else None, loss_scale=1.0)
-    if not amp.by_hand:
-        optimizer = make(model.parameters())
-        amp.started[0] = (model, optimizer)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.plain_backward(mse(model(x), y))
-        optimizer.step()
+@situation(cases={"a_list_of_its_own": Cached})
+@situation("O1 O2", cases={"an_optimizer_around_an_optimizer": Lookahead})
+def optimizers_of_other_kinds(amp, case):
+    trained(amp, make=case, count=5)
 
 
 @situation("O1 O2")
@@ -316,7 +239,7 @@ def a_part_of_the_model_in_no_optimizer(amp):
     plain_loop(amp, model, optimizer)
 
 
-@situation("O1 O2 O3", letter="v")
+@situation()
 def step_patched_on_the_class_after_initialize(amp):
     """What a profiler or a test puts on `SGD.step` is called."""
     model, optimizer = amp.start(mlp(), PLAIN)
@@ -354,7 +277,7 @@ def an_exception_in_a_closure(amp):
             optimizer.zero_grad()
 
 
-@situation("O1", halves="fp16", letter="x", says="skipped")
+@situation("O1", halves="fp16", says="skipped")
 def many_skips_are_told(amp):
     """One batch in 16 overflows: that is heard before 50 in a row."""
     make = partial(torch.optim.SGD, lr=1e-3)
@@ -364,25 +287,10 @@ def many_skips_are_told(amp):
 
 
 @situation("O1 O2")
-def batch_norm_and_a_schedule_and_clipping(amp):
-    model, optimizer = amp.start(mlp(norm=True), partial(torch.optim.AdamW, lr=0.05))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for x, y in batches(6):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.clip(model, optimizer, 0.5)
-        optimizer.step()
-        scheduler.step()
-
-
-@situation("O1 O2", letter="t")
 def sam_with_two_half_steps(amp):
     """`first_step` and `second_step`, as the well-known implementation has them."""
 
     class Sam(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, lr=0.1)
-
         @torch.no_grad()
         def first_step(self):
             for p in self.param_groups[0]["params"]:
@@ -395,7 +303,7 @@ def sam_with_two_half_steps(amp):
                 p.copy_(self.state[p]["was"])
             super().step()
 
-    model, optimizer = amp.start(Block(), Sam)
+    model, optimizer = amp.start(Block(), partial(Sam, lr=0.1))
     for x, y in batches(4):
         optimizer.zero_grad()
         amp.backward(mse(model(x), y), optimizer)
@@ -405,22 +313,7 @@ def sam_with_two_half_steps(amp):
         optimizer.second_step()
 
 
-class Wrapper(nn.Module):
-    """A model in a model: a trainer's."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-
 @situation("O1 O2")
 def the_model_is_wrapped_after_initialize(amp):
     model, optimizer = amp.start(mlp())
-    wrapped = Wrapper(model)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(wrapped(x), y), optimizer)
-        optimizer.step()
+    plain_loop(amp, nn.Sequential(model), optimizer)

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from drivers import SGD
-from situations import batches, mlp, mse, plain_loop, situation
+from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -14,21 +14,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 @situation()
 def freezing_and_unfreezing(amp):
-    model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(6)):
-        model[0].requires_grad_(number not in (2, 3))
-        amp.step(mse(model(x), y), optimizer)
-
-
-@situation()
-def frozen_from_the_start_and_unfrozen(amp):
-    """What is frozen has no master; from when it trains it has."""
+    """What is frozen from the start has no master; from when it trains it has."""
     net = mlp()
     net[0].requires_grad_(False)
     model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 2)
-    model[0].requires_grad_(True)
-    plain_loop(amp, model, optimizer, 2)
+    for number, (x, y) in enumerate(batches(7)):
+        model[0].requires_grad_(number not in (0, 1, 4, 5))
+        model[2].requires_grad_(number != 3)
+        amp.step(mse(model(x), y), optimizer)
+        look(amp, model)
+        amp.record(*model.parameters())
 
 
 @situation()
@@ -39,7 +34,7 @@ def a_group_added_later(amp):
     model, optimizer = amp.start(net, lambda params: SGD([p for p in params if p.requires_grad]))
     plain_loop(amp, model, optimizer, 2)
     model[0].requires_grad_(True)
-    amp.add_group(optimizer, list(model[0].parameters()), lr=0.01)
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
     plain_loop(amp, model, optimizer, 3)
 
 
@@ -47,39 +42,31 @@ def a_group_added_later(amp):
 def tied_weights(amp):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     net[2].weight = net[0].weight
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 4)
-
-
-def with_a_layer_changed(amp, change, number):
-    """A training of a model whose layer of that number `change` has reparametrized."""
-    net = mlp()
-    change(net[number])
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 4)
-
-
-@situation("O1 O2", within=1e-2, against="FP32", halves="fp16")
-def weight_norm(amp):
-    """Against FP32: a weight that stood still would be 0.2 away."""
-    with_a_layer_changed(amp, parametrizations.weight_norm, 0)
+    trained(amp, net, count=4)
 
 
 @situation("O1")
 def weight_norm_exactly(amp):
-    with_a_layer_changed(amp, parametrizations.weight_norm, 2)
+    net = mlp()
+    parametrizations.weight_norm(net[2])
+    trained(amp, net, count=4)
 
 
-@situation("O1", within=1e-2, against="FP32", halves="fp16")
-def spectral_norm(amp):
-    with_a_layer_changed(amp, parametrizations.spectral_norm, 0)
+CLOSE_TO_FP32 = {"within": 1e-2, "against": "FP32", "halves": "fp16"}
+
+
+@situation("O1 O2", cases={"weight_norm": parametrizations.weight_norm}, **CLOSE_TO_FP32)
+@situation("O1", cases={"spectral_norm": parametrizations.spectral_norm}, **CLOSE_TO_FP32)
+def reparametrized(amp, case):
+    """Against FP32: a weight that stood still would be 0.2 away."""
+    net = mlp()
+    case(net[0])
+    trained(amp, net, count=4)
 
 
 @situation("O1 O2")
 def pruning(amp):
-    net = mlp()
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 2)
+    model, optimizer = trained(amp, count=2)
     mask = (torch.arange(32).view(8, 4) % 3 > 0).float()
     prune.custom_from_mask(model[0], "weight", mask.to(model[0].weight.dtype))
     plain_loop(amp, model, optimizer, 3)
@@ -98,9 +85,12 @@ def an_ema_copy(amp):
             amp.record(*mean.state_dict().values())
 
 
-def averaged(amp, net, part_of, decay):
-    """`AveragedModel` of `part_of(model)`, against the rule of the average."""
-    model, optimizer = amp.start(net)
+@situation(cases={"model": (lambda model: model, 0.5)})
+@situation("O1 O2", cases={"submodule": (lambda model: model[0], 0.999)})
+def averaged(amp, case):
+    """`AveragedModel` of the model or a part, against the rule of the average."""
+    part_of, decay = case
+    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
     part = part_of(model)
     if amp.by_hand:
         mean = [value.clone() for value in part.state_dict().values()]
@@ -116,27 +106,7 @@ def averaged(amp, net, part_of, decay):
     amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
 
 
-@situation()
-def averaged_model(amp):
-    averaged(amp, mlp(), lambda model: model, 0.5)
-
-
-@situation("O1 O2", letter="q")
-def averaged_model_of_a_submodule(amp):
-    averaged(amp, nn.Sequential(mlp(), nn.Linear(2, 2)), lambda model: model[0], 0.999)
-
-
-@situation()
-def a_new_head_in_the_middle(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 2)
-    with torch.no_grad():
-        model[2].weight.zero_()
-        model[2].bias.zero_()
-    plain_loop(amp, model, optimizer, 2)
-
-
-@situation("O1", letter="d")
+@situation("O1")
 def parameters_that_are_swapped_on_conversion(amp):
     """By a conversion between steps, and by what is loaded."""
     was = torch.__future__.get_swap_module_params_on_conversion()
@@ -153,21 +123,45 @@ def parameters_that_are_swapped_on_conversion(amp):
         torch.__future__.set_swap_module_params_on_conversion(was)
 
 
-@situation()
-def initialized_again_in_the_middle(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 2)
-    amp.renew()
-    plain_loop(amp, model, optimizer, 2)
+@torch.no_grad()
+def with_a_new_head(amp, model, optimizer):
+    model[-1].weight.zero_()
+    model[-1].bias.zero_()
 
 
-@situation()
-def layers_reset_in_the_middle(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, 2)
+def with_a_layer_reset(amp, model, optimizer):
     torch.manual_seed(3)
-    model[2].reset_parameters()
-    plain_loop(amp, model, optimizer, 2)
+    model[-1].reset_parameters()
+
+
+def gone_back_to_the_best(amp, model, optimizer):
+    best = {key: value.clone() for key, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    plain_loop(amp, model, optimizer, 1)
+    model.load_state_dict(best)
+    plain_loop(amp, model, optimizer, 1)
+    optimizer.load_state_dict(state)
+
+
+BETWEEN = {
+    "a new head": with_a_new_head,
+    "a layer reset": with_a_layer_reset,
+    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(
+        mlp(5, norm=True).state_dict()
+    ),
+    "back to the best weights": gone_back_to_the_best,
+    "momentum forgotten": lambda amp, model, optimizer: optimizer.state.clear(),
+    "to the device it is on": lambda amp, model, optimizer: model.to(amp.device),
+    "initialized again": lambda amp, model, optimizer: amp.renew(),
+}
+
+
+@situation()
+def changed_between_steps(amp):
+    model, optimizer = trained(amp, mlp(norm=True), count=2)
+    for change in each(amp, BETWEEN):
+        change(amp, model, optimizer)
+        plain_loop(amp, model, optimizer, 2)
 
 
 @situation()

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from fake_accelerator import NAME, counted, installed
+from small_training import step
 from torch import nn
 
 import ampatch
@@ -147,10 +148,7 @@ def trained(device, watch, size):
     x = (size * torch.randn(6, 4)).to(device)
     with watch(model) as seen:
         for factor in (1.0, 1e-6, float("inf")):
-            optimizer.zero_grad()
-            with ampatch.scale_loss(model(x).square().mean() * factor, optimizer) as loss:
-                loss.backward()
-            optimizer.step()
+            step(model(x).square().mean() * factor, optimizer)
     ampatch.deactivate()
     return seen
 

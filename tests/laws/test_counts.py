@@ -6,8 +6,7 @@ where less is done, lower the numbers in `MORE`.
 
 from __future__ import annotations
 
-import gc
-import sys
+import functools
 import types
 
 import pytest
@@ -31,29 +30,31 @@ MORE = {  # operators at O1 and at O2, with dynamic loss scale, that plain FP32 
     (LINEARS, "ordinary"): (832, 833),  # on top of 2809
     (LINEARS, "fused"): (832, 833),  # on top of 2410
 }
-WEIGHTS = {MLP: 16, LINEARS: 400}
+WEIGHTS = 16  # of the MLP
 LEVELS = ("O1", "O2")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@functools.cache
+def of_fp32(name, optimizer):
+    return counts.count(name, systems.FP32, optimizer).operators
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
-def test_a_step_does_no_more_than_this(name, optimizer, level, dtype):
-    found = counts.count(name, level, optimizer, dtype)
+def test_a_step_does_no_more_than_this(name, optimizer, level):
+    found = counts.count(name, level, optimizer, torch.float16)
     assert found.casts <= CASTS
     assert found.syncs <= (0 if optimizer == "fused" else 1)
-    plain = counts.count(name, systems.FP32, optimizer).operators
-    assert found.operators - plain <= MORE[name, optimizer][LEVELS.index(level)]
+    assert found.operators - of_fp32(name, optimizer) <= MORE[name, optimizer][level == "O2"]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
-def test_autocast_does_more_and_the_counting_sees_it(name, optimizer):
+@pytest.mark.parametrize("optimizer", ["ordinary", "fused"])
+def test_autocast_does_more_and_the_counting_sees_it(optimizer):
     """Each weight is cast for itself forward and backward, and the step waits (or is told)."""
-    found = counts.count(name, systems.AUTOCAST, optimizer)
-    assert found.casts >= 2 * WEIGHTS[name]
+    found = counts.count(MLP, systems.AUTOCAST, optimizer)
+    assert found.casts >= 2 * WEIGHTS
     assert found.syncs == (0 if optimizer == "fused" else 1)
-    plain = counts.count(name, systems.FP32, optimizer).operators
-    assert found.operators - plain >= 2 * WEIGHTS[name]
+    assert found.operators - of_fp32(MLP, optimizer) >= 2 * WEIGHTS
 
 
 # Growth
@@ -70,27 +71,13 @@ def step_of(layers, level):
     return systems.make_step(task, level, systems.How(optimizer=systems.FUSED))
 
 
-def calls(step):
-    """Python functions entered, and C functions called, in one step."""
-    events = []
-    gc.collect()
-    gc.disable()  # what it calls comes when it likes
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return events.count("call"), events.count("c_call")
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_grows_linearly_with_the_parameters(level):
     found = []
-    for layers in (50, 100, 150):
+    for layers in (16, 32, 48):  # with the weights of a bucket more each time
         step = step_of(layers, level)
         operators = counts.count_step(step).operators
-        found.append((operators, *calls(step)))
+        found.append((operators, *counts.calls(step)))
         ampatch.deactivate()
     first, second, third = found
     for small, middle, large in zip(first, second, third, strict=True):
@@ -113,7 +100,7 @@ def counted_with(functions, level):
     step = step_of(4, level)
     assert all(getattr(users, name) is not own[name] for name in own) or level == "O2"
     operators = counts.count_step(step).operators
-    found = operators, *calls(step)
+    found = operators, *counts.calls(step)
     ampatch.deactivate()
     for name in own:
         ampatch.unregister_function(users, name)

@@ -200,7 +200,7 @@ def programs(draw):
 
 
 @hypothesis.settings(
-    max_examples=100,
+    max_examples=60,
     derandomize=True,
     deadline=None,
     database=None,

@@ -37,27 +37,28 @@ class Plain:
     def __init__(self, models, optimizers):
         self.models, self.optimizers = models, optimizers
 
-    def backward(self, loss, optimizers, loss_id=0, delay_unscale=False, **options):
+    def backward(self, loss, optimizers, *loss_id, delay_unscale=False, **options):
         loss.backward(**options)
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 class Mixed(Plain):
     def __init__(self, models, optimizers, level, losses=1):
         super().__init__(models, optimizers)
+        settings = {"loss_scale": "dynamic", "init_scale": 256.0, "verbosity": 0}
         ampatch.initialize(
-            models,
-            optimizers,
-            opt_level=level,
-            dtype=HALF,
-            num_losses=losses,
-            verbosity=0,
-            loss_scale="dynamic",
-            init_scale=256.0,
+            *(models, optimizers), opt_level=level, dtype=HALF, num_losses=losses, **settings
         )
 
-    def backward(self, loss, optimizers, loss_id=0, delay_unscale=False, **options):
-        with ampatch.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale) as scaled:
+    def backward(self, loss, optimizers, *loss_id, delay_unscale=False, **options):
+        with ampatch.scale_loss(loss, optimizers, *loss_id, delay_unscale=delay_unscale) as scaled:
             scaled.backward(**options)
+
+    def skipped(self):
+        return [ampatch.step_was_skipped(optimizer) for optimizer in self.optimizers]
 
 
 def follow(program, make, level, losses=1):
@@ -96,8 +97,7 @@ def test_three_models_two_optimizers_two_losses(opt_level):
         first, second = losses_of(run.models, step)
         run.backward(first, run.optimizers, 0, retain_graph=True)
         run.backward(second, run.optimizers, 1)
-        for optimizer in run.optimizers:
-            optimizer.step()
+        run.step()
 
     follow(program, three_by_two, opt_level, losses=2)
 
@@ -109,8 +109,8 @@ def test_one_loss_several_times_through_one_graph(opt_level):
         loss = sum(losses_of(run.models, step))
         run.backward(loss, run.optimizers, retain_graph=True, delay_unscale=True)
         run.backward(loss, [run.optimizers[0], *run.optimizers], 1)
+        run.step()
         for optimizer in run.optimizers:
-            optimizer.step()
             optimizer.zero_grad()
 
     follow(program, three_by_two, opt_level, losses=2)
@@ -126,14 +126,15 @@ def test_an_overflow_skips_only_what_it_fed(opt_level, given):
         run.backward(models[index](batch(index)).float().sum(), optimizers[index], index)
     bad = sum(models[index](batch(5)).float().sum() for index in which) * math.inf
     run.backward(bad, [optimizers[index] for index in which], 2)
-    for optimizer in optimizers:
-        optimizer.step()
-    skipped = [ampatch.step_was_skipped(optimizer) for optimizer in optimizers]
-    assert skipped == [index in which for index in (0, 1)]
+    run.step()
+    assert run.skipped() == [index in which for index in (0, 1)]
     assert [ampatch.loss_scale(number) for number in range(3)] == [256.0, 256.0, 128.0]
 
 
 # A parameter in several optimizers
+
+
+GIVEN = pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 
 
 def tied():
@@ -141,7 +142,7 @@ def tied():
     return models, [sgd(models[0]), sgd(models[0][2], lr=0.05)]
 
 
-@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+@GIVEN
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_parameter_of_two_optimizers_is_unscaled_once(opt_level, given, delay):
     """Also when the loss is given only one of them; two losses add up."""
@@ -152,8 +153,8 @@ def test_a_parameter_of_two_optimizers_is_unscaled_once(opt_level, given, delay)
             run.backward(
                 loss, [run.optimizers[i] for i in given], delay_unscale=delay and number == 0
             )
+        run.step()
         for optimizer in run.optimizers:
-            optimizer.step()
             optimizer.zero_grad()
 
     follow(program, tied, opt_level)
@@ -174,37 +175,26 @@ def test_two_optimizers_have_one_master_for_a_parameter_of_both():
     )
 
 
-@pytest.mark.parametrize("where, skipped", [(0, [True, False]), (2, [True, True])])
-def test_an_overflow_in_a_shared_parameter_concerns_both(opt_level, where, skipped):
-    models, optimizers = tied()
-    run = Mixed(models, optimizers, opt_level)
-    with ampatch.scale_loss(models[0](batch(0)).float().sum(), optimizers[0]) as scaled:
-        scaled.backward()
-        models[0][where].bias.grad.fill_(math.nan)
-    before = [value.clone() for value in models[0].state_dict().values()]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [ampatch.step_was_skipped(optimizer) for optimizer in run.optimizers[:2]] == skipped
-    after = models[0].state_dict().values()
-    assert all(bool(value.isfinite().all()) for value in after)
-    assert all(map(torch.equal, before, after)) is all(skipped)
-
-
-@pytest.mark.parametrize("where, skipped", [(0, [True, True, False]), (2, [True, False, True])])
-def test_an_overflow_concerns_holders_of_its_parameter_alone(where, skipped):
-    """The first shares one layer with the second, and another with the third."""
+@pytest.mark.parametrize(
+    "where, skipped", [(0, [True, False, True, False]), (2, [True, True, False, True])]
+)
+def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_level, where, skipped):
+    """The first optimizer has all, the others share a layer or the other with it."""
     model = net(0)
-    optimizers = [sgd(model), sgd(model[0]), sgd(model[2])]
-    run = Mixed([model], optimizers, "O1")
-    with ampatch.scale_loss(model(batch(0)).float().sum(), optimizers) as scaled:
+    run = Mixed([model], [sgd(model), sgd(model[2]), sgd(model[0]), sgd(model[2])], opt_level)
+    with ampatch.scale_loss(model(batch(0)).float().sum(), run.optimizers[0]) as scaled:
         scaled.backward()
-        model[where].bias.grad.fill_(math.inf)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [ampatch.step_was_skipped(optimizer) for optimizer in run.optimizers] == skipped
+        model[where].bias.grad.fill_(math.nan)
+    before = [value.clone() for value in model.state_dict().values()]
+    run.step()
+    assert run.skipped() == skipped
+    after = list(model.state_dict().values())
+    assert all(bool(value.isfinite().all()) for value in after)
+    stood = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    assert stood == [where == 0] * 2 + [where == 2] * 2
 
 
-@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+@GIVEN
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, given):
     models, optimizers = tied()
@@ -212,12 +202,11 @@ def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, gi
     pair = [optimizers[index] for index in given]
     run.backward(models[0](batch(0)).float().sum() * math.inf, pair)
     run.backward(models[0](batch(1)).float().sum(), pair)
-    for optimizer in optimizers:
-        optimizer.step()
-        assert ampatch.step_was_skipped(optimizer)
+    run.step()
+    assert run.skipped() == [True, True]
 
 
-@pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+@GIVEN
 def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, given):
     models, optimizers = tied()
     run = Mixed(models, optimizers, opt_level)

@@ -13,7 +13,7 @@ import pytest
 import strikes
 import torch
 import torch.nn.functional as F
-from small_training import data, in_threads
+from small_training import data, in_threads, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ import ampatch
 
 HALF = torch.bfloat16
 LEVELS = ["O1", "O2", "O3"]
-MOMENTS = [120, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
+MOMENTS = [50, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 LINEAR = F.linear
 
 
@@ -42,21 +42,19 @@ class Net(nn.Module):
         return self.second(self.encode(x))
 
 
-def start(level, **settings):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"dtype": HALF, "loss_scale": 1.0, "verbosity": 0, **settings}
+def manage(model, optimizer, level):
+    settings = {"dtype": HALF, "loss_scale": 1.0, "verbosity": 0}
     ampatch.initialize(model, optimizer, opt_level=level, **settings)
     return model, optimizer
 
 
+def start(level):
+    model = Net()
+    return manage(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+
+
 def cached(model):
     with ampatch.cached_weights(model), torch.no_grad():
-        model(data()[0])
-
-
-def no_grad(model):
-    with torch.no_grad():
         model(data()[0])
 
 
@@ -71,7 +69,7 @@ def recompute(model):
 PHASES = {
     "recompute": recompute,
     "forward": lambda model: model(data()[0]),
-    "evaluation": no_grad,
+    "evaluation": torch.no_grad()(lambda model: model(data()[0])),
     "a part": lambda model: model.first(data()[0]),
     "cached_weights": cached,
     "state_dict": lambda model: model.state_dict(),
@@ -85,11 +83,8 @@ PHASES = {
 def look(model, optimizer, level):
     """What one sees of a model: a step's gradients, parts, copies, another thread's forward."""
     x, y = data(5)
-    optimizer.zero_grad()
     loss = F.mse_loss(model(x).float(), y)
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(loss, optimizer)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), Net().parameters(), strict=True):
             parameter.copy_(value)
@@ -104,10 +99,15 @@ def look(model, optimizer, level):
     return [*found, there]
 
 
-def differ(first, second):
+def differ(model, optimizer, level, expected):
+    """What looks different, by its place, or how looking fails."""
+    try:
+        found = look(model, optimizer, level)
+    except Exception as error:
+        return repr(error)[:150]
     return [
         index
-        for index, (a, b) in enumerate(zip(first, second, strict=True))
+        for index, (a, b) in enumerate(zip(found, expected, strict=True))
         if a.dtype is not b.dtype or not torch.equal(a, b)
     ]
 
@@ -146,7 +146,7 @@ def test_ctrl_c(phase, level, most, monkeypatch):
     monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 2.0)
     model, optimizer = start(level)
     expected = look(model, optimizer, level)
-    assert not differ(look(model, optimizer, level), expected)
+    assert not differ(model, optimizer, level, expected)
 
     def does():
         PHASES[phase](model)
@@ -157,18 +157,13 @@ def test_ctrl_c(phase, level, most, monkeypatch):
     count = strikes.calls(does, room)
     for number in range(1, count + 1, 1 + count // most):
         where = strikes.strike(does, number, room)
-        try:
-            wrong = differ(look(model, optimizer, level), expected)
-        except Exception as error:
-            wrong = repr(error)[:150]
-        if wrong and "cached_weights.py" in where and "__exit__ at its start" in where:
-            wrong = []
-            ampatch.deactivate()
-            model, optimizer = start(level)
-        if wrong:
+        wrong = differ(model, optimizer, level, expected)
+        if not wrong:
+            continue
+        if "cached_weights.py" not in where or "__exit__ at its start" not in where:
             bad.append(f"{number} {where}: {wrong}")
-            ampatch.deactivate()
-            model, optimizer = start(level)
+        ampatch.deactivate()
+        model, optimizer = start(level)
     assert not bad, "\n".join(bad)
     ampatch.deactivate()
     assert is_plain(model)
@@ -192,8 +187,7 @@ def test_a_handler_that_calls_the_model(level, grad):
 
     both()
     (expected,) = found
-    count = strikes.calls(both)
-    for number in range(1, count + 1, 2):
+    for number in range(1, strikes.calls(both) + 1, 2):
         try:
             where = strikes.strike(both, number, action=handler)
             right = len(found) == 2 and all(torch.equal(one, expected) for one in found)
@@ -217,16 +211,8 @@ def test_ctrl_c_as_a_session_begins_or_ends(level, phase, most):
     """In what models do there.  After `deactivate` all is plain, and a session may begin anew."""
     expected = look(*start(level), level)
     ampatch.deactivate()
-    model = optimizer = None
-
-    def begin():
-        ampatch.initialize(
-            *(model, optimizer),
-            opt_level=level,
-            dtype=HALF,
-            loss_scale=1.0,
-            verbosity=0,
-        )
+    model, optimizer, bad = None, None, []
+    begin = functools.partial(manage, level=level)
 
     def prepare():
         nonlocal model, optimizer
@@ -234,21 +220,19 @@ def test_ctrl_c_as_a_session_begins_or_ends(level, phase, most):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if phase == "deactivate":
-            begin()
+            begin(model, optimizer)
 
-    does = begin if phase == "initialize" else ampatch.deactivate
+    def does():
+        begin(model, optimizer) if phase == "initialize" else ampatch.deactivate()
+
     prepare()
-    count, bad = strikes.calls(does, "models"), []
+    count = strikes.calls(does, "models")
     for number in range(1, count + 1, 1 + count // most):
         prepare()
         where = strikes.strike(does, number, "models")
-        try:
-            ampatch.deactivate()
-            assert is_plain(model)
-            begin()
-            wrong = differ(look(model, optimizer, level), expected)
-        except Exception as error:
-            wrong = repr(error)[:150]
-        if wrong:
+        ampatch.deactivate()
+        assert is_plain(model), where
+        begin(model, optimizer)
+        if wrong := differ(model, optimizer, level, expected):
             bad.append(f"{number} {where}: {wrong}")
     assert not bad, "\n".join(bad)

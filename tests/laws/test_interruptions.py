@@ -21,7 +21,6 @@ from small_training import (
     seeded,
     start,
 )
-from torch import nn
 
 import ampatch
 from ampatch.scaling import gradients
@@ -82,29 +81,27 @@ def seeded_again(model):
     return model
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("strikes_second", [False, True])
-def test_ctrl_c_on_the_way_in_takes_nothing_away(error, strikes_second, monkeypatch):
+def test_ctrl_c_on_the_way_in_takes_nothing_away(monkeypatch):
+    """It strikes at the second optimizer of the block, when the first one is prepared."""
     models = [seeded(0), seeded(1)]
     pair = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     ampatch.initialize(models, pair, opt_level="O1", verbosity=0, init_scale=1024.0)
     for model, optimizer in zip(models, pair, strict=True):
         backward(model, optimizer, data())
-    before = [[grad.clone() for grad in grads(optimizer)] for optimizer in pair]
+    before = [grad.clone() for optimizer in pair for grad in grads(optimizer)]
     original = gradients.Gradients.gather
-    struck = pair[1] if strikes_second else pair[0]
 
     def strike(flow, scaler):
-        if flow.optimizer is struck:
-            raise error
+        if flow.optimizer is pair[1]:
+            raise KeyboardInterrupt
         return original(flow, scaler)
 
     loss = models[0](data()[0]).sum() + models[1](data()[0]).sum()
-    with monkeypatch.context() as patch, pytest.raises(error):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(gradients.Gradients, "gather", strike)
         with ampatch.scale_loss(loss, pair):
             raise AssertionError("entered")
-    assert [same(grads(one), then) for one, then in zip(pair, before, strict=True)] == [True, True]
+    assert same([grad for optimizer in pair for grad in grads(optimizer)], before)
     for number, (model, optimizer) in enumerate(zip(models, pair, strict=True)):
         backward(model, optimizer, data(2))
         assert close(grads(optimizer), float_grads(data(), data(2), seed=number))
@@ -164,19 +161,14 @@ def test_scale_loss_that_is_never_entered_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "loss, error",
-    [
-        (lambda m: m(data()[0]).sum().item(), TypeError),
-        (lambda m: torch.tensor(1), TypeError),
-        (lambda m: None, TypeError),
-    ],
+    "loss_of", [lambda out: out.sum().item(), lambda out: torch.tensor(1), lambda out: None]
 )
-def test_a_wrong_loss_is_refused_before_anything_happens(loss, error):
+def test_a_wrong_loss_is_refused_before_anything_happens(loss_of):
     model, optimizer = start("O2")
     backward(model, optimizer, data())
     before = [grad.clone() for grad in grads(optimizer)]
-    with pytest.raises(error, match=r"scale_loss\(loss="):
-        ampatch.scale_loss(loss(model), optimizer)
+    with pytest.raises(TypeError, match=r"scale_loss\(loss="):
+        ampatch.scale_loss(loss_of(model(data()[0])), optimizer)
     assert same(grads(optimizer), before)
 
 
@@ -188,18 +180,3 @@ def test_a_loss_without_a_graph_fails_as_in_torch_and_leaves_all():
         with ampatch.scale_loss(torch.ones(()), optimizer) as scaled:
             scaled.backward()
     assert same(grads(optimizer), before) and ampatch.state_dict() == state
-
-
-def test_a_hook_that_raises_in_the_backward_pass():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-
-    def raises(grad):
-        raise KeyError
-
-    handle = model[0].weight.register_hook(raises)
-    with pytest.raises(KeyError):
-        backward(model, optimizer, data())
-    handle.remove()
-    assert grads(optimizer) == [None] * 4

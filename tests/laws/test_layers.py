@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from private_names import ROOT, tree_of
+from warm_python import python
 
-import ampatch
-
-ROOT = Path(ampatch.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LEAVES = {"errors", "log", "torch_private", "types", "_version"}
@@ -81,7 +78,7 @@ def imported(path: Path, text: str | None = None) -> set[str]:
     """The modules of ours that a file imports at run time, in functions too."""
     package = ["ampatch", *path.relative_to(ROOT).parts[:-1]]
     found = set()
-    for node in _at_run_time(ast.parse(path.read_text() if text is None else text)):
+    for node in _at_run_time(tree_of(path) if text is None else ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -144,7 +141,7 @@ def test_the_check_can_see_a_forbidden_import():
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
     """The classes of a file, inner ones too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             yield node
 
@@ -167,7 +164,7 @@ def test_no_class_is_cut_by_inheritance():
 
 
 def test_tables_import_no_torch():
-    tree = ast.parse((ROOT / "casting" / "tables.py").read_text())
+    tree = tree_of(ROOT / "casting" / "tables.py")
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     assert modules <= {"enum", "typing", "__future__"}
@@ -175,14 +172,13 @@ def test_tables_import_no_torch():
 
 def test_ampatch_imports_without_extras():
     """The core needs torch and wrapt; the extras may be missing."""
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'matplotlib', 'scipy', 'sklearn', 'pytest', 'hypothesis'):\n"
-        "    sys.modules[name] = None\n"
-        "import ampatch\n"
-        "assert callable(ampatch.initialize)\n"
-        "assert 'ampatch.sweep' not in sys.modules\n"
-        "assert 'ampatch.diagnose' not in sys.modules\n"
-        "assert 'apex' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = """
+import sys
+for name in ("rich", "matplotlib", "scipy", "sklearn", "pytest", "hypothesis"):
+    sys.modules[name] = None
+import ampatch
+assert callable(ampatch.initialize)
+assert not sys.modules.keys() & {"ampatch.sweep", "ampatch.diagnose", "apex"}
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

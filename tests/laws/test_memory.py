@@ -12,7 +12,6 @@ import torch
 from bench_modules import load
 from torch import nn
 from torch.func import functional_call
-from torch_here import refusal
 
 import ampatch
 
@@ -40,18 +39,23 @@ class HalfCopies(nn.Module):
 
 def of_autocast(build, adam):
     """The peak under autocast, and what part of it O1 may need."""
-    if not refusal(systems.make_step(build(), systems.AUTOCAST)):
-        return counts.peak_bytes(build, systems.AUTOCAST, **adam), 1.001
+    try:
+        systems.make_step(build(), systems.AUTOCAST)()
+    except (RuntimeError, NotImplementedError):  # torch cannot run this here
 
-    def by_hand():
-        task = build()
-        return task._replace(modules=[HalfCopies(*task.modules)])
+        def by_hand():
+            task = build()
+            return task._replace(modules=[HalfCopies(*task.modules)])
 
-    return counts.peak_bytes(by_hand, systems.FP32, **adam), 1.02
+        return counts.peak_bytes(by_hand, systems.FP32, **adam), 1.02
+    return counts.peak_bytes(build, systems.AUTOCAST, **adam), 1.001
 
 
-@pytest.mark.parametrize("adam", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    ("name", "adam"),
+    [*((name, {}) for name in TASKS), ("MLP", {"foreach": True}), ("MLP", {"fused": True})],
+    ids=str,
+)
 def test_peak_memory_is_that_of_autocast(name, adam):
     build = TASKS[name]
     base, part = of_autocast(build, adam)
@@ -81,7 +85,7 @@ def test_memory_is_flat_over_steps(level):
     But for the scales of the last blocks, a number each, until as many as are kept are there.
     """
     with counts.LiveBytes() as live:
-        step = systems.make_step(counts.TASKS["MLP, 8 layers"](), level)
+        step = systems.make_step(tasks.mlp(2, 16, batch=4), level)
         after = []
         for _ in range(140):
             step()

@@ -20,10 +20,10 @@ MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 ROWS = [
     pytest.param(row, level, half, id=f"{row.name}-{level}-{half}")
     for row in TABLE
-    for level in row.levels
-    for half in row.halves
+    for level in row.levels.split()
+    for half in row.halves.split()
     # O3 has one scale in both types: what differs is what half can hold, which FP32 is asked about.
-    if (level, half, row.against) != ("O3", "fp16", "by hand") or row.halves == ("fp16",)
+    if (level, half, row.against) != ("O3", "fp16", "by hand") or row.halves == "fp16"
 ]
 
 
@@ -46,7 +46,8 @@ def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixtur
         caplog.set_level(logging.INFO, logger="ampatch")
     found = everything(row, ours)
     for index, (want, have) in enumerate(zip(expected, found, strict=True)):
-        what = f"number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
+        case = "".join(f"{name}: " for name in oracle.met[index : index + 1])
+        what = f"{case}number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
         assert (want.shape, want.device) == (have.shape, have.device), what
         gap = (want - have).abs().nan_to_num().max().item() if want.numel() else 0.0
         if row.within:
@@ -103,12 +104,10 @@ def grad_scaler_loop(half, clip, accumulate, bad):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("bad", [None, 3])
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
-    if bad is not None and half is torch.bfloat16:
-        bad = None  # there is no scaler to skip the step
+def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate):
+    bad = None if half is torch.bfloat16 else 3  # there is no scaler to skip the step
     expected = grad_scaler_loop(half, clip, accumulate, bad)
     oracle = ByHand("O1", half)
     model, optimizer = oracle.start(mlp())
@@ -117,7 +116,7 @@ def test_the_oracle_at_o1_is_torch_amp(half, clip, accumulate, bad):
         oracle.backward(loss, optimizer)
         if (number + 1) % accumulate == 0:
             if clip:
-                oracle.clip(model, optimizer, clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     assert all(map(torch.equal, model.parameters(), expected))

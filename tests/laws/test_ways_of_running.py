@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import textwrap
-import types
 
 import pytest
 import torch
@@ -120,21 +118,6 @@ def test_pickles_load_where_ampatch_is_not(tmp_path):
         print(len(found))
     """
     assert in_a_process(code, cwd=tmp_path) == "7"
-
-
-# Names
-
-
-def test_names_bound_early_are_rebound_and_undone(monkeypatch):
-    script = types.ModuleType("users_script")
-    script.linear, script.mm, script.other = F.linear, torch.mm, 3
-    monkeypatch.setitem(sys.modules, "users_script", script)
-    originals = dict(vars(script))
-    o1()
-    assert script.linear(X, X).dtype is H and script.linear is F.linear
-    assert script.mm(X, X).dtype is H
-    ampatch.deactivate()
-    assert all(vars(script)[name] is value for name, value in originals.items())
 
 
 # Another torch

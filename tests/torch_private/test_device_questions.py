@@ -1,0 +1,85 @@
+"""What is known of an accelerator, where torch or the device cannot tell all of it."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from ampatch.torch_private import devices
+
+
+def test_a_torch_without_the_module_for_accelerators_knows_cuda(monkeypatch):
+    monkeypatch.setattr(devices, "_accelerator", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.accelerator() == "cuda"
+    assert devices.device_types() == ("cpu", "cuda")
+
+
+def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
+    def refuses(*args, **kwargs):
+        raise RuntimeError("no events here")
+
+    monkeypatch.setattr(torch, "Event", refuses)
+    assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
+
+
+def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
+    """Without timed events the host waits and looks at its clock; unknown memory is no figure."""
+    there, waits = torch.device("xpu"), []
+    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: False)
+    monkeypatch.setattr(devices, "wait_for", waits.append)
+    first, second = devices.seconds_between([devices.moment(there) for _ in range(3)])
+    assert first >= 0 <= second and waits == [there] * 3
+    silent = types.SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(devices, "_module", lambda kind: silent)
+    monkeypatch.setattr(devices, "_accelerator", None)  # or it is asked where the module is silent
+    assert devices.peak_memory() is None
+    assert devices.described() == ["xpu:0", "xpu:1"]
+    assert devices.name_of(there) == "xpu" and devices.count("xpu") == 2
+
+
+def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
+    def refuses(device, timed):
+        raise RuntimeError("no timing here")
+
+    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(devices, "_new_event", refuses)
+    assert not devices._has_timed_events.__wrapped__("xpu")
+
+
+def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
+    """As with a torch that has no `torch.accelerator`; a GPU that was not used has no peak."""
+    used, least = [False], [0]
+    made = {
+        "is_initialized": lambda: used[0],
+        "device_count": lambda: 2,
+        "max_memory_allocated": lambda index: least[0] and least[0] + index,
+        "get_device_name": lambda device: "A GPU",
+        "get_device_capability": lambda device: (9, 0),
+        "is_available": lambda: True,
+    }
+    for name, value in made.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(devices, "_accelerator", None)
+    assert devices.peak_memory() is None
+    used[0] = True  # but nothing is on it
+    assert devices.peak_memory() is None
+    least[0] = 100
+    assert devices.peak_memory() == 100 + 101
+    assert devices.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
+
+
+def test_a_machine_without_accelerators_has_none_to_tell_of(monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    assert devices.peak_memory() is None and devices.described() == []
+    assert devices.count("npu") == 0  # torch has no such module
+    devices.wait_for(torch.device("cpu"))
+
+
+def test_tensors_of_the_host_have_one_place_and_no_fused_kernels():
+    weight = torch.ones(2)
+    assert devices.place_of(weight) == weight.device
+    assert not devices.is_captured(weight)
+    assert not devices.have_fused_optimizers([weight])
