@@ -45,7 +45,7 @@ casting/rules.py
 casting/rules.py
 | if dtype is to or dtype not in CASTABLE:
 | if dtype is to:
-| casting/test_casting.py casting/test_mixed_dtypes.py
+| casting/test_calls.py casting/test_op_db.py
 
 casting/rules.py
 |         if policy.devices is not None and value.device.type not in policy.devices:
@@ -55,7 +55,7 @@ casting/rules.py
 casting/rules.py
 | policy.half_to if n > 1 else torch.float32
 | policy.half_to
-| casting/test_calls.py casting/test_composites.py
+| casting/test_calls.py casting/test_einsum.py
 
 casting/rules.py
 |     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
@@ -65,7 +65,7 @@ casting/rules.py
 casting/rules.py
 | return choose_float if any(labels - kept for labels in operands) else widest
 | return widest
-| casting/test_composites.py casting/test_autocast_lists.py casting/test_casting.py
+| casting/test_einsum.py casting/test_autocast_lists.py
 
 casting/rules.py
 |         if not policy.allow_banned:
@@ -75,17 +75,17 @@ casting/rules.py
 casting/rules.py
 |             changed = changed or new is not item
 |             changed = False
-| casting/test_casting.py casting/test_calls.py
+| casting/test_autocast_lists.py casting/test_calls.py
 
 casting/wrapper.py
 | ("out" in kwargs and kwargs["out"] is not None)
 | False
-| casting/test_casting.py casting/test_calls.py
+| casting/test_autocast_lists.py casting/test_calls.py
 
 casting/policy.py
 | return dataclasses.replace(self, gate=_outside_passes(self.gate), in_forwards=self)
 | return self
-| casting/test_scopes.py casting/test_o1_hooks.py casting/test_blocks.py
+| casting/test_scopes.py casting/test_batched_casts.py casting/test_blocks.py
 
 casting/policy.py
 |             float_to=dtype,
@@ -95,17 +95,17 @@ casting/policy.py
 casting/weight_cache.py
 |                 version == weight._version
 |                 True
-| casting/test_weight_changes.py casting/test_weight_cache.py
+| casting/test_weight_cache.py
 
 casting/weight_cache.py
 |             forward.touched.add(id(weight))
 |             pass
-| casting/test_weight_changes.py casting/test_weight_cache.py
+| casting/test_weight_cache.py
 
 casting/weight_cache.py
 |             forward.graphed, forward.plain = {}, {}
 |             pass
-| casting/test_weight_changes.py
+| casting/test_weight_cache.py
 
 casting/kept_copies.py
 |         return self._stores[torch.is_inference_mode_enabled()]
@@ -120,7 +120,7 @@ casting/batched_casts.py
 casting/tables.py
 | Row("torch", ("log_softmax", "softmax"), Rule.FLOAT_UNLESS_DTYPE, _SOFTMAX),
 | Row("torch", ("log_softmax", "softmax"), Rule.PROMOTE, _SOFTMAX),
-| casting/test_tables.py casting/test_autocast_lists.py casting/test_casting.py
+| casting/test_tables.py casting/test_autocast_lists.py
 
 casting/special_ops.py
 |         return cast(call(*cast_args, **cast_kwargs), wide, _EVERYWHERE)
@@ -334,13 +334,110 @@ interop/tensor_methods.py
 |             found = original.__get__(parameter)
             listener(parameter)
 |             found = original.__get__(parameter)
-| casting/test_weight_changes.py
+| casting/test_weight_cache.py
 
 interop/data_loading.py
 |         with state.casts_off:
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+casting/stack.py
+|         holds = policy is None and self.kind == USER  # also in sessions that open inside
+|         holds = False
+| casting/test_blocks.py casting/test_scopes.py session/test_sessions.py
+
+casting/cast_state.py
+|             if entry.caller is not None and not is_running(entry.caller):
+|             if False:
+| casting/test_batched_casts.py casting/test_blocks.py laws/test_interruptions.py
+
+casting/autocast_interop.py
+|             policy = without(policy, device)
+|             pass
+| casting/test_autocast_interop.py laws/test_situations.py
+
+casting/autocast_interop.py
+| return original(*args, **kwargs) if policy is None else policy.half_type
+| return original(*args, **kwargs) if policy is None else policy.half_to
+| casting/test_autocast_interop.py
+
+casting/context_propagation.py
+|         setattr(self, _POLICY, policy)
+|         pass
+| casting/test_autograd_functions.py casting/test_threads.py
+
+casting/context_propagation.py
+|         with policy.cache.apart():
+|         with nullcontext():
+| casting/test_checkpoints.py
+
+casting/context_propagation.py
+|         return original([_along(module, state) for module in modules], *args, **kwargs)
+|         return original(modules, *args, **kwargs)
+| casting/test_threads.py casting/test_autocast_interop.py
+
+casting/dtype_errors.py
+|     return named == {"half", "single"} or (not named and type(error) is RuntimeError)
+|     return "half" in named or (not named and type(error) is RuntimeError)
+| casting/test_mixed_dtypes.py
+
+casting/handler_tables.py
+|                 if not is_ours or value is not table.get(original, value):
+|                 if not is_ours:
+| casting/test_identity.py casting/test_subclasses.py
+
+casting/user_functions.py
+|         "apply": lambda original: _apply(original, choose, ask),
+|         "apply": lambda original: original,
+| casting/test_user_functions.py casting/test_autograd_functions.py
+
+casting/weight_cache.py
+|                 and not (forward.in_inference and not torch.is_inference_mode_enabled())
+|                 and True
+| casting/test_weight_cache.py laws/test_situations.py
+
+casting/special_ops.py
+|         if policy.gate is None:
+            return False
+|         if policy.gate is None:
+            return True
+| casting/test_attention_o1.py
+
+casting/registered_functions.py
+|         return known not in (None, rule)
+|         return False
+| casting/test_user_functions.py
+
+native/call.h
+|     if (version != static_cast<long long>(tensor._version()) ||
+|     if (
+| native/test_casts.py
+
+native/loading.py
+|     if failure_file().is_file():
+|     if False:
+| native/test_loading.py native/test_building.py
+
+native/building.py
+|         os.replace(made, target)
+|         os.rename(folder, target)
+| native/test_building.py
+
+native/entries.h
+|     if (found != chosen(args[4], item(args[2], i))) Py_RETURN_FALSE;
+|     if (found != chosen(args[4], item(args[2], i))) continue;
+| native/test_entries.py native/test_casts.py
+
+torch_private/foreach.py
+| *[other[index] if isinstance(other, (list, tuple))
+| *[other[0] if isinstance(other, (list, tuple))
+| torch_private/test_foreach.py
+
+torch_private/probes.py
+|         or _transform() is not None
+|         or False
+| torch_private/test_probes.py casting/test_transforms.py
 """
 
 

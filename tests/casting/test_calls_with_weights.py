@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.session.registry import registry
 
 H = torch.bfloat16
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -44,10 +43,13 @@ def plain(self, x):
     return F.linear(x, self.weight, self.bias)
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_computes_what_autocast_does(name, bias):
-    make, shape = LAYERS[name]
+def test_a_layer_computes_what_autocast_does(bias):
+    for make, shape in LAYERS.values():
+        check_layer(make, shape, bias)
+
+
+def check_layer(make, shape, bias):
     torch.manual_seed(0)
     layer, x = make(), torch.randn(shape)
     if not bias:
@@ -65,6 +67,7 @@ def test_a_layer_computes_what_autocast_does(name, bias):
     assert out.dtype is H and torch.equal(out, expected)
     out.float().sum().backward()
     assert all(map(torch.equal, grads, [parameter.grad for parameter in layer.parameters()]))
+    ampatch.deactivate()
 
 
 def in_place(self, x):
@@ -78,7 +81,7 @@ def new_data(self, x):
     return plain(self, x)
 
 
-WAYS = {  # what it calls, and the dtype that comes out
+WAYS = {  # what is called, and the dtype that comes out
     "no bias": (lambda self, x: F.linear(x, self.weight), H),
     "half already": (lambda self, x: F.linear(x.to(H), self.weight, self.bias), H),
     "keywords": (lambda self, x: F.linear(input=x, weight=self.weight, bias=self.bias), H),
@@ -98,20 +101,12 @@ def test_a_call_computes_what_autocast_does(name):
     what, dtype = WAYS[name]
     model = managed(Calls(what))
     model(X)
-    changes = what in (in_place, new_data)
-    with torch.no_grad():
-        weights = [parameter.clone() for parameter in model.parameters()]
     found = model(X)  # from now on the weights are cast together
-    for parameter, weight in zip(model.parameters(), weights, strict=True):
-        assert torch.equal(parameter, weight) or changes
     assert found.dtype is dtype
-    uncast = plain if changes else WITHOUT_CASTS.get(name, what)
     ampatch.deactivate()
+    changes = what in (in_place, new_data)
     with torch.autocast("cpu", dtype=H, enabled=dtype is H):
-        assert torch.equal(found, uncast(model, X))
-
-
-WITHOUT_CASTS = {"casts off": plain, "all in float": plain}
+        assert torch.equal(found, (plain if changes or dtype is not H else what)(model, X))
 
 
 def test_overrides_of_the_function_win():
@@ -124,27 +119,7 @@ def test_overrides_of_the_function_win():
         assert model(X).dtype is torch.float32
 
 
-def test_input_on_a_device_that_is_not_covered():
-    def elsewhere(self, x):
-        registry.state.current().devices = {"meta"}
-        return plain(self, x)
-
-    model = managed(Calls(plain))
-    model(X)
-    model.what = elsewhere
-    assert model(X).dtype is torch.float32
-
-
 def test_missing_arguments_are_named_as_the_function_is():
     managed(Calls(plain))
     with pytest.raises(TypeError, match=r"linear\(\) missing 1 required .*weight"):
         F.linear(X)
-
-
-def test_each_use_of_a_half_copy_counts_as_a_hit():
-    model = managed(Calls(plain))
-    model(X)
-    before = ampatch.cache_info()
-    model(X)
-    after = ampatch.cache_info()
-    assert (after.hits - before.hits, after.misses - before.misses) == (2, 2)  # weight and bias

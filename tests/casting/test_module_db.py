@@ -161,7 +161,7 @@ def check_modules(infos: list, training: bool, half: torch.dtype, cap: int | Non
     assert wrong == {}
 
 
-SIZE = 10
+SIZE = 30
 MODULES = pytest.mark.parametrize(
     "infos",
     [

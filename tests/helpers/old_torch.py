@@ -66,12 +66,6 @@ LACKING = {
                 test_training_a_compiled_model[eager]
             """,
         },
-        "torch 2.4 has no half kernel of grid_sampler on the CPU": {
-            "test_casting": """
-                test_dtype_is_autocasts[fp16-torch.grid_sampler]
-                test_dtype_is_autocasts[bf16-torch.grid_sampler]
-            """,
-        },
         "torch 2.4's Adam has no decoupled_weight_decay": {
             "test_compat_apex": "test_fused_adam_is_adamw_unless_told_otherwise[True]",
         },
