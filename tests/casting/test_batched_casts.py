@@ -44,12 +44,22 @@ def grads(model) -> list:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+class UnderAutocast(nn.Module):
+    """The network, called under torch.autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = network()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=H):
+            return self.model(x)
+
+
 def autocast_grads() -> list:
     """torch.autocast's gradients of the same network."""
-    model = network()
-    with torch.autocast("cpu", dtype=H):
-        loss = loss_of(model)
-    loss.backward()
+    model = UnderAutocast()
+    loss_of(model).backward()
     return grads(model)
 
 
@@ -164,18 +174,6 @@ def test_ranks_that_talk(model, tmp_path):
 # Hooks
 
 
-class Hooked(nn.Module):
-    """Under autocast, with the weights of a network at its top."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=H):
-            return self.model(x)
-
-
 def hook_of_the_whole_model(model):
     """Runs when all gradients of its children are there."""
     seen = []
@@ -197,7 +195,7 @@ def hooks_of_every_module(model):
 @pytest.mark.parametrize("forwards_before", [0, 2])
 def test_hooks_of_modules_see_what_they_see_under_autocast(hook, forwards_before):
     found = []
-    for made in (Hooked, lambda: managed(network())):
+    for made in (UnderAutocast, lambda: managed(network())):
         model = made()
         for _ in range(forwards_before):
             loss_of(model).backward()
@@ -290,7 +288,7 @@ def test_layers_that_some_forwards_leave_out():
 
 def test_a_batch_of_gradients(model):
     found = []
-    for reference in (Hooked(), model):
+    for reference in (UnderAutocast(), model):
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         out, params = reference(X).float().sum(0), list(reference.parameters())
         found.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))

@@ -149,7 +149,7 @@ CONTEXTS = {
 
 def in_context(context, parts, x):
     with context():
-        return parts[:1].eval()(x.float())
+        return torch.tanh(parts[0].layer(x.float()))
 
 
 def recomputed_in(context, parts, x):
@@ -199,7 +199,7 @@ def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant
     with ampatch.disable_casts(), torch.autocast("cpu", enabled=False):
         loss = checkpoint(run, x, use_reentrant=reentrant).sum()
     loss.backward()
-    assert seen == [FP32, FP32] and x.grad.dtype is FP32
+    assert set(seen) == {FP32} and x.grad.dtype is FP32
 
 
 # What is replaced in torch

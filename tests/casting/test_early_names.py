@@ -34,17 +34,18 @@ def o1(model=None, **options):
 def write(tmp_path, monkeypatch):
     """Write a file of a package; what is imported from there is forgotten afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
-    known = set(sys.modules)
+    written = set()
 
     def write_file(name: str, text: str) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+        written.add(name.partition("/")[0].removesuffix(".py"))
 
     yield write_file
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    for title in list(sys.modules):
+        if title.partition(".")[0] in written:
+            del sys.modules[title]
 
 
 def module(monkeypatch, name: str, **names) -> types.ModuleType:

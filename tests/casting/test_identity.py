@@ -132,8 +132,8 @@ class Recording(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-ADDED = {"__get__", "to", "is_floating_point", "is_inference", "data_ptr", "_version"}
-"""What the casts at the ends of a half model look at in a subclass, and call on it."""
+ADDED = {"__get__", "to", "is_floating_point", "is_inference", "data_ptr", "_version", "new_empty"}
+"""What the casts at the ends of a half model, and the check of an RNN, look at and call."""
 
 
 def test_modes_and_subclasses_see_a_model_s_own_calls_only(opt_level):
