@@ -189,36 +189,6 @@ def test_the_check_of_native_rows_can_fail():
         call("torch", "inner", HALF, FULL)
 
 
-INDEX = torch.zeros(2, 2, dtype=torch.long)
-REFUSED = {
-    "bilinear": lambda f: f(HALF, HALF, FULL[None]),
-    "cross": lambda f: f(HALF.new_ones(3), FULL.new_ones(3)),
-    "dot": lambda f: f(HALF[0], FULL[0]),
-    "grid_sampler": lambda f: f(HALF[None, None], FULL[None, None], 0, 0, False),
-    "index_put": lambda f: f(HALF, (INDEX[0],), FULL),
-    "inner": lambda f: f(HALF, FULL),
-    "scatter_add": lambda f: f(HALF, 0, INDEX, FULL),
-    "tensordot": lambda f: f(HALF, FULL, [1], [0]),
-    "vdot": lambda f: f(HALF[0], FULL[0]),
-}
-BY_NUMBER = {
-    "addcdiv": lambda f: f(HALF, HALF, FULL[0, 0]),
-    "addcmul": lambda f: f(HALF, HALF, FULL[0, 0]),
-    "arctan2": lambda f: f(HALF, FULL[0, 0]),
-    "atan2": lambda f: f(HALF, FULL[0, 0]),
-}
-
-
-def test_the_other_promoters_need_us():
-    for where, name in [op for op, rule in RULE_OF.items() if rule in TO_WIDEST]:
-        function = getattr(OWNERS[where], name)
-        if name in BY_NUMBER:
-            assert BY_NUMBER[name](function).dtype is torch.float16
-        else:
-            with pytest.raises(RuntimeError, match="type|Half|dot|same"):
-                REFUSED[name](function)
-
-
 # Apex's tables.
 
 NEVER_REFUSED_BY_APEX = {"log1p_", "square_"}
