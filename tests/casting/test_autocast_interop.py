@@ -441,6 +441,8 @@ def test_our_casts_count_as_autocast():
     assert o1(forward, dtype=FP16)(X) == (True, FP16, False)
     with ampatch.disable_casts():
         assert not torch.is_autocast_enabled("cpu")
+    with ampatch.precision("float"):
+        assert torch.get_autocast_dtype("cpu") is FP16
     ampatch.deactivate()
     assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is H
     assert o1(forward, level="O2")(X) == (False, H, False)

@@ -288,8 +288,11 @@ def test_tables_filled_during_a_session_serve_then_and_afterwards():
         implements(torch.bmm)(lambda func, args, kwargs: "bmm")
         x = X[None].as_subclass(ByDict)
         assert torch.bmm(x, x.mT) == "bmm"
+        assert torch.mm(X.as_subclass(ByDict), X.t())[1] == "handled"
+        implements(torch.mm)(lambda func, args, kwargs: "another")
         ampatch.deactivate()
         assert torch.bmm(x, x.mT) == "bmm" and torch.bmm in HANDLED
+        assert torch.mm(X.as_subclass(ByDict), X.t()) == "another"
     finally:
         HANDLED.clear()
         HANDLED.update(kept)

@@ -92,6 +92,8 @@ def test_registered_rules(library):
     assert library.dtype_of(X.to(H)) is torch.float32
     assert library.promoted(X, X.to(H)) == (torch.float32, torch.float32)
     assert library.promoted(X.to(H), X.to(H)) == (H, H)
+    ampatch.register_half_function(library, "dtype_of")
+    assert library.dtype_of(X) is H
 
 
 def test_a_function_of_torch_decides_about_what_it_calls_itself_too(library):

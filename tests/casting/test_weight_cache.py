@@ -169,6 +169,20 @@ def test_a_transform_within_a_forward_leaves_no_tensor_of_its_level():
     assert ampatch.cache_info().hits == 0  # the transform's own cast was not kept
 
 
+def test_a_copy_of_inference_mode_is_not_saved_for_a_backward_pass():
+    def forward(weight, x):
+        F.linear(x, weight)
+        with torch.inference_mode(False), torch.enable_grad():
+            y = X.clone().requires_grad_()
+            return torch.autograd.grad(F.linear(y, weight).float().sum(), y)
+
+    model = managed(Twice(forward))
+    model.weight.requires_grad_(False)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(*model(X), X)
+
+
 # Weights that change in ways that autograd does not count
 
 

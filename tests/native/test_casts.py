@@ -326,3 +326,18 @@ def test_lists_in_lists_end_as_in_python(same_bits_with_native):
         """
     )
     assert found == {"endless": "RecursionError", "nested": "TypeError", "inside": "torch.bfloat16"}
+
+
+def test_entries_are_exchanged_all_or_none(same_bits_with_native):
+    found = same_bits_with_native(
+        """
+        from ampatch.models import lent_places
+        tables = [{"a": 1}, {"a": 2}]
+        found = {}
+        for name, old in (("other", [1, 3]), ("same", [1, 2])):
+            done = lent_places.exchange(tables, ["a", "a"], [0, 1], [4, 5], old)
+            found[name] = [done, [table["a"] for table in tables]]
+        torch.save(found, sys.argv[1])
+        """
+    )
+    assert found == {"other": [False, [1, 2]], "same": [True, [4, 5]]}
