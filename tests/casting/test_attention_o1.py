@@ -1,6 +1,7 @@
 """Where torch's fused kernels for attention and transformer layers belong, and where they do not.
 
-Where calls are cast these modules take the single calls, as under autocast: `test_module_db.py`.
+Where calls are cast these modules take the single calls, as under autocast; their dtypes are in
+`test_module_db.py`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,22 @@ def model_and_input(name: str) -> tuple:
     torch.manual_seed(0)
     make, kwargs = MODELS[name]
     return make(), torch.randn(5, 3, 8), kwargs
+
+
+def test_where_calls_are_cast_the_single_calls_run_in_half(half):
+    cases = {name: model_and_input(name) for name in MODELS}
+    plain = {  # with gradients: not fused
+        name: tensor_of(model.eval()(x, **kwargs)).detach()
+        for name, (model, x, kwargs) in cases.items()
+    }
+    ampatch.initialize([case[0] for case in cases.values()], dtype=half, verbosity=0)
+    room = 0.02 if half is torch.float16 else 0.1
+    for name, (model, x, kwargs) in cases.items():
+        for given in (x, x.to(half)):
+            with torch.no_grad(), Kernels() as kernels:
+                output = tensor_of(model(given, **kwargs))
+            assert kernels.dtypes() == {half} and not kernels.seen.keys() & FUSED, name
+            torch.testing.assert_close(output.float(), plain[name], rtol=room, atol=room)
 
 
 def evaluated(model: nn.Module, x: torch.Tensor, **kwargs) -> tuple[torch.Tensor, set[str]]:

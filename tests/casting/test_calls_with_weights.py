@@ -1,4 +1,4 @@
-"""`F.linear` and the convolutions: an input, a weight and perhaps a bias, against autocast."""
+"""`F.linear` with weights of a managed model, called in several ways, against autocast."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ import ampatch
 
 H = torch.bfloat16
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-
-LAYERS = {  # a layer of each function, and its input
-    "linear": (lambda: nn.Linear(4, 5), (3, 4)),
-    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 2, 8)),
-    "conv2d": (lambda: nn.Conv2d(2, 4, 3, padding="same", groups=2), (2, 2, 8, 8)),
-    "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), (1, 2, 4, 4, 4)),
-    "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 2, 8)),
-    "conv_transpose2d": (lambda: nn.ConvTranspose2d(2, 3, 3, output_padding=0), (2, 2, 8, 8)),
-    "conv_transpose3d": (lambda: nn.ConvTranspose3d(2, 3, 2), (1, 2, 3, 3, 3)),
-}
 
 
 def managed(module, **options):
@@ -41,33 +31,6 @@ class Calls(nn.Module):
 
 def plain(self, x):
     return F.linear(x, self.weight, self.bias)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_computes_what_autocast_does(bias):
-    for make, shape in LAYERS.values():
-        check_layer(make, shape, bias)
-
-
-def check_layer(make, shape, bias):
-    torch.manual_seed(0)
-    layer, x = make(), torch.randn(shape)
-    if not bias:
-        layer.bias = None
-    with torch.autocast("cpu", dtype=H):
-        expected = layer(x)
-    expected.float().sum().backward()
-    expected = expected.detach()  # its graph would hold the weights' accumulators
-    grads = [parameter.grad for parameter in layer.parameters()]
-    layer.zero_grad()
-    layer = managed(layer)
-    layer(x).float().sum().backward()  # from now on the weights are cast together
-    layer.zero_grad()
-    out = layer(x)
-    assert out.dtype is H and torch.equal(out, expected)
-    out.float().sum().backward()
-    assert all(map(torch.equal, grads, [parameter.grad for parameter in layer.parameters()]))
-    ampatch.deactivate()
 
 
 def in_place(self, x):
