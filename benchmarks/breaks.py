@@ -438,6 +438,21 @@ torch_private/probes.py
 |         or _transform() is not None
 |         or False
 | torch_private/test_probes.py casting/test_transforms.py
+
+casting/tables.py
+| Row("torch", ("embedding", "embedding_bag"), Rule.PROMOTE, _ONE_DTYPE),
+| Row("torch", ("embedding",), Rule.PROMOTE, _ONE_DTYPE),
+| casting/test_op_db_listed.py laws/test_situations.py
+
+casting/tables.py
+| Row("torch", ("ctc_loss", "histogram",
+| Row("torch", ("histogram",
+| casting/test_op_db_listed.py
+
+casting/tables.py
+|     "__setitem__", "index_add_",
+|     "index_add_",
+| casting/test_mixed_dtypes.py
 """
 
 
