@@ -1,4 +1,7 @@
-"""torch's own words about precision: `torch.autocast`, `custom_fwd`."""
+"""torch.autocast's regions, switch and questions, and `custom_fwd`, beside our casts.
+
+Training with regions in and around a model is in `tests/laws/situations_amp_examples.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import ampatch
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
+NOTHING = contextlib.nullcontext
 STATE = ampatch.session.session.registry.state
 
 
@@ -56,7 +60,7 @@ def test_no_cast_in_a_disabled_region(title, scope):
     def forward(layer, x):
         with region():
             inside = layer(x)
-            with torch.autocast("cpu", dtype=FP16):
+            with fp16():
                 nested = layer(x)
             again = layer(x)
         return [y.dtype for y in (layer(x), inside, nested, again, layer(x))]
@@ -71,14 +75,6 @@ def test_no_cast_in_a_disabled_region(title, scope):
 
 
 CUDA_OFF = "ignore:.*CUDA is not available:UserWarning"
-AROUND = {
-    "none": contextlib.nullcontext,
-    "disabled": off,
-    "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
-    "enabled": lambda: torch.autocast("cpu", dtype=H),
-    "enabled, for CUDA": lambda: torch.autocast("cuda", dtype=FP16),
-    "in a region that is off": lambda: both(off(), torch.autocast("cpu", dtype=H)),
-}
 
 
 @contextlib.contextmanager
@@ -87,13 +83,30 @@ def both(outer, inner):
         yield
 
 
+def on():
+    return torch.autocast("cpu", dtype=H)
+
+
+def fp16():
+    return torch.autocast("cpu", dtype=FP16)
+
+
 @contextlib.contextmanager
-def raw_switch(value):
-    torch.set_autocast_enabled("cpu", value)
+def raw_switch():
+    torch.set_autocast_enabled("cpu", True)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cpu", not value)
+        torch.set_autocast_enabled("cpu", False)
+
+
+AROUND = {
+    "disabled": off,
+    "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
+    "enabled": on,
+    "enabled, for CUDA": lambda: torch.autocast("cuda", dtype=FP16),
+    "in a region that is off": lambda: both(off(), on()),
+}
 
 
 class Classes(nn.Module):
@@ -113,7 +126,7 @@ class Classes(nn.Module):
 
 
 def trained(around, **settings):
-    """Outputs and gradients of a model whose forward is called inside `around`."""
+    """Outputs and gradients of a model whose forward is called inside `around`, and its dtypes."""
     model = Classes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, dtype=H, verbosity=0, **settings)
@@ -125,38 +138,29 @@ def trained(around, **settings):
             scaled.backward()
         found += [output, *(p.grad.clone() for p in ampatch.master_params(optimizer))]
         optimizer.step()
-    found.append(model.seen)
     ampatch.deactivate()
-    return found
-
-
-def same(found, expected):
-    assert found.pop() == expected.pop()
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype is other.dtype and torch.equal(one, other)
+    return found, model.seen
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
-@pytest.mark.parametrize("title", [title for title in AROUND if title != "none"])
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_a_managed_forward_is_its_own_region(title, scope):
-    """NVIDIA's scripts have `autocast(args.amp == "pytorch")` around the model."""
-    same(trained(AROUND[title], patch_scope=scope), trained(AROUND["none"], patch_scope=scope))
-
-
-@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
-@pytest.mark.parametrize("title", [title for title in AROUND if "disabled" in title])
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_disabled_region_leaves_the_other_levels_alone(title, level, beside):
-    """A half model with an FP32 buffer needs casts, too; `beside` an O1 model or without."""
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_a_managed_forward_is_its_own_region(opt_level, scope, beside):
+    """NVIDIA's scripts have `autocast(args.amp == "pytorch")` around the model.
 
-    def run(around):
+    A half model with an FP32 buffer needs casts, too; `beside` an O1 model or without.
+    """
+    found = {}
+    for title, around in {"none": NOTHING, **AROUND}.items():
         if beside:
             ampatch.initialize(nn.Linear(2, 2), verbosity=0, dtype=H)
-        return trained(around, opt_level=level)
-
-    same(run(AROUND[title]), run(AROUND["none"]))
+        if opt_level in ("O1", "O2", "O3") or "disabled" in title or title == "none":
+            found[title] = trained(around, opt_level=opt_level, patch_scope=scope)
+    expected, expected_dtypes = found.pop("none")
+    for title, (tensors, dtypes) in found.items():
+        assert dtypes == expected_dtypes, title
+        for one, other in zip(tensors, expected, strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other), title
 
 
 @pytest.mark.filterwarnings(CUDA_OFF)
@@ -178,18 +182,15 @@ def test_an_enabled_region_says_the_half_type(inside):
         y = layer(x)
         return y, torch.softmax(y, -1), torch.mm(y, y.t())
 
-    def region():
-        return torch.autocast("cpu", dtype=FP16)
-
     def forward(layer, x):
-        with region() if inside else contextlib.nullcontext():
+        with fp16() if inside else NOTHING():
             found = calls(layer, x)
         return (*found, layer(x))
 
     expected = o1(calls, dtype=FP16)(X)
     ampatch.deactivate()
     model = o1(forward)
-    with contextlib.nullcontext() if inside else region():
+    with NOTHING() if inside else fp16():
         *found, after = model(X)
     assert after.dtype is (H if inside else FP16)
     for one, other in zip(found, expected, strict=True):
@@ -202,7 +203,7 @@ def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
     """Parts with a precision of their own, and blocks; torch's autocast would cast in them."""
 
     def forward(self, x):
-        with torch.autocast("cpu", dtype=H) if inside else contextlib.nullcontext():
+        with on() if inside else NOTHING():
             with ampatch.disable_casts():
                 plain = torch.mm(x, x.t())
             with ampatch.precision("float"):
@@ -217,7 +218,7 @@ def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
     Outer.forward = forward
     overrides = {"inner": "float", torch.bmm: "float"}
     model = ampatch.initialize(Outer(), dtype=H, overrides=overrides, verbosity=0)
-    with contextlib.nullcontext() if inside else torch.autocast("cpu", dtype=H):
+    with NOTHING() if inside else on():
         found = model(X)
         assert torch.mm(X, X.t()).dtype is (FP32 if inside else H)  # torch's own, beside models
         with ampatch.disable_casts():
@@ -225,29 +226,42 @@ def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
     assert [y.dtype for y in found] == [FP32, FP32, FP32, FP32, H]
 
 
-@pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("float")])
-def test_what_is_said_to_ampatch_holds_for_the_models_inside(block):
+SETTINGS = [  # what stands around a managed forward, and the dtype that it computes in
+    ([on, lambda: ampatch.precision("half")], H),
+    ([fp16, lambda: ampatch.precision("half")], FP16),
+    ([off, lambda: ampatch.precision("half")], H),
+    ([lambda: ampatch.precision("half"), off], H),
+    ([on, lambda: ampatch.precision("float")], FP32),
+    *(
+        (around, FP32)
+        for block in (ampatch.disable_casts, lambda: ampatch.precision("float"))
+        for around in ([block], [block, off], [off, block])
+    ),
+    # torch's autocast within a block casts alone, in models there too
+    *(([b, off, on], H) for b in (ampatch.disable_casts, lambda: ampatch.precision("float"))),
+]
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_the_users_blocks_hold_in_models_and_say_more_than_regions(scope):
     """As apex's `disable_casts` does; a region of torch's in between says nothing new."""
-    model = o1()
-    with block():
-        assert model(X).dtype is FP32
-        with off():
-            assert model(X).dtype is FP32
-        with torch.autocast("cpu", dtype=H):
-            assert torch.mm(X, X.t()).dtype is H
-    with off(), block():
-        assert model(X).dtype is FP32
-    assert model(X).dtype is H
-
-
-def test_a_model_in_an_island_of_another_model_casts():
-    inner = o1()
 
     def forward(layer, x):
-        with off():
-            return layer(x), inner(x)
+        return layer(x).dtype, torch.softmax(x.to(FP16), -1).dtype
 
-    assert [y.dtype for y in o1(forward)(X)] == [FP32, H]
+    model = o1(forward, patch_scope=scope)
+    with on():
+        of_torch = forward(model.layer, X)
+    for around, expected in SETTINGS:
+        with contextlib.ExitStack() as stack:
+            for enter in around:
+                stack.enter_context(enter())
+            found = model(X)
+        assert found[0] is expected, around
+        assert len(around) < 3 or found == of_torch == (H, FP16)
+    with ampatch.disable_casts(), on():
+        assert torch.mm(X, X.t()).dtype is H
+    assert model(X)[0] is H and not STATE.thread.stack
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -255,7 +269,7 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     """Its rules and its dtype, gradients too."""
 
     def train(weight):
-        with torch.autocast("cpu", dtype=FP16):
+        with fp16():
             output = torch.log_softmax(F.linear(X, weight).exp(), -1)
         output.float().sum().backward()
         return output, weight.grad
@@ -268,79 +282,42 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
 
 
-@pytest.mark.parametrize("how", ["the model", "a part at O2", "in a region"])
 @pytest.mark.parametrize("scope", ["process", "model"])
-def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope, how):
-    """It skips the hooks that would end the forward."""
-    level = "O2" if how == "a part at O2" else "O1"
+def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope):
+    """It skips the hooks that would end the forward, of a model in a region, of a part at O2."""
 
-    def interrupted(layer, x):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
-    model = o1(interrupted, level=level, patch_scope=scope)
-    region = torch.autocast("cpu", dtype=FP16) if how == "in a region" else contextlib.nullcontext()
-    before = (X @ X.T).dtype
-    with region:
-        if how == "a part at O2":
-            hook = model.layer.register_forward_pre_hook(lambda *_: interrupted(None, None))
-        with pytest.raises(KeyboardInterrupt):
-            model.layer(X) if how == "a part at O2" else model(X)
-    if how == "a part at O2":
-        hook.remove()
-    model.function = lambda layer, x: layer(x)
-    assert model(X).dtype is (FP32 if level == "O2" else H)
+    model, half = o1(interrupted, patch_scope=scope), o1(level="O2", patch_scope=scope)
+    before, hook = (X @ X.T).dtype, half.layer.register_forward_pre_hook(interrupted)
+    with fp16(), pytest.raises(KeyboardInterrupt):
+        model(X)
+    with pytest.raises(KeyboardInterrupt):
+        half.layer(X)
+    hook.remove()
+    model.function = half.function
+    assert half(X).dtype is FP32 and model(X).dtype is H
     assert not STATE.thread.stack and (X @ X.T).dtype is before
-    if level == "O1":
-        with torch.autocast("cpu", dtype=FP16):
-            assert model(X).dtype is FP16
-
-
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_a_block_of_precision_beside_a_region_casts(scope):
-    model = o1(patch_scope=scope)
-    on, fp16 = torch.autocast("cpu", dtype=H), torch.autocast("cpu", dtype=FP16)
-    for around, expected in (
-        ((on, ampatch.precision("half")), H),
-        ((fp16, ampatch.precision("half")), FP16),
-        ((off(), ampatch.precision("half")), H),
-        ((ampatch.precision("half"), off()), H),
-        ((ampatch.precision("float"), off()), FP32),
-        ((ampatch.disable_casts(), off()), FP32),
-        ((on, ampatch.precision("float")), FP32),
-    ):
-        with contextlib.ExitStack() as stack:
-            for one in around:
-                stack.enter_context(one)
-            assert model(X).dtype is expected, around
-    assert model(X).dtype is H and not STATE.thread.stack
-
-
-@pytest.mark.parametrize("block", [ampatch.disable_casts, lambda: ampatch.precision("float")])
-def test_torchs_autocast_within_a_block_casts_alone_in_models_there(block):
-    def forward(layer, x):
-        return layer(x).dtype, torch.softmax(x.to(FP16), -1).dtype
-
-    model = o1(forward)
-    with torch.autocast("cpu", dtype=H):
-        expected = forward(model.layer, X)
-    with block(), off(), AROUND["enabled"]():
-        assert model(X) == expected == (H, FP16)
+    with fp16():
+        assert model(X).dtype is FP16
 
 
 def test_a_region_belongs_to_its_thread():
     model, found = o1(), []
 
-    def run(inside):
-        with inside:
-            found.append(F.linear(X, model.layer.weight).dtype)
+    def in_a_thread(inside):
+        def run():
+            with inside:
+                found.append(F.linear(X, model.layer.weight).dtype)
 
-    with off():
-        thread = threading.Thread(target=run, args=(torch.no_grad(),))
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    thread = threading.Thread(target=run, args=(off(),))
-    thread.start()
-    thread.join()
+
+    with off():
+        in_a_thread(torch.no_grad())
+    in_a_thread(off())
     assert found == [H, FP32]
 
 
@@ -353,14 +330,17 @@ def test_regions_around_sessions():
         ampatch.deactivate()
         assert model(X).dtype is FP32
     assert not STATE.per_thread and not STATE.thread.stack
-    with torch.autocast("cpu", dtype=FP16):
-        model = o1()
+    with fp16():
+        model = o1(patch_scope="process")
         assert model(X).dtype is FP16
-    assert model(X).dtype is H
+        ampatch.deactivate()  # one that outlives its session is one in the next
+        model = o1(patch_scope="process")
+        assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
+    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
-@pytest.mark.parametrize("region", [off, lambda: torch.autocast("cpu", dtype=FP16)])
+@pytest.mark.parametrize("region", [off, fp16])
 def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
     """No replacement sees its exit, which may come before the next session or in it."""
     o1(patch_scope=scope)
@@ -373,58 +353,38 @@ def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
     assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
 
 
-def test_a_region_that_outlives_its_session_is_one_in_the_next():
-    o1(patch_scope="process")
-    with torch.autocast("cpu", dtype=FP16):
-        ampatch.deactivate()
-        model = o1(patch_scope="process")
-        assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
-        assert torch.mm(X, X.t()).dtype is FP16
-    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
-
-
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("value", [True, False])
 def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_before, caplog):
-    found = torch.is_autocast_enabled("cpu")
-    if is_before:
-        torch.set_autocast_enabled("cpu", value)
-    model = o1(verbosity=1)
-    if not is_before:
-        torch.set_autocast_enabled(enabled=value, device_type="cpu")
-    try:
-        assert model(X).dtype is H and not STATE.thread.stack
-        said = [m for m in caplog.messages if "autocast_enabled" in m]
-        assert len(said) == (not is_before)
-        assert all("with ampatch.disable_casts():" in message for message in said)
-    finally:
-        ampatch.deactivate()
-        assert torch.is_autocast_enabled("cpu") is value or not (value or is_before)
-        torch.set_autocast_enabled("cpu", found)
+    with torch.autocast("cpu", enabled=value) if is_before else NOTHING():
+        model = o1(verbosity=1)
+        if not is_before:
+            torch.set_autocast_enabled(enabled=value, device_type="cpu")
+        try:
+            assert model(X).dtype is H
+            said = [m for m in caplog.messages if "autocast_enabled" in m]
+            assert len(said) == (not is_before)
+            assert all("with ampatch.disable_casts():" in message for message in said)
+            ampatch.deactivate()
+            assert torch.is_autocast_enabled("cpu") is value
+        finally:
+            if not is_before:
+                torch.set_autocast_enabled("cpu", False)
 
 
-@pytest.mark.parametrize("block, inside", [(off, H), (ampatch.disable_casts, FP32)])
-def test_in_the_closure_of_a_step(block, inside):
-    model, seen = Net(lambda layer, x: layer(x)), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = ampatch.initialize(model, optimizer, dtype=H, verbosity=0)
-
-    def closure():
-        output = model(X)
-        seen.append(output.dtype)
-        with ampatch.scale_loss(output.float().sum(), optimizer) as scaled:
-            scaled.backward()
-
-    optimizer.step(closure)
-    with block():
-        optimizer.step(closure)
-    assert seen == [H, inside]
+RECOMPUTED = {  # in the forward, around it, and the dtype of both passes
+    "as it is": (NOTHING, NOTHING, H),
+    "in a region": (off, NOTHING, FP32),
+    "in torch's within a block": (NOTHING, lambda: both(ampatch.disable_casts(), on()), H),
+    "switched on within a block": (NOTHING, lambda: both(ampatch.disable_casts(), raw_switch()), H),
+}
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("title", RECOMPUTED)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_runs_as_its_forward(reentrant, inside):
-    """torch enters regions around it, to bring back autocast's state: no words of the user's."""
+def test_a_recomputation_runs_as_its_forward(reentrant, title):
+    """torch enters regions around it, to bring back autocast's state: no setting of the user's."""
+    inside, around, expected = RECOMPUTED[title]
     seen = []
 
     def part(layer, x):
@@ -432,31 +392,17 @@ def test_a_recomputation_runs_as_its_forward(reentrant, inside):
         return layer(x)
 
     def forward(layer, x):
-        with off() if inside else torch.enable_grad():
+        with inside():
             return checkpoint(part, layer, x, use_reentrant=reentrant)
 
-    o1(forward)(X.clone().requires_grad_()).float().sum().backward()
-    assert seen == [FP32 if inside else H] * 2
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("on", [lambda: torch.autocast("cpu", dtype=H), lambda: raw_switch(True)])
-def test_a_recomputation_in_torchs_autocast_within_a_block(reentrant, on):
-    """torch's autocast casts there, in the recomputation too."""
-    seen = []
-
-    def part(layer, x):
-        seen.append(layer(x).dtype)
-        return layer(x)
-
-    model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
-    with ampatch.disable_casts(), on():
+    model = o1(forward)
+    with around():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
-    assert seen == [H, H] and not STATE.thread.stack
+    assert seen == [expected] * 2 and not STATE.thread.stack
 
 
-def test_replicas_of_data_parallel_have_the_casts_of_the_call():
+def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
     """torch enters regions in their threads, to bring back autocast's state there."""
     seen = []
 
@@ -465,49 +411,23 @@ def test_replicas_of_data_parallel_have_the_casts_of_the_call():
             with off():  # what torch's own does where its autocast is off
                 seen.append(module(x).dtype)
 
-        threads = [threading.Thread(target=run, args=each) for each in zip(modules, inputs)]
-        for thread in threads:
+        for each in zip(modules, inputs):
+            thread = threading.Thread(target=run, args=each)
             thread.start()
-        for thread in threads:
             thread.join()
 
     def forward(layer, x):
         torch.nn.parallel.parallel_apply([layer, layer], [x, x])
         return layer(x)
 
-    original, torch.nn.parallel.parallel_apply = torch.nn.parallel.parallel_apply, parts
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.parallel, "parallel_apply", parts)
         o1(forward)(X)
         ampatch.deactivate()
-    finally:
-        torch.nn.parallel.parallel_apply = original
     assert seen == [H, H]
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_region_around_training_with_half_weights(level):
-    """Autocast does on half weights what it does without us on a half model."""
-
-    def train(inside):
-        net = Net(lambda layer, x: layer(x))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        net, optimizer = ampatch.initialize(net, optimizer, opt_level=level, dtype=H, verbosity=0)
-        for _ in range(3):
-            with inside:
-                loss = net(X).square().mean()
-                optimizer.zero_grad()
-                with ampatch.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-        weights = [value.clone() for value in net.state_dict().values()]
-        ampatch.deactivate()
-        return weights
-
-    plain, found = train(torch.enable_grad()), train(torch.autocast("cpu", dtype=H))
-    assert all(map(torch.equal, found, plain))
-
-
-# What is said of our casts
+# What torch answers about our casts
 
 
 def test_our_casts_count_as_autocast():
@@ -521,6 +441,8 @@ def test_our_casts_count_as_autocast():
     assert o1(forward, dtype=FP16)(X) == (True, FP16, False)
     with ampatch.disable_casts():
         assert not torch.is_autocast_enabled("cpu")
+    with ampatch.precision("float"):
+        assert torch.get_autocast_dtype("cpu") is FP16
     ampatch.deactivate()
     assert not torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is H
     assert o1(forward, level="O2")(X) == (False, H, False)
@@ -534,68 +456,53 @@ def test_torch_itself_is_told_the_truth():
     assert torch.autocast("cpu").fast_dtype is H
 
 
-class Multiply(torch.autograd.Function):
-    seen: list = []
+def product(cast_inputs):
+    """A Function with `custom_fwd`, and a list of the dtypes that it has seen in both passes."""
+    seen = []
 
-    @classmethod
-    def note(cls, *tensors):
-        cls.seen.append([*(t.dtype for t in tensors), torch.mm(X, X.t()).dtype])
+    def note(*tensors):
+        seen.append([*(t.dtype for t in tensors), torch.mm(X, X.t()).dtype])
 
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, a, b):
+            note(a, b)
+            ctx.save_for_backward(a, b)
+            return a @ b
 
-class Cast(Multiply):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, a, b):
-        Cast.note(a, b)
-        ctx.save_for_backward(a, b)
-        return a @ b
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            note(grad)
+            return (grad @ b.t()).float(), (a.t() @ grad).float()
 
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        Cast.note(grad)
-        return grad @ b.t(), a.t() @ grad
-
-
-class Follow(Multiply):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx, a, b):
-        Follow.note(a, b)
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        Follow.note(grad)
-        return (grad @ b.t()).float(), (a.t() @ grad).float()
+    return Product, seen
 
 
-@pytest.mark.parametrize("cls", [Cast, Follow])
+@pytest.mark.parametrize("cast_inputs", [FP32, None])
 @pytest.mark.parametrize("forward_in", ["casts", "region"])
-def test_custom_fwd_and_custom_bwd(cls, forward_in):
+def test_custom_fwd_and_custom_bwd(cast_inputs, forward_in):
     """As under autocast; the backward pass is elsewhere, and runs as its forward did."""
     weight = torch.randn(4, 4, requires_grad=True)
+    function, found = product(cast_inputs)
 
-    def seen(run, *around):
-        Multiply.seen.clear()
-        with around[0], around[1]:
+    def seen(run, around):
+        found.clear()
+        with around:
             output = run()
         output.float().sum().backward()
-        return list(Multiply.seen)
+        return list(found)
 
     def forward(layer, x):
-        with off() if forward_in == "region" else torch.enable_grad():
-            return cls.apply(x, weight)
+        with off() if forward_in == "region" else NOTHING():
+            return function.apply(x, weight)
 
-    grad = torch.enable_grad()
-    expected = seen(lambda: forward(None, X), torch.autocast("cpu", dtype=H), grad)
+    expected = seen(lambda: forward(None, X), on())
     model = o1(forward)
-    assert seen(lambda: model(X), grad, grad) == expected
-    assert seen(lambda: model(X), off(), grad) == expected
+    assert seen(lambda: model(X), NOTHING()) == expected
+    assert seen(lambda: model(X), off()) == expected
 
 
 @torch.library.custom_op("ampatch_tests::early", mutates_args=())
@@ -608,7 +515,7 @@ early.register_autocast("cpu", torch.float16)
 
 def test_an_operator_with_a_kernel_for_autocast_runs_as_it_is_called():
     """docs/limits.md"""
-    with torch.autocast("cpu", dtype=H):
+    with on():
         assert early(X).dtype is FP16
     o1(patch_scope="process")
     calls = (early, torch.ops.ampatch_tests.early, torch.ops.ampatch_tests.early.default)
@@ -626,9 +533,9 @@ def test_a_region_in_a_compiled_model(backend):
             inside = layer(x)
             asked = torch.is_autocast_enabled("cpu")
             product = torch.mm(x, x.t())
-            with torch.autocast("cpu", dtype=FP16):
+            with fp16():
                 nested = layer(x)
-        with torch.autocast("cpu", dtype=H):
+        with on():
             again = layer(x)
             exact = torch.softmax(again, -1)
         return layer(x), inside, product, nested, again, exact, torch.tensor(asked)
@@ -643,7 +550,7 @@ def test_a_region_in_a_compiled_model(backend):
         for new, old in zip(found, expected, strict=True):
             torch.testing.assert_close(new, old)
     assert [y.dtype for y in expected[:6]] == [H, FP32, FP32, FP16, H, FP32]
-    for around in (off(), torch.autocast("cpu", dtype=H)):
+    for around in (off(), on()):
         with around:
             found = compiled(X)
         assert [y.dtype for y in found] == [y.dtype for y in expected]

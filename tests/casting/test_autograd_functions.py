@@ -59,46 +59,53 @@ def leaves():
     return [torch.randn(3, 3, generator=generator).requires_grad_() for _ in "xw"]
 
 
+def o1():
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+
+
 def grads(output: torch.Tensor, leaves: list) -> list:
     return list(torch.autograd.grad(output.sum(), leaves))
 
 
-@pytest.fixture
-def forgetting():
-    """What the test registers is forgotten afterwards."""
-    with forgotten_afterwards():
-        yield
-
-
 @pytest.mark.parametrize("registered", [False, True])
-def test_forward_and_backward(leaves, registered, forgetting):
+def test_forward_and_backward(leaves, registered):
     Product, _, seen = functions()
     plain = dict(vars(Product))
     exact = grads(Product.apply(*leaves), leaves)
-    if registered:
-        holder = type("holder", (), {"Product": Product})
-        ampatch.register_half_function(holder, "Product")
-    else:
-        assert ampatch.half_function(Product) is Product
-    seen.clear()
-    assert Product.apply(*leaves).dtype is FP32
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    output = Product.apply(*leaves)
-    found = grads(output, leaves)
-    assert output.dtype is H and seen == [(H, H, H, H)]
-    for one, other in zip(found, exact, strict=True):
-        assert one.dtype is FP32
-        torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
-    ampatch.deactivate()
-    assert Product.apply(*leaves).dtype is FP32
-    if registered:
-        assert dict(vars(Product)) == plain
+    with forgotten_afterwards():
+        if registered:
+            ampatch.register_half_function(type("holder", (), {"Product": Product}), "Product")
+        else:
+            assert ampatch.half_function(Product) is Product
+        seen.clear()
+        assert Product.apply(*leaves).dtype is FP32
+        o1()
+        output = Product.apply(*leaves)
+        found = grads(output, leaves)
+        assert output.dtype is H and seen == [(H, H, H, H)]
+        for one, other in zip(found, exact, strict=True):
+            assert one.dtype is FP32
+            torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+        ampatch.deactivate()
+        assert Product.apply(*leaves).dtype is FP32
+        assert not registered or dict(vars(Product)) == plain
+
+
+def test_half_function_and_a_second_derivative(leaves):
+    """The casts are in the graph, so that what is saved for the backward pass is too."""
+    Product, _, _ = functions()
+    ampatch.half_function(Product)
+    o1()
+    x, w = leaves
+    (first,) = torch.autograd.grad(Product.apply(x, w).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), w)
+    assert torch.equal(second, torch.full((3, 3), 3.0))
 
 
 def test_float_function_and_a_second_derivative():
     _, Cube, _ = functions()
     ampatch.float_function(Cube)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     x = torch.tensor([1.0, -2.0, 3.0], dtype=H, requires_grad=True)
     output = Cube.apply(x)
     assert output.dtype is FP32
@@ -111,11 +118,10 @@ def test_float_function_and_a_second_derivative():
 def test_promote_function(leaves):
     Product, _, seen = functions()
     ampatch.promote_function(Product)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     x, w = leaves
     with ampatch.disable_casts(), pytest.raises(RuntimeError):
         Product.apply(x, w.to(H))
-    seen.clear()
     grads(Product.apply(x, w.to(H)), leaves)
     assert seen[0][:2] == (FP32, FP32)
 
@@ -123,7 +129,7 @@ def test_promote_function(leaves):
 def test_backward_runs_under_the_casting_of_its_forward(leaves):
     Product, _, seen = functions()
     ampatch.half_function(Product)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     with ampatch.disable_casts():
         output = Product.apply(*leaves)
     seen.clear()
@@ -138,17 +144,12 @@ def test_in_a_model_at_another_level(leaves):
     Product, _, seen = functions()
     ampatch.half_function(Product)
 
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Parameter(leaves[1].detach().clone())
-
+    class Net(torch.nn.Linear):
         def forward(self, x):
-            return Product.apply(x, self.w)
+            return Product.apply(x, self.weight)
 
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    plain = ampatch.initialize(Net(), opt_level="O0", verbosity=0)
-    seen.clear()
+    o1()
+    plain = ampatch.initialize(Net(3, 3), opt_level="O0", verbosity=0)
     output = plain(leaves[0])
     output.sum().backward()
     assert output.dtype is FP32 and seen == [(FP32, FP32, FP32, FP32)]
@@ -165,7 +166,7 @@ def test_compiled(leaves, backend):
     cube = torch.compile(lambda x: Cube.apply(x), backend=backend, fullgraph=True)
     half = leaves[0].detach().to(H).requires_grad_()
     assert product(*leaves).dtype is FP32 and cube(half).dtype is H
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     output = product(*leaves)
     assert output.dtype is H and cube(half).dtype is FP32
     eager = grads(Product.apply(*leaves), leaves)

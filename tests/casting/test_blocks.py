@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 
@@ -17,11 +16,14 @@ X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
 
 
+STATE = ampatch.session.session.registry.state
+
+
 @pytest.fixture(autouse=True)
 def o1():
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     yield
-    assert ampatch.session.session.registry.state.thread.policy is FOLLOW
+    assert STATE.thread.policy is FOLLOW
 
 
 def now() -> torch.dtype:
@@ -30,7 +32,7 @@ def now() -> torch.dtype:
 
 
 def frames() -> list:
-    return ampatch.session.session.registry.state.thread.stack
+    return STATE.thread.stack
 
 
 # Decorated generators and coroutines
@@ -53,12 +55,13 @@ class Loader:
         yield now()
 
 
-@pytest.mark.parametrize("function", [rows, awaited, stream, Loader.rows, asyncio.sleep])
 @pytest.mark.parametrize(
-    "block, written",
+    "function, block, written",
     [
-        (ampatch.disable_casts, "ampatch.disable_casts()"),
-        (lambda: ampatch.precision("float"), "ampatch.precision('float')"),
+        (rows, ampatch.disable_casts, "ampatch.disable_casts()"),
+        (awaited, ampatch.disable_casts, "ampatch.disable_casts()"),
+        (stream, lambda: ampatch.precision("float"), "ampatch.precision('float')"),
+        (Loader.rows, lambda: ampatch.precision("float"), "ampatch.precision('float')"),
     ],
 )
 def test_what_runs_after_it_has_returned_is_not_decorated(function, block, written):
@@ -102,25 +105,21 @@ def test_a_block_ends_with_what_was_entered_in_it(order):
 
 
 @pytest.mark.parametrize("around", [ampatch.disable_casts, lambda: torch.autocast("cpu", H)])
-def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_the_one_around(around):
+def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_what_is_around(around):
     with around():
         ampatch.disable_casts().__enter__()
         assert now() is FP32
     assert now() is H and not frames()
 
+    def struck(module, x):
+        with around():
+            ampatch.disable_casts().__enter__()
+            raise KeyboardInterrupt
 
-def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_the_forward_that_it_was_in():
-    def struck(self, x):
-        ampatch.disable_casts().__enter__()
-        raise KeyboardInterrupt
-
-    model = ampatch.initialize(Parts(), dtype=H, verbosity=0)
-    Parts.forward = struck
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model(X)
-    finally:
-        Parts.forward = parts
+    model = ampatch.initialize(Parts(struck), dtype=H, verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    model.run = parts
     assert model(X) == (H, H) and not frames()
 
 
@@ -141,18 +140,14 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     assert now() is H
 
 
-# Ctrl-C inside a step's closure
-
-
-class Interrupted(nn.Linear):
-    def forward(self, x):
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_ctrl_c_in_a_closure_leaves_no_block_behind(level):
     """The step's own blocks end although the forward's frame, never popped, lies above them."""
-    model = Interrupted(4, 4)
+
+    def interrupted(module, x):
+        raise KeyboardInterrupt
+
+    model = Parts(interrupted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, patch_scope="model")
     with pytest.raises(KeyboardInterrupt):
@@ -160,7 +155,7 @@ def test_ctrl_c_in_a_closure_leaves_no_block_behind(level):
     assert len(frames()) <= 1
     with ampatch.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer):
         assert not frames()
-    assert not frames() and not ampatch.session.session.registry.state.per_thread
+    assert not frames() and not STATE.per_thread
 
 
 # Blocks around the beginning of a session
@@ -172,12 +167,13 @@ def parts(module, x):
 
 
 class Parts(nn.Module):
-    def __init__(self):
+    def __init__(self, run=parts):
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.run = nn.Linear(4, 4), run
         self.register_buffer("shift", torch.ones(4))
 
-    forward = parts
+    def forward(self, x):
+        return self.run(self, x)
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -215,17 +211,40 @@ def test_a_block_of_precision_from_before_a_session_says_nothing_in_it():
 def test_precision_beside_a_session_that_casts_nothing_changes_nothing():
     """An O2 forward gets along with an FP32 buffer, in such a block too."""
     ampatch.deactivate()
-    Parts.forward = lambda self, x: (self.layer(x) @ self.shift).dtype
-    try:
-        model = ampatch.initialize(Parts(), opt_level="O2", dtype=H, verbosity=0, overrides={})
-        expected = model(X)
-        with ampatch.precision("float"):
-            assert model(X) is expected
-    finally:
-        Parts.forward = parts
+    model = Parts(lambda module, x: (module.layer(x) @ module.shift).dtype)
+    ampatch.initialize(model, opt_level="O2", dtype=H, verbosity=0, overrides={})
+    expected = model(X)
+    with ampatch.precision("float"):
+        assert model(X) is expected
 
 
 def test_without_a_session_torchs_autocast_casts_in_nested_blocks():
     ampatch.deactivate()
     with ampatch.disable_casts(), torch.autocast("cpu", dtype=H), ampatch.disable_casts():
         assert now() is H
+
+
+# Forwards within forwards
+
+
+@pytest.mark.parametrize("level, dtype", [("O0", FP32), ("O1", H)])
+def test_each_forward_keeps_its_own_policy_to_its_end(level, dtype):
+    """One that changes nothing pushes nothing; what runs inside must not take that away."""
+    seen = []
+
+    def calls(module, x):
+        if len(seen) < 2:
+            seen.append(now())
+            inner(x)
+            seen.append(now())
+        return now()
+
+    def again(module, x):
+        if len(seen) < 2:
+            model(x)
+
+    model, inner = Parts(calls), Parts(again)
+    ampatch.initialize(inner, opt_level="O1" if level == "O0" else "O0", dtype=H, verbosity=0)
+    ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
+    assert model(X) is dtype and seen == [dtype] * 4
+    assert not frames()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.session import policies, session
+from ampatch.session import policies
 
 
 @pytest.fixture
@@ -58,13 +58,6 @@ def test_what_only_the_cpu_computes_wrongly_stays_half_elsewhere(level, accelera
     )
     assert call("meta") == [half] * 3
     assert call("cpu") == ([torch.float32, half, torch.float32] if level == "O1" else [half] * 3)
-
-
-def test_without_an_accelerator_nothing_is_asked():
-    model = nn.Linear(4, 4)
-    ampatch.initialize(model, verbosity=0)
-    policy = session.registry.sessions[-1].policy()
-    assert torch.cuda.is_available() or policy.devices is None
 
 
 @pytest.mark.gpu

@@ -14,7 +14,8 @@ import torch.distributions.transforms
 import torch.nn.functional as F
 
 import ampatch
-from ampatch.casting import install, rebind
+from ampatch.casting import places
+from ampatch.casting.patches import PatchSet
 from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
 from ampatch.torch_private import checkpoints
 
@@ -23,27 +24,28 @@ X = torch.ones(2, 2)
 PLAIN = {"mm": torch.mm, "linear": F.linear, "exp": torch.exp}  # a dict is not rebound
 
 
-def o1(**options):
-    ampatch.initialize([], opt_level="O1", dtype=H, patch_scope="process", verbosity=0, **options)
+def o1(model=None, **options):
+    model = [] if model is None else model
+    options = {"patch_scope": "process", "verbosity": 0, **options}
+    return ampatch.initialize(model, opt_level="O1", dtype=H, **options)
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     """Write a file of a package; what is imported from there is forgotten afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
-    known = set(sys.modules)
+    written = set()
 
     def write_file(name: str, text: str) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+        written.add(name.partition("/")[0].removesuffix(".py"))
 
     yield write_file
-    for name in set(sys.modules) - known:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
-            sys.modules[name].__file__
-        ):
-            del sys.modules[name]
+    for title in list(sys.modules):
+        if title.partition(".")[0] in written:
+            del sys.modules[title]
 
 
 def module(monkeypatch, name: str, **names) -> types.ModuleType:
@@ -74,7 +76,7 @@ def test_packages_submodules_and_aliases(write):
     assert package.product is PLAIN["mm"] and layers.linear is PLAIN["linear"]
 
 
-def test_a_module_imported_while_patched_gets_the_originals_back(write):
+def test_a_module_imported_or_reloaded_while_patched_gets_the_originals_back(write):
     write(
         "late_module.py", "from torch import mm, exp as e\nfrom torch.nn.functional import linear\n"
     )
@@ -86,6 +88,8 @@ def test_a_module_imported_while_patched_gets_the_originals_back(write):
     assert pickle.loads(pickle.dumps(late.mm)) is PLAIN["mm"]
     o1()  # early, by now
     assert late.mm(X, X).dtype is H
+    importlib.reload(late)
+    assert late.mm is torch.mm
     ampatch.deactivate()
     assert late.mm is PLAIN["mm"]
 
@@ -106,19 +110,9 @@ def test_what_is_out_of_reach_when_the_patches_go_is_inert():
     assert closure().dtype is H  # in force again, and cast once
 
 
-def test_a_module_reloaded_while_patched(write):
-    write("reloaded.py", "from torch import mm\n")
-    reloaded = importlib.import_module("reloaded")
-    o1()
-    importlib.reload(reloaded)
-    assert reloaded.mm is torch.mm
-    ampatch.deactivate()
-    assert reloaded.mm is PLAIN["mm"]
-
-
 def test_what_the_user_rebinds_meanwhile_is_left_alone(monkeypatch, caplog):
     mine = module(monkeypatch, "my_module", mm=torch.mm, exp=torch.exp)
-    ampatch.initialize([], opt_level="O1", dtype=H, patch_scope="process")
+    o1(verbosity=1)
     mine.mm = own = [].append
     del mine.exp
     with caplog.at_level("WARNING", logger="ampatch"):
@@ -127,38 +121,36 @@ def test_what_the_user_rebinds_meanwhile_is_left_alone(monkeypatch, caplog):
     assert "my_module.mm was replaced by other code" in caplog.text
 
 
-def test_in_apex_tables_and_for_overridden_functions_too(monkeypatch):
+def test_in_apex_tables_and_for_overridden_functions_and_tools_too(monkeypatch):
     mine = module(
         monkeypatch, "my_module", std=torch.std, relu=torch.relu, sampler=torch.grid_sampler
     )
-    before = dict(vars(mine))
-    model = ampatch.initialize(
-        torch.nn.Identity(),
-        dtype=H,
-        overrides={torch.relu: "half"},
-        patch_scope="process",
-        verbosity=0,
-    )
-    assert mine.relu(X).dtype is H and model is not None
+    before, clip = dict(vars(mine)), [torch.nn.utils.clip_grad_norm_]
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ampatch.initialize(net, optimizer, opt_level="O2", dtype=H, verbosity=0)
+    o1(torch.nn.Identity(), overrides={torch.relu: "half"})
+    assert mine.relu(X).dtype is H
+    mine.clip = torch.nn.utils.clip_grad_norm_
+    assert mine.clip is not clip[0]
     ampatch.deactivate()
-    assert vars(mine) == before
+    assert vars(mine) == {**before, "clip": clip[0]}
     ampatch.init()
     assert mine.std(X.half()).dtype is torch.float32
     assert mine.sampler is torch.grid_sampler  # patched by a table, and once more by apex's rows
     ampatch.deactivate()
-    assert vars(mine) == before
+    assert vars(mine) == {**before, "clip": clip[0]}
 
 
-def test_gradient_tools_bound_while_patched_are_given_back(monkeypatch):
-    mine = module(monkeypatch, "my_module")
-    original = [torch.nn.utils.clip_grad_norm_]
-    net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ampatch.initialize(net, optimizer, opt_level="O2", dtype=H, verbosity=0)
-    mine.clip = torch.nn.utils.clip_grad_norm_
-    assert mine.clip is not original[0]
+def test_names_in_the_main_script_of_a_spawned_process(monkeypatch):
+    """`multiprocessing` runs it in a module that it drops; functions keep that one's globals."""
+    run = {"__name__": "__mp_main__"}
+    exec("from torch.nn.functional import linear\ndef called():\n    return linear", run)
+    module(monkeypatch, "__mp_main__", **run)
+    o1()
+    assert run["called"]() is F.linear is not PLAIN["linear"]
     ampatch.deactivate()
-    assert mine.clip is original[0]
+    assert run["called"]() is PLAIN["linear"]
 
 
 # Modules that are not what they seem
@@ -174,30 +166,6 @@ class Touchy(types.ModuleType):
         raise AssertionError(f"told {name}")
 
 
-def test_modules_are_asked_for_nothing(monkeypatch):
-    touchy = Touchy("touchy")
-    inside = object.__getattribute__(touchy, "__dict__")
-    inside["mm"] = torch.mm
-    monkeypatch.setitem(sys.modules, "touchy", touchy)
-    o1()
-    assert inside["mm"] is torch.mm is not PLAIN["mm"]
-    ampatch.deactivate()
-    assert inside["mm"] is PLAIN["mm"]
-
-
-def test_lazy_modules_are_not_loaded(write, monkeypatch):
-    write("lazy_module.py", "raise AssertionError('loaded')\n")
-    spec = importlib.util.find_spec("lazy_module")
-    loader = importlib.util.LazyLoader(spec.loader)
-    lazy = importlib.util.module_from_spec(spec)
-    loader.exec_module(lazy)
-    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
-    o1()
-    ampatch.deactivate()
-    with pytest.raises(AssertionError, match="loaded"):
-        lazy.anything  # noqa: B018
-
-
 class Proxy:
     """Like wrapt's and six's: loads what it stands for when it is asked, its class included."""
 
@@ -206,10 +174,24 @@ class Proxy:
         raise AssertionError("asked for its class")
 
 
-def test_what_is_no_module_in_sys_modules_is_left_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "proxy", Proxy())
-    monkeypatch.setitem(sys.modules, "forbidden", None)  # as Python has it for a blocked import
+def test_modules_are_asked_for_nothing_and_lazy_ones_are_not_loaded(monkeypatch, write):
+    touchy = Touchy("touchy")
+    inside = object.__getattribute__(touchy, "__dict__")
+    inside["mm"] = torch.mm
+    write("lazy_module.py", "raise AssertionError('loaded')\n")
+    spec = importlib.util.find_spec("lazy_module")
+    loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    loader.exec_module(lazy)
+    others = {"touchy": touchy, "lazy_module": lazy, "proxy": Proxy()}
+    for name, value in {**others, "forbidden": None}.items():  # None: a blocked import
+        monkeypatch.setitem(sys.modules, name, value)
     o1()
+    assert inside["mm"] is torch.mm is not PLAIN["mm"]
+    ampatch.deactivate()
+    assert inside["mm"] is PLAIN["mm"]
+    with pytest.raises(AssertionError, match="loaded"):
+        lazy.anything  # noqa: B018
 
 
 def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
@@ -222,42 +204,30 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         (row.where, name)
         for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
         for name in row.names
-        if not row.native and isinstance(install.resolve(row.where), types.ModuleType)
+        if not row.native and isinstance(places.resolve(row.where), types.ModuleType)
     }
-    parts = {
-        ("torch.backends.mha", "get_fastpath_enabled"),
-        ("torch.utils.checkpoint", checkpoints.no_reentry()),
-        ("torch.jit", "script"),
-        *((where, "parallel_apply") for where in PARALLEL),
-        ("torch.nn.functional", "multi_head_attention_forward"),
-        *(("torch", name) for name in AUTOCAST_S),
-        *((where, name) for where in MODES_IN for name in ("_push_mode", "_pop_mode")),
-        *(("torch.overrides", name) for name in OVERRIDES),
-        ("torch._dynamo.trace_rules", "get_tensor_method"),  # if another test imported Dynamo
-        ("torch._dynamo.trace_rules", "is_callable_allowed"),
-        ("torch._dynamo.trace_rules", "load_object"),
-    }
-    assert changed == {(title, name) for title, name in rows | parts if (title, name) in before}
-    assert {
-        ("torch", "mm"),
-        ("torch.nn.functional", "linear"),
-        ("torch._C._nn", "mse_loss"),
-    } <= changed
+    others = {(where, name) for where, names in OTHERS.items() for name in names.split()}
+    assert changed == {place for place in rows | others if place in before}
+    assert {("torch", "mm"), ("torch.nn.functional", "linear")} <= changed
+    assert ("torch._C._nn", "mse_loss") in changed
 
 
-AUTOCAST_S = (
-    "set_autocast_enabled", "is_autocast_enabled", "get_autocast_dtype",
-    "set_autocast_cpu_enabled", "is_autocast_cpu_enabled", "get_autocast_cpu_dtype",
-    "get_autocast_gpu_dtype",
-)  # fmt: skip
-
-
-PARALLEL = ("torch.nn.parallel", "torch.nn.parallel.data_parallel")
-MODES_IN = ("torch.overrides", "torch.utils._device")
-OVERRIDES = (
-    "get_ignored_functions", "get_testing_overrides", "_get_overridable_functions",
-    "_get_tensor_methods",
-)  # fmt: skip
+OTHERS = {
+    "torch.backends.mha": "get_fastpath_enabled",
+    "torch.utils.checkpoint": f"{checkpoints.no_reentry()}",
+    "torch.jit": "script",
+    "torch.nn.parallel": "parallel_apply",
+    "torch.nn.parallel.data_parallel": "parallel_apply",
+    "torch.nn.functional": "multi_head_attention_forward",
+    "torch": "set_autocast_enabled is_autocast_enabled get_autocast_dtype set_autocast_cpu_enabled"
+    " is_autocast_cpu_enabled get_autocast_cpu_dtype get_autocast_gpu_dtype",
+    "torch.utils._device": "_push_mode _pop_mode",
+    "torch.overrides": "_push_mode _pop_mode get_ignored_functions get_testing_overrides"
+    " _get_overridable_functions _get_tensor_methods",
+    # if another test imported Dynamo
+    "torch._dynamo.trace_rules": "get_tensor_method is_callable_allowed load_object",
+}
+"""Places beside the rows."""
 
 
 def torchs_globals() -> dict:
@@ -270,9 +240,9 @@ def torchs_globals() -> dict:
 
 
 def test_a_failure_halfway_gives_everything_back(monkeypatch):
-    """The search for early names is the last thing that `install` does."""
+    """The search for early names is the last thing that `initialize` does to torch."""
     mine = module(monkeypatch, "my_module", mm=torch.mm, exp=torch.exp)
-    real, calls = rebind.PatchSet.rebind, []
+    real, calls = PatchSet.rebind, []
 
     def fails_at_the_second(self, namespace, name, put):
         calls.append(name)
@@ -280,21 +250,7 @@ def test_a_failure_halfway_gives_everything_back(monkeypatch):
             raise KeyboardInterrupt
         real(self, namespace, name, put)
 
-    monkeypatch.setattr(rebind.PatchSet, "rebind", fails_at_the_second)
+    monkeypatch.setattr(PatchSet, "rebind", fails_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         o1()
     assert torch.mm is PLAIN["mm"] and (mine.mm, mine.exp) == (PLAIN["mm"], PLAIN["exp"])
-
-
-def test_names_in_the_main_script_of_a_spawned_process(monkeypatch):
-    """`multiprocessing` runs it in a module that it drops; functions keep that one's globals."""
-    run = {"__name__": "__mp_main__"}
-    exec("from torch.nn.functional import linear\ndef called():\n    return linear", run)
-    main = types.ModuleType("__mp_main__")
-    vars(main).update(run)
-    monkeypatch.setitem(sys.modules, "__mp_main__", main)
-    original = torch.nn.functional.linear
-    ampatch.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    assert run["called"]() is torch.nn.functional.linear is not original
-    ampatch.deactivate()
-    assert run["called"]() is original

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from autocast_oracle import DRIVERLESS
-from op_autocast import on_fake_cuda, under_autocast
 from op_calls import (
     CALLS,
     OPS,
@@ -22,9 +21,11 @@ from op_calls import (
     Sample,
     backward,
     groups,
+    on_fake_cuda,
     outcome,
     same,
     samples,
+    under_autocast,
 )
 from op_composites import COMPOSITES
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -164,8 +165,7 @@ def has_dtypes(found: list, trial: Trial, half: torch.dtype) -> bool:
 
 
 def is_refused(trial: Trial) -> bool:
-    refuses = isinstance(trial.autocast, Raised) and not has_no_answer(trial.autocast)
-    return refuses
+    return isinstance(trial.autocast, Raised) and not has_no_answer(trial.autocast)
 
 
 def near(new: list, old: list, tolerance: float) -> bool:
@@ -215,9 +215,7 @@ def tolerance(name: str, call: Call, half: torch.dtype) -> float:
 def test_dtypes_are_autocasts_and_values_near_those_of_fp32(names, limit, half):
     """Mixtures of half and FP32 included, which raise only where autocast does."""
     made = [trial for name in names for trial in trials(name, limit, half)]
-    ampatch.initialize(
-        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
-    )
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     assert [text for trial in made if (text := complaint(trial, half))] == []
     assert made
 
@@ -267,9 +265,7 @@ BEYOND = [name for name in LISTED if any(call.is_beyond for call in CALLS[name])
 @pytest.mark.parametrize("names", groups(BEYOND))
 def test_what_lies_beyond_autocast_goes_on_as_in_fp32(names, limit, half):
     made = [trial for name in names for trial in beyond(name, limit, half)]
-    ampatch.initialize(
-        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
-    )
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     assert [text for trial in made if (text := beyond_complaint(trial, half))] == []
     assert made
 
@@ -282,9 +278,7 @@ def test_gradients_are_near_those_of_fp32_and_have_the_inputs_dtypes(names, limi
         for sample in samples(OPS[name], torch.float32, limit, requires_grad=True):
             call = CALLS[name][0]
             made.append((name, call, sample, outcome(backward(call), sample.fresh())))
-    ampatch.initialize(
-        torch.nn.Linear(2, 2), opt_level="O1", dtype=half, patch_scope="process", verbosity=0
-    )
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for name, call, sample, reference in made:
         found = outcome(backward(call), sample.fresh())
         if isinstance(found, Raised):
@@ -308,7 +302,7 @@ def test_whatever_autocast_casts_is_listed(names, limit, half):
         for call in CALLS[name]:
             if call.rules or call.in_place or name in BELOW:
                 continue
-            for plain in samples(OPS[name], torch.float32, limit):
+            for plain in samples(OPS[name], torch.float32, limit and 1):
                 for _, sample in variants(plain, half):
                     without = on_fake_cuda(call, sample)
                     if not same(under_autocast(call, sample, half), without, values=False):

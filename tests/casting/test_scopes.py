@@ -110,13 +110,12 @@ def test_a_newer_session_that_is_off_ends_nothing():
 
 
 def test_a_handle_s_casts_end_too():
-    handle = ampatch.init()
+    ampatch.init()
     assert torch.mm(X, X).dtype is FP16
     model = start("O0")
     assert product() is FP32
     ampatch.session.session.registry.table.session_of(model).close()
     assert torch.mm(X, X).dtype is FP16
-    handle._deactivate()
 
 
 # What is left alone also where every call is cast
@@ -165,9 +164,10 @@ def everywhere(way):
     return ampatch.init() if way == "init" else start(patch_scope="process")
 
 
-@pytest.mark.parametrize("way", ["process", "init"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("data", [Products, Stream])
+@pytest.mark.parametrize(
+    "data, workers, way",
+    [(Products, 0, "process"), (Stream, 0, "init"), (Stream, 2, "process"), (Products, 1, "init")],
+)
 def test_a_loader_prepares_data_without_casts(data, workers, way):
     everywhere(way)
     options = {"worker_init_fn": note_start} if workers else {}
@@ -244,34 +244,15 @@ def test_a_managed_model_in_a_backward_hook_casts():
     assert seen == [H]
 
 
-class Squares(torch.autograd.Function):
-    seen: list = []
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        Squares.seen.append(product())
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        Squares.seen.append(product())
-        return 2 * grad * ctx.saved_tensors[0]
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_belongs_to_a_forward_is_cast_in_backward_too(reentrant):
-    """The recompute of a checkpoint, and a Function's backward, also outside of models."""
+def test_the_recompute_of_a_checkpoint_is_cast_outside_of_models_too(reentrant):
     everywhere("process")
-    Squares.seen.clear()
-    x = torch.ones(4, 4, requires_grad=True)
-    Squares.apply(x).sum().backward()
-    assert Squares.seen == [H, H]
     recomputed = []
 
     def part(x):
         recomputed.append(torch.mm(x, X).dtype)
         return torch.mm(x, X)
 
+    x = torch.ones(4, 4, requires_grad=True)
     checkpoint(part, x, use_reentrant=reentrant).float().sum().backward()
     assert recomputed == [H, H]

@@ -1,18 +1,15 @@
 """The tables against what PyTorch itself says.
 
-Three oracles that do not come from us: `data/ops_places.json` (function by
-function, where autocast for CUDA acts and by which policy), the lists of
-PyTorch's own autocast tests, and the dispatcher's registrations for autocast.
+Two oracles that do not come from us: `data/ops_places.json` (function by
+function, where autocast for CUDA acts and by which policy), and the dispatcher's
+registrations for autocast.  The lists of PyTorch's own tests are in `test_autocast_lists.py`.
 """
 
-import ast
-import importlib.util
 import itertools
 import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,14 +78,8 @@ def test_each_table_holds_its_own_rules():
         "BANNED": {Rule.BANNED},
     }
     assert {name: {row.rule for row in table} for name, table in TABLES.items()} == expected
-
-
-def test_what_holds_at_every_level_has_a_row_in_the_tables_too():
     listed = {(row.where, name) for row in (*ROWS, *BEYOND) for name in row.names}
     assert {(row.where, name) for row in EVERY_LEVEL for name in row.names} <= listed
-
-
-def test_only_promoters_are_native():
     assert {row.rule for row in [*ROWS, *BEYOND, *APEX] if row.native} == {Rule.PROMOTE}
 
 
@@ -117,57 +108,6 @@ def test_every_function_stands_where_autocast_acts():
     assert RULE_OF == expected
 
 
-def autocast_test_lists():
-    """(list, function) pairs of PyTorch's CUDA autocast tests.
-
-    Read from the source: importing it needs packages that only PyTorch's own
-    test suite installs.
-    """
-    spec = importlib.util.find_spec("torch.testing._internal")
-    source = Path(spec.submodule_search_locations[0], "autocast_test_lists.py")
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef) and node.name == "AutocastTestLists":
-            for assign in ast.walk(node):
-                if isinstance(assign, ast.Assign) and isinstance(assign.targets[0], ast.Attribute):
-                    for entry in assign.value.elts:
-                        yield assign.targets[0].attr, entry.elts[0].value
-
-
-LISTED = sorted(set(autocast_test_lists()))
-LISTS = {  # list of PyTorch's tests -> where its functions may have their rows, and the rules
-    "torch_fp16": ({"torch", "torch._VF"}, {Rule.HALF, Rule.CONTRACTION}),
-    "torch_fp32": ({"torch", "torch._VF"}, TO_FP32),
-    "torch_need_autocast_promote": ({"torch", "torch._VF"}, {Rule.PROMOTE, Rule.FLOAT_ON_CPU}),
-    "nn_fp16": ({"torch._C._nn", "torch.nn.functional"}, {Rule.HALF}),
-    "nn_fp32": ({"torch._C._nn", "torch.nn.functional"}, TO_FP32),
-    "linalg_fp16": ({"torch.linalg"}, {Rule.HALF}),
-    "methods_fp16": ({"torch.Tensor"}, {Rule.HALF}),
-    "methods_fp32": ({"torch.Tensor"}, TO_FP32),
-    "banned": ({"torch._C._nn"}, {Rule.BANNED}),
-}
-
-
-def test_the_lists_of_torch_were_found():
-    assert len(LISTED) > 100
-    assert {name for name, _ in LISTED} == {
-        *LISTS,
-        "torch_expect_builtin_promote",
-        "methods_expect_builtin_promote",
-    }
-
-
-def test_what_torch_tests_for_autocast_has_its_row():
-    for list_name, function in LISTED:
-        if list_name.endswith("expect_builtin_promote"):
-            where = "torch.Tensor" if list_name.startswith("methods") else "torch"
-            assert (where, function) in NATIVE
-            continue
-        wheres, rules = LISTS[list_name]
-        places = [(where, function.removeprefix("linalg_")) for where in wheres]
-        found = {RULE_OF[place] for place in places if place in RULE_OF}
-        assert found and found <= rules, function
-
-
 def test_methods_follow_their_functions():
     """`x.exp()` and `torch.exp(x)` have one rule.  In-place methods have none."""
     for (where, name), rule in RULE_OF.items():
@@ -185,11 +125,6 @@ def test_whatever_the_dispatcher_registers_for_autocast_has_its_row():
     assert registered - {name for _, name in RULE_OF} <= UNREACHABLE
 
 
-def test_unreachable_functions_are_no_builtins_of_ours():
-    assert UNREACHABLE.isdisjoint(name for _, name in RULE_OF)
-    assert {"gru", "gru_cell", "lstm", "lstm_cell"} <= {name for _, name in RULE_OF}
-
-
 def test_every_row_resolves_in_this_torch():
     absent = {
         (row.where, name)
@@ -199,14 +134,6 @@ def test_every_row_resolves_in_this_torch():
     }
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     assert absent == {place for place, since in NEW_IN.items() if version < since}
-
-
-def test_spmm_and_dsmm_are_mm_under_other_names():
-    with torch.profiler.profile() as profile:
-        torch.spmm(torch.ones(2, 2), torch.ones(2, 2))
-        torch.dsmm(torch.ones(2, 2), torch.ones(2, 2))
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls["aten::mm"] == 2
 
 
 def test_in_place_functions_follow_no_rule_but_for_those_that_write_values_in():
@@ -262,36 +189,6 @@ def test_the_check_of_native_rows_can_fail():
         call("torch", "inner", HALF, FULL)
 
 
-INDEX = torch.zeros(2, 2, dtype=torch.long)
-REFUSED = {
-    "bilinear": lambda f: f(HALF, HALF, FULL[None]),
-    "cross": lambda f: f(HALF.new_ones(3), FULL.new_ones(3)),
-    "dot": lambda f: f(HALF[0], FULL[0]),
-    "grid_sampler": lambda f: f(HALF[None, None], FULL[None, None], 0, 0, False),
-    "index_put": lambda f: f(HALF, (INDEX[0],), FULL),
-    "inner": lambda f: f(HALF, FULL),
-    "scatter_add": lambda f: f(HALF, 0, INDEX, FULL),
-    "tensordot": lambda f: f(HALF, FULL, [1], [0]),
-    "vdot": lambda f: f(HALF[0], FULL[0]),
-}
-BY_NUMBER = {
-    "addcdiv": lambda f: f(HALF, HALF, FULL[0, 0]),
-    "addcmul": lambda f: f(HALF, HALF, FULL[0, 0]),
-    "arctan2": lambda f: f(HALF, FULL[0, 0]),
-    "atan2": lambda f: f(HALF, FULL[0, 0]),
-}
-
-
-def test_the_other_promoters_need_us():
-    for where, name in [op for op, rule in RULE_OF.items() if rule in TO_WIDEST]:
-        function = getattr(OWNERS[where], name)
-        if name in BY_NUMBER:
-            assert BY_NUMBER[name](function).dtype is torch.float16
-        else:
-            with pytest.raises(RuntimeError, match="type|Half|dot|same"):
-                REFUSED[name](function)
-
-
 # Apex's tables.
 
 NEVER_REFUSED_BY_APEX = {"log1p_", "square_"}
@@ -318,7 +215,4 @@ def test_apex_tables_refuses_the_in_place_forms_of_blacklisted_functions():
         and f"{name}_" not in NEVER_REFUSED_BY_APEX
     }
     assert ("torch.Tensor", "exp_") in refused and ("torch", "exp_") in refused
-
-
-def test_apex_tables_has_no_other_rules():
     assert {row.rule for row in APEX} == {Rule.FLOAT, Rule.REFUSE_IN_PLACE}

@@ -1,4 +1,4 @@
-"""torch.func, torch.autograd.functional, forward-mode AD and activation checkpointing."""
+"""torch.func, torch.autograd.functional and forward-mode AD of managed models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.autograd import functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ampatch
 
 H, FP32 = torch.bfloat16, torch.float32
-JIT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use
-LEVELS = ["O0", "O1", "O2", "O3"]
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -87,13 +84,12 @@ def forward_mode(function):
         return torch.stack(tuple(forward_ad.unpack_dual(dual)))
 
 
-@JIT
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's linearize
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_transform_of_a_managed_model(level, caplog):
+def test_a_transform_of_a_managed_model(opt_level, caplog):
     """As that of the same function with its casts written out; nothing of it is kept."""
-    expected = {name: transform(by_hand(level)) for name, transform in TRANSFORMS.items()}
-    model = ampatch.initialize(Net(), opt_level=level, dtype=H)
+    expected = {name: transform(by_hand(opt_level)) for name, transform in TRANSFORMS.items()}
+    model = ampatch.initialize(Net(), opt_level=opt_level, dtype=H)
     plain = model(X)
     for name, transform in TRANSFORMS.items():
         found = transform(model)
@@ -103,10 +99,9 @@ def test_a_transform_of_a_managed_model(level, caplog):
     assert "TorchScript" not in caplog.text
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_functional_call(level):
+def test_functional_call(opt_level):
     """Gradients come in the dtypes of the weights that were handed in."""
-    model = managed(level)
+    model = managed(opt_level)
     weights = {name: 2 * value.detach() for name, value in model.named_parameters()}
 
     def loss(weights):
@@ -121,14 +116,13 @@ def test_functional_call(level):
     for name, value in model.named_parameters():
         assert grads[name].dtype is value.dtype
         # At O1 the model casts its layer once for both calls and sums in half.
-        rounding = {"rtol": 0.01, "atol": 0.01} if level == "O1" else {"rtol": 0, "atol": 0}
+        rounding = {"rtol": 0.01, "atol": 0.01} if opt_level == "O1" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(grads[name], value.grad, **rounding)
     assert not torch.equal(model(X), before)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_ensemble(level):
-    models = [managed(level) for _ in range(2)]
+def test_an_ensemble(opt_level):
+    models = [managed(opt_level) for _ in range(2)]
     with torch.no_grad():
         models[1].layer.weight.mul_(2)
     weights, buffers = torch.func.stack_module_state(models)
@@ -140,98 +134,3 @@ def test_an_ensemble(level):
     expected = torch.stack([model(X) for model in models])
     assert found.dtype is expected.dtype
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-
-
-# Checkpointing
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(torch.tanh(self.layer(self.layer(x))))
-
-
-class Stack(nn.Module):
-    """Four blocks, run in one of several ways."""
-
-    def __init__(self, run):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks, self.run = nn.Sequential(*(Block() for _ in range(4))), run
-
-    def forward(self, x):
-        return torch.softmax(self.run(self.blocks, x), -1)
-
-
-def one_by_one(reentrant):
-    def run(blocks, x):
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        return x
-
-    return run
-
-
-def plainly(blocks, x):
-    return blocks(x)
-
-
-RUNS = {
-    "reentrant": one_by_one(True),
-    "not reentrant": one_by_one(False),
-    "nested": lambda blocks, x: checkpoint(
-        lambda x: one_by_one(False)(blocks, x), x, use_reentrant=False
-    ),
-    "sequential": lambda blocks, x: checkpoint_sequential(blocks, 2, x, use_reentrant=False),
-    "sequential reentrant": lambda blocks, x: checkpoint_sequential(
-        blocks, 2, x, use_reentrant=True
-    ),
-}
-
-
-def gradients(level, run, scope="process", **options):
-    model = Stack(run)
-    options = {"dtype": H, "verbosity": 0, "patch_scope": scope, **options}
-    ampatch.initialize(model, opt_level=level, **options)
-    x = X.clone().requires_grad_()
-    torch.manual_seed(2)
-    output = model(x)
-    assert ampatch.cache_info().entries == 0
-    output[:, 0].float().pow(2).sum().backward()
-    assert ampatch.cache_info().entries == 0
-    ampatch.deactivate()
-    return [output.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def same(found, expected) -> bool:
-    return all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
-    )
-
-
-@pytest.mark.parametrize("scope", ["process", "model"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_checkpointing_changes_no_bit(level, scope):
-    """The recompute casts as the forward did, although it runs outside the model's hooks."""
-    expected = gradients(level, plainly, scope)
-    for name, run in RUNS.items():
-        assert same(gradients(level, run, scope), expected), name
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_beside_a_model_at_another_level(reentrant):
-    """The recompute of an O0 model is not cast by the O1 session of another."""
-    alone = gradients("O0", one_by_one(reentrant))
-    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
-    assert same(gradients("O0", one_by_one(reentrant)), alone)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_under_an_override(reentrant):
-    rules = {"blocks.1": "float"}
-    expected = gradients("O1", plainly, overrides=rules)
-    assert same(gradients("O1", one_by_one(reentrant), overrides=rules), expected)
-    assert not same(gradients("O1", plainly), expected)

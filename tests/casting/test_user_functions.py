@@ -16,6 +16,11 @@ import ampatch
 X = torch.randn(4, 4)
 H = torch.bfloat16
 
+
+def o1():
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+
+
 DECORATORS = {
     ampatch.half_function: (H, H, torch.float64),
     ampatch.float_function: (torch.float32, torch.float32, torch.float64),
@@ -38,7 +43,7 @@ def test_decorators(decorate):
     arguments = (X, X.to(H))
     plain = (torch.float32, H, torch.float64)
     assert probe(*arguments, c=X.double()) == plain
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     assert probe(*arguments, c=X.double()) == DECORATORS[decorate]
     assert Holder().method(*arguments, c=X.double()) == DECORATORS[decorate]
     with ampatch.disable_casts():
@@ -60,19 +65,22 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("dotted", [True, False])
-def test_registered_functions(library, early, dotted):
-    original = library.dtype_of
+def test_registered_functions(library, early, dotted, monkeypatch):
+    """A name that another module imported is rebound too."""
+    other, original = types.ModuleType("users_other_library"), library.dtype_of
+    other.short = original
+    monkeypatch.setitem(sys.modules, other.__name__, other)
     place = ("users_library.dtype_of",) if dotted else (library, "dtype_of")
     if early:
         ampatch.register_half_function(*place)
         assert library.dtype_of(X) is torch.float32
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     if not early:
         ampatch.register_half_function(*place)
-    assert library.dtype_of(X) is H
+    assert library.dtype_of(X) is H and other.short(X) is H
     ampatch.deactivate()
-    assert library.dtype_of is original
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    assert library.dtype_of is other.short is original
+    o1()
     assert library.dtype_of(X) is H
 
 
@@ -80,16 +88,18 @@ def test_registered_rules(library):
     library.promoted = lambda a, b: (a.dtype, b.dtype)
     ampatch.register_float_function(library, "dtype_of")
     ampatch.register_promote_function("users_library.promoted")
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     assert library.dtype_of(X.to(H)) is torch.float32
     assert library.promoted(X, X.to(H)) == (torch.float32, torch.float32)
     assert library.promoted(X.to(H), X.to(H)) == (H, H)
+    ampatch.register_half_function(library, "dtype_of")
+    assert library.dtype_of(X) is H
 
 
 def test_a_function_of_torch_decides_about_what_it_calls_itself_too(library):
     """The tables would have the norm in it, and so its result, in FP32."""
     ampatch.register_half_function(torch.nn.functional, "normalize")
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     assert torch.nn.functional.normalize(X).dtype is H
 
 
@@ -120,22 +130,24 @@ def test_a_registration_stands_above_an_override(library):
     assert written.tolist() == [0.0, 2.0]
 
 
-def test_a_missing_name_is_an_error_and_registers_nothing(library):
-    with pytest.raises(AttributeError, match="users_library"):
-        ampatch.register_half_function(library, "absent")
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-
-
-@pytest.mark.parametrize("place", [("late.name.dtype_of",), ("late.name", "dtype_of")])
-def test_a_module_that_is_not_imported_is_an_error_and_registers_nothing(library, place):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize(
+    "place, error, said",
+    [
+        (("users_library", "absent"), AttributeError, "users_library has no attribute 'absent'"),
+        (("late.name.dtype_of",), ValueError, "late.name is not imported. Import it before"),
+        (("late.name", "dtype_of"), ValueError, "late.name is not imported. Import it before"),
+        (("users_library", "Wrong"), TypeError, "register_half_function.*Linear is a class"),
+    ],
+)
+def test_what_cannot_be_registered_is_an_error_and_registers_nothing(library, place, error, said):
+    library.Wrong = nn.Linear
+    with pytest.raises(error, match=said):
         ampatch.register_half_function(*place)
-    assert str(error.value) == (
-        "ampatch.register_half_function: late.name is not imported. Import it before this call."
-    )
-    with pytest.raises(ValueError, match="ampatch.unregister_function: late.name is not imported"):
-        ampatch.unregister_function(*place)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    if "late" in place[0]:
+        with pytest.raises(ValueError, match="unregister_function: late.name is not imported"):
+            ampatch.unregister_function(*place)
+    o1()
+    assert library.Wrong is nn.Linear
 
 
 def test_a_decorated_function_keeps_its_name_and_signature():
@@ -180,19 +192,19 @@ class Methods:
         return x.dtype
 
 
-@pytest.mark.parametrize("owner", [Methods, Methods()], ids=["class", "instance"])
-@pytest.mark.parametrize("name", ["static_below", "static_above", "of_class"])
-def test_decorated_methods(owner, name):
-    assert getattr(owner, name)(X) is torch.float32
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    assert getattr(owner, name)(X) is H
+def test_decorated_methods():
+    names = ("static_below", "static_above", "of_class")
+    for dtype in (torch.float32, H):
+        for owner in (Methods, Methods()):
+            assert [getattr(owner, name)(X) for name in names] == [dtype] * 3
+        o1()
 
 
 @pytest.mark.parametrize("name", ["plain", "plain_static", "plain_of_class"])
 def test_registered_methods(library, name):
     found = vars(Methods)[name]
     ampatch.register_half_function(Methods, name)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    o1()
     assert getattr(Methods(), name)(X) is H
     if name != "plain":
         assert getattr(Methods, name)(X) is H
@@ -201,28 +213,9 @@ def test_registered_methods(library, name):
     assert getattr(Methods(), name)(X) is torch.float32
 
 
-def test_a_registered_name_that_another_module_imported_is_rebound(library, monkeypatch):
-    other = types.ModuleType("users_other_library")
-    other.short = original = library.dtype_of
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    ampatch.register_half_function("users_library.dtype_of")
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    assert other.short(X) is H
-    ampatch.deactivate()
-    assert other.short is original
-
-
-@pytest.mark.parametrize("wrong", [nn.Linear, dict], ids=lambda kind: kind.__name__)
-def test_classes_are_refused(wrong, library):
-    library.Wrong = wrong
-    with pytest.raises(TypeError, match=r"half_function: \w+ is a class.*overrides="):
-        ampatch.half_function(wrong)
-    with pytest.raises(TypeError, match="register_float_function.*is a class"):
-        ampatch.register_float_function(library, "Wrong")
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    assert library.Wrong is wrong
-
-
-def test_what_cannot_be_called_is_refused():
+def test_what_cannot_follow_a_rule_is_refused():
+    for wrong in (nn.Linear, dict):
+        with pytest.raises(TypeError, match=r"half_function: \w+ is a class.*overrides="):
+            ampatch.half_function(wrong)
     with pytest.raises(TypeError, match="promote_function: expected a function.*int"):
         ampatch.promote_function(3)

@@ -1,10 +1,10 @@
-"""Which dtypes the kernels that multiply matrices really get, and a training step to look at."""
+"""Which dtypes the kernels that multiply matrices really get."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MATRIX_KERNELS = (
@@ -55,11 +55,3 @@ def tensor_of(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = output[0] if not hasattr(output, "data") else output.data
     return output
-
-
-def run(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output of a training step, gradients by name."""
-    model.zero_grad()
-    output = tensor_of(model(*args, **kwargs))
-    output.float().square().mean().backward()
-    return output, {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -6,6 +6,7 @@ function up anew, at the place where a user would find it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from autocast_oracle import cuda_autocast
 from op_composites import COMPOSITES
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -171,7 +174,7 @@ class Sample:
                 )
 
 
-def groups(names: Iterable[str], size: int = 24) -> list:
+def groups(names: Iterable[str], size: int = 60) -> list:
     """Parameters of tests: some operators each, because opening a session for each takes long."""
     names = sorted(names)
     return [
@@ -251,10 +254,31 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def dtypes(found: list | Raised) -> list:
-    """The dtypes of the tensors in an outcome."""
-    assert not isinstance(found, Raised), found
-    return [leaf.dtype for leaf in found if isinstance(leaf, Tensor)]
+def under_autocast(call: Callable, sample: Sample, half: torch.dtype) -> list | Raised:
+    """What autocast for CUDA makes of the call: fake tensors, which have dtypes but no values."""
+    with cuda_autocast(half):
+        return on_fake_cuda(call, sample)
+
+
+def on_fake_cuda(call: Callable, sample: Sample) -> list | Raised:
+    """The call on fake tensors that claim to be on CUDA."""
+
+    def fake(leaf: Tensor) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")
+
+    with FakeTensorMode(), _fake_errors_unlogged():
+        return outcome(call, sample.fresh(fake))
+
+
+@contextmanager
+def _fake_errors_unlogged() -> Iterator[None]:
+    """FakeTensorMode logs a traceback with each refusal that it also raises."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    found, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = found
 
 
 def backward(call: Callable) -> Callable:

@@ -51,11 +51,7 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
         "torch.nn.functional.pairwise_distance",
         "torch.sum",  # op_db's own distance sums
     ),
-    "nn.functional.gaussian_nll_loss": (
-        "torch.Tensor.__pow__",
-        "torch.Tensor.sum",
-        "torch.log",
-    ),
+    "nn.functional.gaussian_nll_loss": ("torch.Tensor.__pow__", "torch.Tensor.sum", "torch.log"),
     "nn.functional.linear_cross_entropy": (
         "torch._C._nn.cross_entropy_loss",
         "torch.nn.functional.linear",

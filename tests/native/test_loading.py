@@ -47,32 +47,50 @@ def load(caplog) -> tuple[loading.Status, list[str]]:
     return status, caplog.messages
 
 
-def test_where_nothing_was_built_nothing_is_said(cache, caplog):
+def nothing() -> None:
+    """An empty cache."""
+
+
+NOT_BUILT = "not built: run 'ampatch build'"
+UNUSED = {  # AMPATCH_NATIVE, what is in the cache, the reason, and whether a line is said
+    "nothing was built": ("", nothing, NOT_BUILT, False),
+    "asked for": ("1", nothing, NOT_BUILT, True),
+    "off": ("0", lambda: put(loading.built_file()), "off (AMPATCH_NATIVE=0)", False),
+    "a wrong value": (
+        "maybe",
+        nothing,
+        "off (AMPATCH_NATIVE=maybe: expected 0 (off) or 1.)",
+        False,
+    ),
+    "a build in progress": (
+        "",
+        lambda: put(loading.cache() / ".building-1" / loading.built_file().name),
+        NOT_BUILT,
+        False,
+    ),
+    "a build that failed": (
+        "",
+        lambda: put(loading.failure_file(), b"no such header"),
+        "not built; it did not compile here ({failure} says more): run 'ampatch build'",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("title", UNUSED)
+def test_what_is_said_where_no_build_is_loaded(title, cache, caplog, monkeypatch):
+    asked, prepare, reason, is_said = UNUSED[title]
+    monkeypatch.setenv("AMPATCH_NATIVE", asked)
+    prepare()
     status, said = load(caplog)
-    assert status == native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
-    assert said == []
+    assert status.reason == reason.format(failure=loading.failure_file())
+    assert status.is_to_build is (reason == NOT_BUILT) and not status.is_fault
+    end = "ampatch works without it, with the same results."
+    assert said == ([f"Native part: {reason}. {end}"] if is_said else [])
 
 
-def test_one_line_where_it_was_asked_for(cache, caplog, monkeypatch):
-    monkeypatch.setenv("AMPATCH_NATIVE", "1")
-    _, said = load(caplog)
-    assert said == [
-        "Native part: not built: run 'ampatch build'. "
-        "ampatch works without it, with the same results."
-    ]
-
-
-def test_switched_off_nothing_is_looked_at(cache, caplog, monkeypatch):
-    put(loading.built_file())
-    monkeypatch.setenv("AMPATCH_NATIVE", "0")
-    status, said = load(caplog)
-    assert status.reason == "off (AMPATCH_NATIVE=0)" and said == []
-
-
-def test_a_wrong_value_is_named_and_initialize_raises_it(cache, caplog, monkeypatch):
+def test_a_wrong_value_is_raised_by_initialize(monkeypatch):
     monkeypatch.setenv("AMPATCH_NATIVE", "maybe")
-    status, said = load(caplog)
-    assert status.reason == "off (AMPATCH_NATIVE=maybe: expected 0 (off) or 1.)" and said == []
     with pytest.raises(ValueError, match="AMPATCH_NATIVE=maybe: expected 0"):
         ampatch.initialize(torch.nn.Linear(1, 1), verbosity=0)
 
@@ -88,21 +106,6 @@ def test_a_build_of_other_source_or_for_another_torch_does_not_match(cache, capl
         with monkeypatch.context() as patch:
             patch.setattr(where, name, "9.9.9")
             assert load(caplog)[0].is_to_build
-
-
-def test_a_build_that_failed_is_not_to_be_tried_again(cache, caplog):
-    note = put(loading.failure_file(), b"no such header")
-    status, said = load(caplog)
-    assert status.reason == (
-        f"not built; it did not compile here ({note} says more): run 'ampatch build'"
-    )
-    assert not status.is_to_build and said == []
-
-
-def test_a_build_in_progress_is_not_stale(cache, caplog):
-    put(loading.cache() / ".building-1234" / loading.built_file().name)
-    status, said = load(caplog)
-    assert status.reason == "not built: run 'ampatch build'" and said == []
 
 
 def test_a_broken_file_gives_one_line(cache, caplog):
@@ -141,16 +144,16 @@ def test_a_python_without_the_gil_is_left_alone(cache, caplog, monkeypatch, suff
 
 
 @pytest.mark.parametrize(
-    "variables, expected",
+    "own, xdg, expected",
     [
-        ({"AMPATCH_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a/ampatch"),
-        ({"AMPATCH_CACHE": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/ampatch"),
-        ({"AMPATCH_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/ampatch"),
-        ({"AMPATCH_CACHE": "~/d", "HOME": "/c"}, "/c/d/ampatch"),
+        ("/a", "/b", "/a/ampatch"),
+        ("", "/b", "/b/ampatch"),
+        ("", "", "/c/.cache/ampatch"),
+        ("~/d", "/b", "/c/d/ampatch"),
     ],
 )
-def test_where_the_cache_is(monkeypatch, variables, expected):
-    for name, value in variables.items():
+def test_where_the_cache_is(monkeypatch, own, xdg, expected):
+    for name, value in {"AMPATCH_CACHE": own, "XDG_CACHE_HOME": xdg, "HOME": "/c"}.items():
         monkeypatch.setenv(name, value)
     assert str(loading.cache()) == os.path.join(expected, "native")
 
@@ -183,35 +186,35 @@ def test_initialize_says_once_what_a_build_would_give(advice):
     )
 
 
-def test_it_does_not_where_nothing_could_build(advice, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert advice(native.Status(False, "not built", is_to_build=True)) == []
-
-
 @pytest.mark.parametrize(
-    "status",
-    [native.Status(True, "in force"), native.Status(False, "off (AMPATCH_NATIVE=0)")],
-    ids=lambda status: status.reason,
+    "compiler, status",
+    [
+        ("no-such-compiler", native.Status(False, "not built", is_to_build=True)),
+        ("c++", native.Status(True, "in force")),
+        ("c++", native.Status(False, "off (AMPATCH_NATIVE=0)")),
+    ],
 )
-def test_it_does_not_where_a_build_is_or_is_not_wanted(advice, status):
+def test_it_does_not_where_none_could_be_or_is_wanted(advice, compiler, status, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
     assert advice(status) == []
 
 
 # In processes of their own: what `import ampatch` does.
 
 
-@pytest.mark.parametrize("asked", ["", "1", "0"])
-def test_import_loads_a_build_that_matches(native_cache, asked):
-    done = run_native(SHOW, native=asked, cache=native_cache)
-    in_force, has_part, reason = done.stdout.rstrip().split(" ", 2)
-    if asked == "0":
-        assert (in_force, has_part, reason) == ("False", "False", "off (AMPATCH_NATIVE=0)")
-    else:
-        assert (in_force, has_part) == ("True", "True")
-        assert reason.startswith(
-            f"in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}_amp"
-        )
-    assert done.stderr == "" and done.returncode == 0
+def test_import_loads_a_build_that_matches_and_nothing_that_only_a_build_needs(native_cache):
+    program = """
+        import sys
+        from ampatch import native
+        builders = {"ampatch.native.building", "torch.utils.cpp_extension", "setuptools"}
+        print(builders & set(sys.modules), native.part is not None, native.status().reason)
+    """
+    for asked in ("", "0"):
+        done = run_native(program, native=asked, cache=native_cache)
+        in_force = f"set() True in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}_amp"
+        expected = "set() False off (AMPATCH_NATIVE=0)" if asked else in_force
+        assert done.stdout.startswith(expected)
+        assert done.stderr == "" and done.returncode == 0
 
 
 def test_import_says_one_line_about_a_broken_build(cache):
@@ -220,17 +223,6 @@ def test_import_says_one_line_about_a_broken_build(cache):
     assert done.stdout.startswith("False False ") and done.returncode == 0
     [line] = done.stderr.splitlines()
     assert line.startswith("Native part: ") and " does not load " in line
-
-
-def test_import_loads_nothing_that_only_a_build_needs(native_cache):
-    program = """
-        import sys
-        import ampatch
-        builders = {"ampatch.native.building", "torch.utils.cpp_extension", "setuptools"}
-        print(builders & set(sys.modules), ampatch.native.status().in_force)
-    """
-    done = run_native(program, native="1", cache=native_cache)
-    assert done.stdout == "set() True\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""Activation checkpoints: the recompute casts as the forward did, whatever stands around it.
+
+What training with them gives is in `tests/laws/situations_graphs.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import ampatch
+from ampatch.casting import context_propagation
+from ampatch.session.registry import registry
+from ampatch.torch_private import checkpoints
+
+H, FP32 = torch.bfloat16, torch.float32
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+class Part(nn.Module):
+    """An FP32 buffer meets half tensors, one weight is used twice, and dropout is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.register_buffer("place", torch.randn(8))
+
+    def forward(self, x):
+        inner = nn.functional.gelu(self.layer(x + self.place))
+        return self.drop(inner + self.layer(inner))
+
+
+class Net(nn.Module):
+    """A layer, and parts that are run in one of several ways."""
+
+    def __init__(self, run) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.parts = nn.Linear(8, 8), nn.Sequential(*(Part() for _ in range(3)))
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self.parts, self.first(x))
+
+
+def one_by_one(reentrant, parts, x):
+    for part in parts:
+        x = checkpoint(part, x, use_reentrant=reentrant)
+    return x
+
+
+def sequential(reentrant, parts, x):
+    return checkpoint_sequential(parts, 2, x, use_reentrant=reentrant)
+
+
+def plainly(parts, x):
+    return parts(x)
+
+
+HELD = (
+    functools.partial(checkpoint, use_reentrant=False),
+    functools.partial(checkpoint, use_reentrant=True),
+)
+"""As libraries hold torch's function, from before a session."""
+
+WAYS = {
+    "reentrant": functools.partial(one_by_one, True),
+    "not reentrant": functools.partial(one_by_one, False),
+    "nested": lambda parts, x: checkpoint(
+        functools.partial(one_by_one, False, parts), x, use_reentrant=False
+    ),
+    "sequential": functools.partial(sequential, False),
+    "sequential reentrant": functools.partial(sequential, True),
+    "held": lambda parts, x: HELD[0](parts, x),
+    "held reentrant": lambda parts, x: HELD[1](parts, x),
+}
+
+
+def gradients(level, run, **settings):
+    """Output and gradients; the backward pass is in a thread, as autograd has one for each GPU."""
+    model = Net(run)
+    ampatch.initialize(model, opt_level=level, **{"dtype": H, "verbosity": 0, **settings})
+    x = X.clone().requires_grad_()
+    torch.manual_seed(2)
+    output = model(x)
+    errors = []
+
+    def backward() -> None:
+        try:
+            output.float().square().mean().backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+    assert ampatch.cache_info().entries == 0
+    ampatch.deactivate()
+    return [output.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(found, expected) -> bool:
+    return all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("scope", ["process", "model"])
+def test_checkpoints_change_no_bit(opt_level, scope):
+    expected = gradients(opt_level, plainly, patch_scope=scope)
+    for name, run in WAYS.items():
+        assert same(gradients(opt_level, run, patch_scope=scope), expected), name
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_under_an_override_and_beside_a_model_at_another_level(way):
+    rules = {"parts.1": "float"}
+    expected = gradients("O1", plainly, overrides=rules)
+    assert same(gradients("O1", WAYS[way], overrides=rules), expected)
+    assert not same(gradients("O1", plainly), expected)
+    alone = gradients("O0", WAYS[way])
+    ampatch.initialize(nn.Linear(2, 2), dtype=H, verbosity=0)
+    assert same(gradients("O0", WAYS[way]), alone)
+
+
+def test_a_selective_checkpoint_may_keep_the_casts():
+    """Both passes make the same ones, whatever the forward around them has cast before."""
+    kinds = torch.utils.checkpoint.CheckpointPolicy
+
+    def policy(ctx, op, *args, **kwargs):
+        is_cast = op is torch.ops.aten._to_copy.default
+        return kinds.MUST_SAVE if is_cast else kinds.PREFER_RECOMPUTE
+
+    select = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    contexts = functools.partial(select, policy)
+    model = Net(lambda parts, x: checkpoint(parts, x, use_reentrant=False, context_fn=contexts))
+    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
+    found = []
+    for _ in range(2):  # the second begins with the weights that the first has cast
+        model.zero_grad()
+        torch.manual_seed(2)
+        model(X.clone().requires_grad_()).float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert same(found[1], found[0])
+
+
+def test_a_held_checkpoint_stays_in_one_graph():
+    model = ampatch.initialize(Net(WAYS["held"]), opt_level="O1", dtype=H, verbosity=0)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert compiled(X).dtype is H
+
+
+# The user's own contexts: `checkpoint(..., context_fn=...)`
+
+CONTEXTS = {
+    "another half type": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "regions off": lambda: torch.autocast("cpu", enabled=False),
+    "disable_casts": ampatch.disable_casts,
+    "precision": lambda: ampatch.precision("float"),
+}
+
+
+def in_context(context, parts, x):
+    with context():
+        return torch.tanh(parts[0].layer(x.float()))
+
+
+def recomputed_in(context, parts, x):
+    run = functools.partial(in_context, contextlib.nullcontext, parts)
+    return checkpoint(run, x, use_reentrant=False, context_fn=lambda: (context(), context()))
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_the_users_context_is_the_innermost_setting_in_both_passes(name):
+    """As without a checkpoint; and what regions of torch do, they do under autocast alone."""
+    ways = [functools.partial(way, CONTEXTS[name]) for way in (in_context, recomputed_in)]
+    plain, repeated = (gradients("O1", way)[:-4] for way in ways)
+    assert same(repeated, plain)
+    if "region" in name or "half type" in name:
+        model, x = Net(ways[1]), X.clone().requires_grad_()
+        with torch.autocast("cpu", H):
+            output = model(x)
+        output.float().square().mean().backward()
+        found = [output.detach(), x.grad, *(p.grad for p in model.parameters())][:-4]
+        assert same(found, repeated)
+
+
+def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():
+    class Broken(contextlib.nullcontext):
+        def __enter__(self):
+            raise ValueError("not now")
+
+    contexts = iter((contextlib.nullcontext(), Broken()))
+    model = Net(functools.partial(recomputed_in, lambda: next(contexts)))
+    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
+    loss = model(X.clone().requires_grad_()).float().sum()
+    with pytest.raises(ValueError, match="not now"):
+        loss.backward()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FP32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant):
+    """Also with a disabled region between: it holds as the block does."""
+    model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=H, verbosity=0)
+    seen, x = [], X.clone().requires_grad_()
+
+    def run(x):
+        seen.append((y := model(x)).dtype)
+        return y
+
+    with ampatch.disable_casts(), torch.autocast("cpu", enabled=False):
+        loss = checkpoint(run, x, use_reentrant=reentrant).sum()
+    loss.backward()
+    assert set(seen) == {FP32} and x.grad.dtype is FP32
+
+
+# What is replaced in torch
+
+
+def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
+    """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
+    assert checkpoints.no_reentry() is not None
+    owner = torch.utils.checkpoint
+    for name, value in list(vars(owner).items()):
+        code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+        if code is not None and checkpoints.no_reentry() in code.co_names:
+            monkeypatch.setattr(owner, name, lambda: owner.under_a_new_name())
+    assert checkpoints.no_reentry() is None
+
+
+@pytest.mark.parametrize("is_keyword", [False, True], ids=["until 2.13", "since 2.14"])
+def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword):
+    """The policy goes around the recompute's own; all other arguments are passed on as they are."""
+    seen, entered = [], []
+
+    def placed(fn, preserve_rng_state=True, context_fn=None, debug=False, *args, **kwargs):
+        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        yield
+
+    def named(fn, args, kwargs, *, preserve_rng_state=True, context_fn=None, debug=False):
+        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        yield
+
+    @contextlib.contextmanager
+    def recompute():
+        entered.append(torch.mm(X, X.t()).dtype)
+        yield
+
+    def contexts():
+        return "the forward's", recompute()
+
+    [(_, _, replacing), _] = context_propagation.checkpoints(registry.state)
+    replaced = replacing(named if is_keyword else placed)
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
+    if is_keyword:
+        options = {"preserve_rng_state": False, "context_fn": contexts, "debug": True}
+        list(replaced(len, ("x",), {"y": 1}, **options))
+    else:
+        list(replaced(len, False, contexts, True, "x", y=1))
+    [(context_fn, others)] = seen
+    assert others == [False, True, ("x",), {"y": 1}]
+    forward, around = context_fn()
+    assert forward == "the forward's" and not entered
+    with ampatch.disable_casts(), around:
+        assert entered == [H]
