@@ -341,6 +341,122 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+scaling/process_group.py
+|         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
+|         pass
+| scaling/test_distributed.py scaling/test_sharded.py scaling/test_tensor_parallel.py
+
+scaling/process_group.py
+|         return torch.distributed.get_world_size() > 1
+|         return False
+| scaling/test_distributed.py
+
+scaling/gradients.py
+|         return self._scaler is scaler and self._generation == scaler.generation
+|         return self._scaler is scaler
+| scaling/test_scale_loss.py
+
+scaling/gradients.py
+|             self._unscale(scaler, grads_of(shared), scale / scale)
+|             pass
+| scaling/test_gradients.py scaling/test_scale_loss.py laws/test_situations.py laws/test_fault_injection.py
+
+scaling/gradients.py
+|         self.look_again()  # clipping may hide what another rank's inf has left
+|         pass
+| scaling/test_distributed.py
+
+scaling/gradients.py
+|             stays = self.scaled is not None or world_size() > 1
+|             stays = self.scaled is not None
+| scaling/test_distributed.py
+
+scaling/scaled_backward.py
+|             if one.blocks != number:
+|             if False:
+| scaling/test_scale_loss.py
+
+scaling/tensor_lists.py
+|     return are_laid_out_alike(grad, more) and not grad.is_conj()
+|     return are_laid_out_alike(grad, more)
+| scaling/test_complex_gradients.py
+
+scaling/step_counts.py
+|         torch.addcmul(found, row, found, out=row)  # one more than before, or 0
+|         row.add_(found)
+| scaling/test_skips.py scaling/test_skip_rate.py
+
+scaling/skip_report.py
+|         is_bad = news.skipped >= _SEVERAL and 20 * news.skipped > news.steps
+|         is_bad = news.skipped >= _SEVERAL
+| scaling/test_skip_rate.py
+
+scaling/loss_scaler.py
+|             clean = min(clean, self.settings.growth_interval - 1, 2**31 - 1)
+|             clean = min(clean, 2**31 - 1)
+| scaling/test_loss_scale_settings.py scaling/test_loss_scaler.py
+
+scaling/loss_scaler.py
+|         self._fill(value, None)
+|         self._numbers.fill(value, None)
+| scaling/test_loss_scale_settings.py scaling/test_loss_scaler.py
+
+scaling/optimizers/fused.py
+|         and all(group.get("fused", True) for group in optimizer.param_groups)
+|         and True
+| scaling/test_host_syncs.py
+
+scaling/optimizers/fused.py
+|             if group["dampening"]:
+|             if False:
+| scaling/test_host_syncs.py
+
+scaling/optimizers/sam.py
+|         self._overflowed |= self._managed.gradients.take_overflow()
+|         self._overflowed = self._managed.gradients.take_overflow()
+| scaling/test_two_step.py
+
+scaling/optimizers/closures.py
+|     return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+|     return module.startswith("torch.optim.")
+| scaling/test_closures.py
+
+scaling/optimizers/state.py
+|             if name != "step":
+|             if True:
+| scaling/test_optimizer_state.py
+
+scaling/optimizers/zero.py
+|     if zero_redundancy.is_in_join(optimizer):
+|     if False:
+| scaling/test_zero.py
+
+scaling/optimizers/zero.py
+|     zero_redundancy.build_buckets(optimizer)
+|     pass
+| scaling/test_zero.py
+
+scaling/optimizers/bare_calls.py
+|         if type(hook) is not NotifyOfSteps:
+|         if False:
+| scaling/test_steps.py
+
+scaling/optimizers/wrappers.py
+|             if present is not of_class:
+|             if False:
+| scaling/test_closures.py scaling/test_steps.py laws/test_situations.py
+
+scaling/optimizer.py
+|             self.gradients.finish()
+            return loss
+|             return loss
+| scaling/test_closures.py
+
+scaling/optimizer.py
+|         if all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+|         if False:
+| scaling/test_forgotten_optimizer.py
 """
 
 
