@@ -31,6 +31,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+
+def slow(*values):
+    """A case that the default run leaves out: its danger is in another one, too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["ranks", slow("four_ranks")])
+def some_ranks(request) -> Ranks:
+    """Two and four of them."""
+    return request.getfixturevalue(request.param)
+
+
 KINDS = {"for-loop": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 NO_KERNEL = "O3", "fused"
 WORDS = 16
@@ -227,20 +239,18 @@ def assert_close(ours: dict, reference: dict, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
-HERE = {("O2", torch.float16)}
-"""With two ranks, in every run of the tests; the others are slow tests."""
-LEVELS = [
-    pytest.param(level, dtype, marks=() if (level, dtype) in HERE else pytest.mark.slow)
-    for level in ("O0", "O1", "O2", "O3")
-    for dtype in BOUNDS
-]
+LEVELS = [(level, dtype) for level in ("O0", "O1", "O2", "O3") for dtype in BOUNDS]
 
 
-def check_level(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS]
+)
+def test_as_in_one_process(some_ranks, level, dtype):
+    """In both orders, with the collectives of FP32 and one for the overflow flag."""
     first = Run(level, dtype, counts=True)
     later = dataclasses.replace(first, order="initialize first")
     plain = dataclasses.replace(first, level=None, autocast=level == "O1")
-    found = ranks(several, [first, later, plain])
+    found = some_ranks(several, [first, later, plain])
     one, other, without = found[0]
     assert_close(one, in_one_process(Run(level, dtype)), dtype)
     if level in ("O0", "O1"):
@@ -254,113 +264,58 @@ def check_level(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
         kept = dtype if level == "O3" else torch.float32
         assert run["types"] == {str(kept)}
         assert {value.dtype for value in run["weights"]} == {kept}
-        if level != "O3":
-            assert all(map(torch.equal, run["after"], run["weights"]))
-            assert run["placed"] == without["placed"]
+        if level == "O3":  # it has another optimizer than the run without
+            continue
+        assert all(map(torch.equal, run["after"], run["weights"]))
+        assert run["placed"] == without["placed"]
         checks = dtype is torch.float16 and level in ("O1", "O2")
-        if level != "O3":  # it has another optimizer
-            assert run["collectives"] == [count + checks for count in without["collectives"]]
+        assert run["collectives"] == [count + checks for count in without["collectives"]]
 
 
-@pytest.mark.parametrize("level, dtype", LEVELS)
-def test_as_in_one_process(ranks, level, dtype):
-    """In both orders, with the collectives of FP32 and one for the overflow flag."""
-    check_level(ranks, level, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level, dtype", LEVELS)
-def test_as_in_one_process_on_four_ranks(four_ranks, level, dtype):
-    check_level(four_ranks, level, dtype)
-
-
-def check_overflow(ranks: Ranks, level: str, kind: str) -> None:
-    run = Run(level, kind=kind, poisoned=(1,), loss_scale="dynamic")
-    found = ranks(train, run)
-    for rank in found:
-        assert rank["skipped"] == [False, True, False]
-        assert rank["scales"] == [256.0, 128.0, 128.0]
-        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
-        assert all(weight.isfinite().all() for weight in rank["weights"])
-    assert_close(found[0], in_one_process(run), run.dtype)
+BAD = {"poisoned": (1,), "loss_scale": "dynamic"}  # an inf in one shard
+SITUATIONS = [
+    {"micro": 2},
+    {"micro": 2, "delay": True},
+    {"losses_are_parallel": True},
+    {"tied": True},
+    {"partly": True},
+    {"kind": "foreach", "clip": 0.1},
+    {"kind": "fused"},
+    *({"kind": kind, **BAD} for kind in KINDS),
+]
 
 
 @pytest.mark.parametrize(
-    "level, kind", [pytest.param("O1", "fused", marks=pytest.mark.slow), ("O2", "foreach")]
+    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS[2:]]
 )
-def test_an_inf_in_one_shard_skips_on_all_ranks(ranks, level, kind):
-    check_overflow(ranks, level, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "level, kind",  # torch's fused SGD moves no half weights on the CPU
-    [(level, kind) for level in ("O1", "O2", "O3") for kind in KINDS if (level, kind) != NO_KERNEL],
-)
-def test_an_inf_in_one_shard_skips_on_all_of_four_ranks(four_ranks, level, kind):
-    check_overflow(four_ranks, level, kind)
-
-
-SITUATIONS = {
-    "accumulation": {"micro": 2},
-    "delayed unscaling": {"micro": 2, "delay": True},
-    "clipping": {"clip": 0.1},
-    "parallel loss": {"losses_are_parallel": True},
-    "tied weights": {"tied": True},
-    "plain parameters beside DTensors": {"partly": True},
-    "foreach": {"kind": "foreach", "clip": 0.1},
-    "fused": {"kind": "fused"},
-}
-
-
-def check_situations(ranks: Ranks, level: str, dtype: torch.dtype) -> None:
-    runs = [Run(level, dtype, **settings) for settings in SITUATIONS.values()]
+def test_situations(some_ranks, level, dtype):
+    runs = [Run(level, dtype, **settings) for settings in SITUATIONS]
     runs = [run for run in runs if (level, run.kind) != NO_KERNEL]
-    for run, *found in zip(runs, *ranks(several, runs), strict=True):
+    for run, *found in zip(runs, *some_ranks(several, runs), strict=True):
         reference = in_one_process(run)
         for rank in found:
             assert_close(rank, reference, dtype)
             assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+            assert all(weight.isfinite().all() for weight in rank["weights"])
             assert rank["norms"] == pytest.approx(reference["norms"], rel=5 * BOUNDS[dtype])
+            assert rank["skipped"] == [step in run.poisoned for step in range(run.steps)]
+            assert not run.poisoned or rank["scales"] == [256.0, 128.0, 128.0]
 
 
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
-def test_situations(ranks, level):
-    check_situations(ranks, level, torch.float16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_situations_on_four_ranks(four_ranks, level, dtype):
-    check_situations(four_ranks, level, dtype)
-
-
-def save(rank: int, folder: str, level: str) -> list[Tensor]:
-    """Train, and save model and optimizer."""
-    run = Run(level, loss_scale="dynamic")
-    model, optimizer = start(run, init_device_mesh("cpu", (dist.get_world_size(),)))
-    steps(model, optimizer, run, range(2))
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    assert all(value.dtype is torch.float32 for value in states["model"].values())
-    dcp.save(states, checkpoint_id=folder)
-    steps(model, optimizer, run, range(2, 4))
-    return [full(value) for value in model.state_dict().values()]
-
-
-def resume(rank: int, folder: str, level: str) -> list[Tensor]:
-    """Load on however many ranks there are, and go on."""
+def saved_or_loaded(rank: int, folder: str, level: str, loads: bool) -> list[Tensor]:
+    """Two steps and a checkpoint, or that, on however many ranks there are; then two more steps."""
     run = Run(level, loss_scale="dynamic")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     model, optimizer = start(run, mesh)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    steps(model, optimizer, run, range(0 if loads else 2))
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    states = {"model": of_model, "optimizer": of_optimizer}
+    assert all(value.dtype is torch.float32 for value in of_model.values())
+    if loads:
+        dcp.load(states, checkpoint_id=folder, no_dist=mesh is None)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    else:
+        dcp.save(states, checkpoint_id=folder)
     steps(model, optimizer, run, range(2, 4))
     return [full(value) for value in model.state_dict().values()]
 
@@ -373,21 +328,14 @@ def steps(model: Net, optimizer: torch.optim.Optimizer, run: Run, numbers: range
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_goes_to_another_number_of_ranks(ranks, tmp_path):
-    """Two ranks save; two go on bit for bit, one process within rounding."""
-    expected = ranks(save, str(tmp_path), "O2")[0]
-    for weights in ranks(resume, str(tmp_path), "O2"):
-        assert all(map(torch.equal, weights, expected))
-    alone = resume(0, str(tmp_path), "O2")
-    for ours, theirs in zip(alone, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_checkpoint_of_two_ranks_goes_to_four(ranks, four_ranks, tmp_path, level):
-    expected = ranks(save, str(tmp_path), level)[0]
-    for weights in four_ranks(resume, str(tmp_path), level):
+@pytest.mark.parametrize("level", [slow("O1"), "O2"])
+def test_a_checkpoint_goes_to_another_number_of_ranks(ranks, some_ranks, tmp_path, level):
+    """Two ranks save; two go on bit for bit, four and one process within rounding."""
+    expected = ranks(saved_or_loaded, str(tmp_path), level, False)[0]
+    alone = saved_or_loaded(0, str(tmp_path), level, True)
+    for weights in (alone, *some_ranks(saved_or_loaded, str(tmp_path), level, True)):
+        if weights is not alone and some_ranks is ranks:
+            assert all(map(torch.equal, weights, expected))
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
 
@@ -476,10 +424,8 @@ def test_ddp_around_tensor_parallel(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", ["ranks", "four_ranks"])
-def test_twenty_runs_do_not_hang(request, count):
-    ranks = request.getfixturevalue(count)
+def test_twenty_runs_do_not_hang(some_ranks):
     for number in range(20):
         run = Run("O2", loss_scale="dynamic", poisoned=(number % 3,))
-        first, *others = ranks(train, run)
+        first, *others = some_ranks(train, run)
         assert all(rank["losses"] == first["losses"] for rank in others)
