@@ -56,8 +56,9 @@ def test_sparse_gradients(delay):
 # Groups
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in the block", "pending", "before the step"])
-def test_add_param_group_at_any_time(when):
+@pytest.mark.parametrize("when", ["in the block", "pending", "before the step"])
+def test_add_param_group_in_the_middle_of_a_step(when):
+    """Gradients that the new ones have had are zeroed by the script."""
     model, plain = seeded(), seeded()
     optimizer, reference = (
         torch.optim.SGD(m[0].parameters(), lr=0.1, momentum=0.9) for m in (model, plain)
@@ -65,34 +66,28 @@ def test_add_param_group_at_any_time(when):
 
     def add(now):
         if now == when:
+            if now != "in the block":
+                model[2].zero_grad()  # ampatch has not seen the new ones yet
             optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
-    add("before")
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    add("after")
     loss = F.mse_loss(model(data(1)[0]), data(1)[1])
     with ampatch.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
         add("in the block")
         scaled.backward()
-    if when == "pending":
-        model[2].zero_grad()  # ampatch has not seen the new ones yet
     add("pending")
     backward(model, optimizer, data(2))
-    if when == "before the step":
-        model[2].zero_grad()
     add("before the step")
     optimizer.step()
+    train(model, optimizer, data(3))
     reference.add_param_group({"params": list(plain[2].parameters()), "lr": 0.05})
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         F.mse_loss(plain(data(seed)[0]), data(seed)[1]).backward()
-        if when == "before the step" or (when == "pending" and seed == 1):
+        if seed <= {"in the block": 0, "pending": 1, "before the step": 2}[when]:
             plain[2].zero_grad()
-    reference.step()
-    for _ in range(2):
-        train(model, optimizer, data(3))
-        reference.zero_grad()
-        F.mse_loss(plain(data(3)[0]), data(3)[1]).backward()
-        reference.step()
+        if seed > 1:
+            reference.step()
+            reference.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
 
@@ -139,32 +134,7 @@ def test_param_groups_keep_their_identity(level):
         assert all(a is b for a, b in zip(group["params"], params, strict=True))
 
 
-# Given in half
-
-
-def test_trainable_weights_given_in_half_stay_half_and_it_is_said(half, caplog):
-    model = seeded()
-    model[0].to(half)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half, init_scale=256.0)
-    assert caplog.text.count("given in half and are trained in half") == 1
-    assert "0.weight, 0.bias" in caplog.text and "2.weight" not in caplog.text
-    before = copies(model.parameters())
-    for seed in range(3):
-        train(model, optimizer, data(seed))
-    assert [p.dtype for p in model.parameters()] == [half, half, torch.float32, torch.float32]
-    assert not any(map(torch.equal, before, model.parameters()))
-    ampatch.deactivate()
-    assert [p.dtype for p in model.parameters()] == [half, half, torch.float32, torch.float32]
-
-
-def test_a_frozen_base_in_half_is_no_reason_for_a_warning(half, caplog):
-    model = seeded()
-    model[0].to(half).requires_grad_(False)
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
-    ampatch.initialize(model, optimizer, opt_level="O2", dtype=half)
-    train(model, optimizer, data())
-    assert "given in half" not in caplog.text and model[0].weight.dtype is half
+# Weights in half
 
 
 DIVIDE_BY_ZERO = {

@@ -215,7 +215,7 @@ def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimiz
     assert torch.equal(models[0].weight.grad, 2 * x)
 
 
-# Refusals and exceptions
+# Refusals; exceptions are in tests/laws/test_interruptions.py
 
 
 @on_the_host
@@ -252,26 +252,6 @@ def test_a_block_in_a_block_of_the_same_optimizer_is_refused(waits, inner_ends):
     assert same(before, values(optimizer))
     backward(model, optimizer, data())
     assert close(grads(optimizer), float_grads(data()))
-
-
-@on_the_host
-@pytest.mark.parametrize("earlier", [False, True])
-def test_an_exception_in_the_block_puts_the_gradients_back(opt_level, earlier):
-    model, optimizer = start(opt_level, loss_scale=64.0)
-    if earlier:
-        backward(model, optimizer, data())
-    before = [None if grad is None else grad.clone() for grad in grads(optimizer)]
-    state = ampatch.state_dict()
-    with pytest.raises(KeyError), ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert same(grads(optimizer), before) if earlier else grads(optimizer) == [None] * 4
-    assert ampatch.state_dict() == state
-    weight = next(model.parameters()) if opt_level == "O1" else torch.ones(2, 4)
-    out = F.linear(torch.ones(1, 4), weight)  # casts are as they were
-    assert out.dtype is (torch.float16 if opt_level == "O1" else torch.float32)
-    backward(model, optimizer, data(2))
-    assert close(grads(optimizer), float_grads(*([data()] if earlier else []), data(2)))
 
 
 @on_the_host

@@ -81,13 +81,28 @@ class Run:
     losses_are_parallel: bool = False
     tied: bool = False
     partly: bool = False
+    by_two: bool = False  # a mesh of two dimensions: batches differ along one
     autocast: bool = False
     loss_scale: str | None = None
     steps: int = 3
     counts: bool = False  # of collectives
 
 
+PLACES = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
+
+
+def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a module's parameters along the second dimension of a mesh."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        place = PLACES.get(f"{name}.{key}")
+        layout = [Replicate(), Replicate() if place is None else Shard(place)]
+        value = distribute_tensor(parameter.data, mesh, layout)
+        module.register_parameter(key, nn.Parameter(value))
+
+
 def parallel(model: Net, mesh: DeviceMesh, run: Run) -> Net:
+    if run.by_two:
+        return distribute_module(model, mesh, distribute)
     plan = {
         "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -173,9 +188,16 @@ def backward(
             local.view(-1)[-1] = float("inf")
 
 
+def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh | None:
+    """A mesh of all ranks; None in one process."""
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+
+
 def train(rank: int, run: Run) -> dict:
     """Train on all ranks, and say what came of it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    mesh = mesh_of((2, 2) if run.by_two else None)
     model, optimizer = start(run, mesh)
     found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
     for step in range(run.steps):
@@ -186,7 +208,10 @@ def train(rank: int, run: Run) -> dict:
             if run.losses_are_parallel and mesh is not None:
                 stack.enter_context(loss_parallel())
             for part in range(run.micro):
-                loss = loss_of(model, data(10 * step + part), run)
+                x = data(10 * step + part)
+                if run.by_two and mesh is not None:
+                    x = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+                loss = loss_of(model, x, run)
                 bad = step in run.poisoned and rank == (mesh.size() if mesh else 1) - 1
                 backward(model, loss, optimizer, run, run.delay and part < run.micro - 1, bad)
             if run.clip is not None:
@@ -292,20 +317,33 @@ def test_situations(some_ranks, level, dtype):
     runs = [Run(level, dtype, **settings) for settings in SITUATIONS]
     runs = [run for run in runs if (level, run.kind) != NO_KERNEL]
     for run, *found in zip(runs, *some_ranks(several, runs), strict=True):
-        reference = in_one_process(run)
-        for rank in found:
-            assert_close(rank, reference, dtype)
-            assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
-            assert all(weight.isfinite().all() for weight in rank["weights"])
-            assert rank["norms"] == pytest.approx(reference["norms"], rel=5 * BOUNDS[dtype])
-            assert rank["skipped"] == [step in run.poisoned for step in range(run.steps)]
-            assert not run.poisoned or rank["scales"] == [256.0, 128.0, 128.0]
+        check(run, found)
+
+
+def check(run: Run, found: list[dict]) -> None:
+    """All ranks as one process."""
+    reference, bound = in_one_process(run), 5 * BOUNDS[run.dtype]
+    for rank in found:
+        assert_close(rank, reference, run.dtype)
+        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+        assert all(weight.isfinite().all() for weight in rank["weights"])
+        assert rank["norms"] == pytest.approx(reference["norms"], rel=bound)
+        assert rank["skipped"] == [step in run.poisoned for step in range(run.steps)]
+        assert not run.poisoned or rank["scales"] == [256.0, 128.0, 128.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_mesh_of_two_dimensions(four_ranks, level):
+    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
+    run = Run(level, by_two=True, **BAD)
+    check(run, four_ranks(train, run))
 
 
 def saved_or_loaded(rank: int, folder: str, level: str, loads: bool) -> list[Tensor]:
     """Two steps and a checkpoint, or that, on however many ranks there are; then two more steps."""
     run = Run(level, loss_scale="dynamic")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    mesh = mesh_of()
     model, optimizer = start(run, mesh)
     steps(model, optimizer, run, range(0 if loads else 2))
     of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -338,50 +376,6 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(ranks, some_ranks, tmp_pat
             assert all(map(torch.equal, weights, expected))
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
-
-
-def on_two_dimensions(rank: int, level: str) -> dict:
-    """DTensors on a mesh of two dimensions: batches differ along one, weights along the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
-    model = Net()
-    places = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
-
-    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            place = places.get(f"{name}.{key}")
-            layout = [Replicate(), Replicate() if place is None else Shard(place)]
-            module.register_parameter(
-                key, nn.Parameter(distribute_tensor(parameter.data, mesh, layout))
-            )
-
-    run = Run(level)
-    distribute_module(model, mesh, distribute)
-    optimizer = optimizer_of(model, run)
-    settings = {"init_scale": 256.0, "loss_scale": "dynamic", "verbosity": 0}
-    amp.initialize(model, optimizer, opt_level=level, **settings)
-    found: dict = {"losses": [], "skipped": []}
-    for step in range(3):
-        optimizer.zero_grad()
-        x = distribute_tensor(data(10 * step), mesh, [Shard(0), Replicate()])
-        loss = loss_of(model, x, run)
-        backward(model, loss, optimizer, run, bad=(rank, step) == (3, 1))
-        optimizer.step()
-        found["skipped"].append(amp.step_was_skipped(optimizer))
-        found["losses"].append(full(loss).item())
-    found["weights"] = [full(value) for value in model.state_dict().values()]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_mesh_of_two_dimensions(four_ranks, level):
-    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
-    found = four_ranks(on_two_dimensions, level)
-    reference = in_one_process(Run(level, poisoned=(1,), loss_scale="dynamic"))
-    for rank in found:
-        assert rank["skipped"] == [False, True, False]
-        assert_close(rank, reference, torch.float16)
-        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
 
 
 def under_ddp(rank: int, level: str, group: bool) -> dict:
