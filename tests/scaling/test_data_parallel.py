@@ -14,7 +14,6 @@ from torch.nn.parallel import DataParallel
 
 import ampatch as amp
 
-
 BF16 = {"dtype": torch.bfloat16, "verbosity": 0}
 
 

@@ -134,8 +134,8 @@ def test_another_forward_does_not_lose_what_no_sync_kept_back(which, ranks):
         torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=0)
 
 
-def test_a_loss_that_is_kept_is_refused_as_ddp_is():
-    """Both hold the nodes that add to gradients; the message names both."""
+def kept_loss(rank: int) -> bool:
+    """A loss of the model is alive when its dtype is to change, then no more."""
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
     with pytest.raises(amp.AmpatchError, match="or a loss of it is kept"):
@@ -143,7 +143,12 @@ def test_a_loss_that_is_kept_is_refused_as_ddp_is():
     assert "step" not in vars(optimizer) and model(batch(0)[0]).dtype is torch.float32
     del loss
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    assert not amp.step_was_skipped(optimizer)
+    return amp.step_was_skipped(optimizer)
+
+
+def test_a_loss_that_is_kept_is_refused_as_ddp_is(ranks):
+    """Both hold the nodes that add to gradients; the message names both."""
+    assert ranks(kept_loss) == [False, False]
 
 
 LEVELS = [("", "O3"), ("O0", "O2"), ("O2", "O1"), ("O1", "O3")]

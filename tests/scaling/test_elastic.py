@@ -48,16 +48,15 @@ def go_on(
     if state is not None and not folder:
         step = script.load(copy.deepcopy(state), model, optimizer)
     parallel = DistributedDataParallel(model) if ranks > 1 else model
-    if folder:
+    if state is not None and folder:
         weights, moments = states.get_state_dict(parallel, optimizer)
         kept = {"w": weights, "m": moments, "amp": amp.state_dict()}
-        if state is not None:
-            dcp.load(kept, checkpoint_id=folder)
-            states.set_state_dict(
-                parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
-            )
-            amp.load_state_dict(kept["amp"])
-            step = state["step"]
+        dcp.load(kept, checkpoint_id=folder)
+        states.set_state_dict(
+            parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
+        )
+        amp.load_state_dict(kept["amp"])
+        step = state["step"]
     for number in range(step, until):
         script.one_step(parallel, optimizer, number, rank, ranks)
     if folder and until < STEPS:
