@@ -360,7 +360,7 @@ scaling/gradients.py
 scaling/gradients.py
 |             self._unscale(scaler, grads_of(shared), scale / scale)
 |             pass
-| scaling/test_gradients.py scaling/test_scale_loss.py laws/test_situations.py laws/test_fault_injection.py
+| scaling/test_gradients.py
 
 scaling/gradients.py
 |         found = self.look_again()  # clipping may hide what another rank's inf has left
