@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import small_training
 import torch
+from small_training import train
 from torch import nn
 
 import ampatch
@@ -23,20 +25,10 @@ DEFAULTS = {
 KEPT = []  # a session ends with its model and optimizer
 
 
-def start(**settings):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, **settings)
-    KEPT[:] = model, optimizer
-    return model, optimizer
-
-
-def step(model, optimizer, factor=1.0, loss_id=0):
-    optimizer.zero_grad()
-    loss = model(torch.ones(1, 2)).float().sum() * factor
-    with ampatch.scale_loss(loss, optimizer, loss_id) as scaled:
-        scaled.backward()
-    optimizer.step()
+def start(level="O1", **settings):
+    settings = {"verbosity": 1, "init_scale": 2.0**16, **settings}
+    KEPT[:] = small_training.start(level, options={"lr": 0.0}, **settings)
+    return KEPT
 
 
 def everything():
@@ -61,7 +53,7 @@ def test_settings_count_from_now_on_and_for_one_loss():
     )
     scales = []
     for factor in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0):
-        step(model, optimizer, factor, loss_id=1)
+        train(model, optimizer, factor=factor, loss_id=1)
         scales.append(ampatch.loss_scale(1))
     assert scales == [1024.0, 8192.0, 8192.0, 16384.0, 4096.0, 4096.0]
     assert ampatch.loss_scale(0) == 1024.0
@@ -69,7 +61,7 @@ def test_settings_count_from_now_on_and_for_one_loss():
 
 
 def test_a_new_initial_scale_starts_anew_and_new_limits_draw_the_scale_in():
-    step(*start())
+    train(*start())
     ampatch.set_loss_scale_settings(init_scale=256.0)
     state = ampatch.state_dict()["loss_scaler0"]
     assert (state["loss_scale"], state["unskipped"]) == (256.0, 0)
@@ -90,7 +82,7 @@ def test_a_count_beyond_a_shorter_interval_still_grows(interval, loaded):
     ampatch.load_state_dict({"loss_scaler0": entry})
     if interval == 100:
         ampatch.set_loss_scale_settings(growth_interval=4)
-    step(model, optimizer)
+    train(model, optimizer)
     assert ampatch.loss_scale() == 512.0
 
 
@@ -180,9 +172,9 @@ def test_a_static_scale_has_no_settings_and_takes_no_wrong_value():
     ids=str,
 )
 def test_no_setting_makes_a_scale_that_kills(settings):
-    model, optimizer = start(opt_level="O2", dtype=torch.bfloat16, loss_scale="dynamic", **settings)
+    model, optimizer = start("O2", dtype=torch.bfloat16, loss_scale="dynamic", **settings)
     for factor in [1.0, 1.0, math.inf, 1.0, math.nan, 1.0, math.inf, 1.0]:
-        step(model, optimizer, factor)
+        train(model, optimizer, factor=factor)
         scale = ampatch.loss_scale()
         assert 2.0**-126 <= scale <= 2.0**126
         # what unscaling multiplies by is a number too
@@ -228,7 +220,7 @@ def test_the_state_of_torchs_gradscaler_loads():
     model, optimizer = start(num_losses=2)
     ampatch.load_state_dict(theirs.state_dict())
     for _ in range(4):
-        step(model, optimizer)
+        train(model, optimizer)
         theirs.scale(weight.sum()).backward()
         theirs.step(other)
         theirs.update()
@@ -255,7 +247,7 @@ def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
 
 def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(caplog):
     """Nothing is to be done, so nothing is recommended."""
-    start(opt_level="O2", dtype=torch.bfloat16)
+    start("O2", dtype=torch.bfloat16)
     with caplog.at_level("INFO", logger="ampatch"):
         ampatch.load_state_dict({"loss_scaler0": APEX})
     assert ampatch.loss_scale() == 1.0
