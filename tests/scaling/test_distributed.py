@@ -99,13 +99,13 @@ def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
     assert all(map(torch.equal, one, two))
 
 
-def with_another_forward(rank: int, level: str | None, which: str) -> list:
+def with_another_forward(rank: int, enabled: bool, which: str) -> list:
     """Every second pass is averaged; another forward comes between the model's and its pass."""
     torch.manual_seed(0)
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     pair = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
-    if level is not None:
-        amp.initialize([model, other], pair, opt_level=level, init_scale=256.0, verbosity=0)
+    settings = {"init_scale": 256.0, "verbosity": 0, "enabled": enabled}
+    amp.initialize([model, other], pair, opt_level="O2", **settings)
     parallel = DistributedDataParallel(model)
     second = parallel if which == "its own" else DistributedDataParallel(other)
     generator = torch.Generator().manual_seed(rank)
@@ -113,11 +113,8 @@ def with_another_forward(rank: int, level: str | None, which: str) -> list:
         inputs = torch.randn(8, 4, generator=generator)
         with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
             loss = (parallel(inputs) - second(-inputs)).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, pair) as scaled_loss:
-                    scaled_loss.backward()
+            with amp.scale_loss(loss, pair) as scaled_loss:
+                scaled_loss.backward()
         pair[1].zero_grad()
         if step % 2:
             pair[0].step()
@@ -127,8 +124,8 @@ def with_another_forward(rank: int, level: str | None, which: str) -> list:
 
 @pytest.mark.parametrize("which", ["its own", "that of another model"])
 def test_another_forward_does_not_lose_what_no_sync_kept_back(which, ranks):
-    expected, _ = ranks(with_another_forward, None, which)
-    first, second = ranks(with_another_forward, "O2", which)
+    expected, _ = ranks(with_another_forward, False, which)
+    first, second = ranks(with_another_forward, True, which)
     assert all(map(torch.equal, first, second))
     for ours, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=0)
@@ -229,94 +226,63 @@ def test_an_exception_on_one_rank_leaves_the_ranks_equal(ranks, level, accumulat
 # Averages by hand: an overflow reaches the other rank after the block
 
 
-def averaging_by_hand(rank: int, clip: str) -> dict:
-    """Rank 1 overflows in the second of four steps; its gradients reach rank 0 after the block."""
-    model, _ = build(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level="O2", **DYNAMIC)
-    watch = Watch(model, optimizer)
-    for number in range(4):
-        inputs, targets = batch(10 * rank + number)
-        with amp.scale_loss(F.cross_entropy(model(inputs), targets), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if rank == 1 and number == 1:
-                model[2].bias.grad[0] = float("inf")
-        average(model.parameters())
-        if clip == "value":  # an inf among the gradients is not to be seen afterwards
-            nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        if clip == "norm":
-            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        watch.step()
-    return watch.found()
+def averaging(rank: int, case: dict) -> dict:
+    """Rank 1 overflows in the last layer in the second of four steps, in its block or after it.
 
-
-@pytest.mark.parametrize("clip", ["none", "value", "norm"])
-def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, clip):
-    one, two = ranks(averaging_by_hand, clip)
-    assert_equal_and_finite(one, two)
-    assert one["skipped"] == [[False], [True], [False], [False]]
-    assert one["moved"] == two["moved"] == [True, False, True, True]
-    assert one["scales"][-1] == (32.0, 2)
-
-
-def averaging_for_two_optimizers(rank: int, inside: bool, as_apex: bool) -> dict:
-    """One loss; in the second step rank 1 overflows in the second optimizer's weights."""
+    Its gradients reach rank 0 after the block.  There are one or two optimizers, in one or two
+    blocks.
+    """
+    case = {"optimizers": 1, "blocks": 1, "inside": True, "clip": "", "as_apex": False, **case}
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    registry.opens_as_apex = as_apex
+    pair = pair if case["optimizers"] == 2 else [torch.optim.AdamW(model.parameters(), lr=0.01)]
+    registry.opens_as_apex = case["as_apex"]
     try:
         amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
     finally:
         registry.opens_as_apex = False
     watch = Watch(model, *pair)
-    for number in range(3):
-        inputs, targets = batch(10 * rank + number)
-        overflows = rank == 1 and number == 1
-        with amp.scale_loss(F.cross_entropy(model(inputs), targets), pair) as scaled_loss:
-            scaled_loss.backward()
-            if overflows and inside:
-                model[2].bias.grad.fill_(float("inf"))
-        if overflows and not inside:
-            model[2].bias.grad.fill_(float("inf"))
-        average(model.parameters())
-        watch.step()
-    return watch.found()
-
-
-@pytest.mark.parametrize("as_apex", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, inside, as_apex):
-    """Both ranks skip the same steps, and the scale moves once on each.  In apex both steps go."""
-    one, two = ranks(averaging_for_two_optimizers, inside, as_apex)
-    assert_equal_and_finite(one, two)
-    assert one["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
-    assert one["skipped"] == [[False, False], [as_apex, True], [False, False]]
-
-
-def averaging_after_a_block_for_each(rank: int) -> dict:
-    """Both blocks before both steps; in the second step rank 0 overflows in the second's."""
-    model, _ = build(seed=0)
-    pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
-    watch = Watch(model, *pair)
-    for number in range(3):
-        for index, optimizer in enumerate(pair):
+    for number in range(4):
+        overflows = (rank, number) == (1, 1)
+        for given in [[one] for one in pair] if case["blocks"] == 2 else [pair]:
             inputs, targets = batch(10 * rank + number)
-            bad = (rank, number, index) == (0, 1, 1)
-            loss = F.cross_entropy(model(inputs), targets) * (float("inf") if bad else 1.0)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward(inputs=optimizer.param_groups[0]["params"])
+            params = [p for one in given for p in one.param_groups[0]["params"]]
+            with amp.scale_loss(F.cross_entropy(model(inputs), targets), given) as scaled_loss:
+                scaled_loss.backward(inputs=params)
+                if overflows and case["inside"] and given[-1] is pair[-1]:
+                    model[2].bias.grad[0] = float("inf")
+        if overflows and not case["inside"]:
+            model[2].bias.grad[0] = float("inf")
         average(model.parameters())
+        if case["clip"] == "value":  # an inf among the gradients is not to be seen afterwards
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if case["clip"] == "norm":
+            nn.utils.clip_grad_norm_(amp.master_params(pair[0]), 1.0)
         watch.step()
     return watch.found()
 
 
-def test_an_overflow_of_one_rank_in_the_second_of_two_blocks(ranks):
-    """It reaches the other rank after both blocks; each block counts once, on both ranks."""
-    one, two = ranks(averaging_after_a_block_for_each)
+TWO = {"optimizers": 2}
+
+
+@pytest.mark.parametrize(
+    "case, skips",
+    [
+        *(({"clip": clip}, [True]) for clip in ("", "value", "norm")),
+        *(({**TWO, "inside": inside}, [False, True]) for inside in (True, False)),
+        *(({**TWO, "inside": inside, "as_apex": True}, [True, True]) for inside in (True, False)),
+        ({**TWO, "blocks": 2}, [False, True]),
+    ],
+    ids=str,
+)
+def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, case, skips):
+    """Both ranks skip the same steps, and the scale moves once for each block on each."""
+    one, two = ranks(averaging, case)
     assert_equal_and_finite(one, two)
-    assert one["scales"] == [(64.0, 2), (32.0, 0), (32.0, 2)]
-    assert one["skipped"] == [[False, False], [False, True], [False, False]]
+    none, blocks = [False] * len(skips), case.get("blocks", 1)
+    assert one["skipped"] == [none, skips, none, none]
+    assert one["moved"] == two["moved"] == [True, not all(skips), True, True]
+    assert one["scales"] == [(64.0, blocks), (32.0, 0), (32.0, blocks), (32.0, 2 * blocks)]
 
 
 def reducing_inside_the_last_block(rank: int, level: str) -> list[torch.Tensor]:

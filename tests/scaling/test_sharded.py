@@ -149,7 +149,7 @@ def test_o2_is_fsdp2s_own_policy(on_mesh, order, dtype, kind, parts, options):
     ],
 )
 def test_as_one_process(on_mesh, level, dtype, kind, norm, parts, sync):
-    """O1 is FP32's; the others are as without shards: norms are FP32 at O2, sharded by themselves."""
+    """O1 is FP32; others are as without shards: norms are FP32 at O2, sharded by themselves."""
     ranks, shape = on_mesh
     settings = {"opt_level": level, "dtype": dtype, "loss_scale": scale_of(dtype)}
     kept = dtype if level == "O3" else FP32
