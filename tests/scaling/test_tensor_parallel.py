@@ -68,10 +68,11 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is asked of a training run; `level` None is without ampatch."""
+    """What is asked of a training run."""
 
-    level: str | None = None
+    level: str = "O1"
     dtype: torch.dtype = torch.float16
+    enabled: bool = True  # False is without ampatch
     order: str = "parallelize first"
     kind: str = "for-loop"
     micro: int = 1
@@ -147,11 +148,8 @@ def start(run: Run, mesh: DeviceMesh | None) -> tuple[Net, torch.optim.Optimizer
     """The model and its optimizer; parallel if there is a mesh."""
     model = Net()
     settings = {
-        "opt_level": run.level,
-        "dtype": run.dtype,
-        "init_scale": 256.0,
-        "loss_scale": run.loss_scale,
-        "verbosity": 0,
+        **{"opt_level": run.level, "dtype": run.dtype, "loss_scale": run.loss_scale},
+        **{"init_scale": 256.0, "verbosity": 0, "enabled": run.enabled},
     }
     if run.order == "initialize first" and mesh is not None:
         amp.initialize(model, **settings)
@@ -162,8 +160,7 @@ def start(run: Run, mesh: DeviceMesh | None) -> tuple[Net, torch.optim.Optimizer
     elif run.tied:
         model.scores.weight = model.words.weight
     optimizer = optimizer_of(model, run)
-    if run.level is not None:
-        amp.initialize(model, optimizer, **settings)
+    amp.initialize(model, optimizer, **settings)
     return model, optimizer
 
 
@@ -173,13 +170,8 @@ def loss_of(model: Net, x: Tensor, run: Run) -> Tensor:
     return F.cross_entropy(scores.float(), x.flatten()) / run.micro
 
 
-def backward(
-    model: Net, loss: Tensor, optimizer: Any, run: Run, delay: bool = False, bad: bool = False
-) -> None:
+def backward(model: Net, loss: Tensor, optimizer: Any, delay=False, bad=False) -> None:
     """`bad`: with an inf in the last element of this rank's part of a gradient."""
-    if run.level is None:
-        loss.backward()
-        return
     with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
         scaled_loss.backward()
         if bad:
@@ -213,7 +205,7 @@ def train(rank: int, run: Run) -> dict:
                     x = distribute_tensor(x, mesh, [Shard(0), Replicate()])
                 loss = loss_of(model, x, run)
                 bad = step in run.poisoned and rank == (mesh.size() if mesh else 1) - 1
-                backward(model, loss, optimizer, run, run.delay and part < run.micro - 1, bad)
+                backward(model, loss, optimizer, run.delay and part < run.micro - 1, bad)
             if run.clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
                 found["norms"].append(full(norm).item())
@@ -221,9 +213,8 @@ def train(rank: int, run: Run) -> dict:
         found["losses"].append(full(loss).item())
         if run.counts:
             found["collectives"].append(seen.get_total_counts())
-        if run.level is not None:
-            found["skipped"].append(amp.step_was_skipped(optimizer))
-            found["scales"].append(amp.loss_scale())
+        found["skipped"].append(amp.step_was_skipped(optimizer))
+        found["scales"].append(amp.loss_scale() if run.enabled else 1.0)
     found["types"] = {str(parameter.dtype) for parameter in model.parameters()}
     found["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
     found["weights"] = [full(value) for value in model.state_dict().values()]
@@ -274,7 +265,7 @@ def test_as_in_one_process(some_ranks, level, dtype):
     """In both orders, with the collectives of FP32 and one for the overflow flag."""
     first = Run(level, dtype, counts=True)
     later = dataclasses.replace(first, order="initialize first")
-    plain = dataclasses.replace(first, level=None, autocast=level == "O1")
+    plain = dataclasses.replace(first, enabled=False, autocast=level == "O1")
     found = some_ranks(several, [first, later, plain])
     one, other, without = found[0]
     assert_close(one, in_one_process(Run(level, dtype)), dtype)
@@ -361,7 +352,7 @@ def saved_or_loaded(rank: int, folder: str, level: str, loads: bool) -> list[Ten
 def steps(model: Net, optimizer: torch.optim.Optimizer, run: Run, numbers: range) -> None:
     for step in numbers:
         optimizer.zero_grad()
-        backward(model, loss_of(model, data(step), run), optimizer, run)
+        backward(model, loss_of(model, data(step), run), optimizer)
         optimizer.step()
 
 
