@@ -164,23 +164,6 @@ def test_half_gradients_meet_the_scale_itself(make):
     assert large[0].item() == 2.0**-11
 
 
-@pytest.mark.parametrize("loss_scale", [2.0**16, "dynamic"])
-def test_half_gradients_that_wait_are_scaled_up_again(loss_scale):
-    """`delay_unscale` after a block, at O3: what the block has left is no overflow."""
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(
-        model, optimizer, opt_level="O3", dtype=torch.float16, loss_scale=loss_scale, verbosity=0
-    )
-    for delays in (False, True):
-        loss = model(torch.tensor([[0.5, 0.0]])).float().sum() / 4
-        with ampatch.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
-            scaled.backward()
-    optimizer.step()
-    assert not ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 2.0**16
-    assert model.weight.grad.tolist() == [[0.25, 0.0]]
-
-
 # State
 
 
