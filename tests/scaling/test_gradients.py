@@ -15,17 +15,17 @@ import ampatch
 # Zeroing
 
 
-@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("delayed, bad", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("to_none", [False, True])
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_zero_grad_leaves_nothing_that_waited_scaled(whose, to_none, bad):
+def test_zero_grad_leaves_nothing(whose, to_none, delayed, bad):
     """Not a gradient, and no memory of scale or overflow: the next step is a fresh one's."""
     model, optimizer = start("O2")
-    backward(model, optimizer, data(1), math.inf if bad else 1.0, delay_unscale=True)
+    backward(model, optimizer, data(1), math.inf if bad else 1.0, delay_unscale=delayed)
     {"model": model, "optimizer": optimizer}[whose].zero_grad(set_to_none=to_none)
     for grad in grads(optimizer):
         assert grad is None or (not to_none and not grad.any())
-    fresh = start("O2")
+    fresh = start("O2", init_scale=ampatch.loss_scale())
     for pair in ((model, optimizer), fresh):
         backward(*pair, data(2))
         pair[1].step()
