@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -12,11 +11,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import own_cache  # before ampatch, which looks into it
 import pytest
 import torch
+from few_modules import search_no_other_packages
 from old_torch import lacking
 from torch_snapshot import changes, snapshot
 
 import ampatch
-from ampatch.casting import rebind
 from ampatch.log import set_verbosity
 from ampatch.scaling import scale_value
 
@@ -65,29 +64,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there before the first test is never garbage: collections need not look at it.
-
-    Tests and what they test collect often, and torch, its like and thousands of tests are much.
-    A test that searches all objects by `gc` first calls `gc.unfreeze()`.
-    """
-    _search_no_other_packages()
-    gc.collect()
-    gc.freeze()
-
-
-def _search_no_other_packages() -> None:
-    """What is installed beside ampatch binds no function of torch's, as far as tests rely on it.
-
-    Looking for one in all their modules, at the start and end of each session, took most of the
-    time of the tests.
-    """
-    rebind.NOT_SEARCHED.update(
-        title.partition(".")[0]
-        for title, module in list(sys.modules.items())
-        if "site-packages" in (getattr(module, "__file__", None) or "")  # of any environment
-    )
-    rebind.NOT_SEARCHED.update(sys.stdlib_module_names)
-    rebind.NOT_SEARCHED.difference_update(("__main__", "__mp_main__"))  # pytest's
+    """Collections and sessions are many, and torch, its like and thousands of tests are much."""
+    search_no_other_packages()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -282,7 +282,9 @@ class Gradients:
             )
             return
         self.finish()
-        self.look_again()  # clipping may hide what another rank's inf has left
+        found = self.look_again()  # clipping may hide what another rank's inf has left
+        for deferred in self.waiting if found is not None else ():
+            deferred.add([found])
 
     # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 

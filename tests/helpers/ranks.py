@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # tensors go through a pipe as shared memory
+from few_modules import search_no_other_packages
 from torch_snapshot import changes, snapshot
 from warm_python import Process, environment, start
 
@@ -91,6 +92,7 @@ def serve(descriptor: int) -> None:
     key, place, rank, count = pipe.recv()
     multiprocessing.current_process().authkey = key
     torch.set_num_threads(1)
+    search_no_other_packages()
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=count)
     while True:
         try:

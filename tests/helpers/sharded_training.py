@@ -89,36 +89,37 @@ def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
 
 
 def managed(
-    model: Net, kind: str, order: str, options: dict[str, Any], **settings: Any
+    model: nn.Module, make: Any, order: str, options: dict[str, Any], **settings: Any
 ) -> torch.optim.Optimizer:
     """Shard a model and put it under ampatch, in one of the two orders; gives its optimizer."""
     settings = {"verbosity": 0, **settings}
     policy = policy_of(settings["opt_level"], settings.get("dtype", torch.float16))
-    options = {**policy, **options}
+    options, make = {**policy, **options}, MAKE.get(make, make)
     if settings["opt_level"] == "O3":
         model.to(settings.get("dtype", torch.float16))
     if order == "sharded first":
         shard(model, **options)
-        optimizer = MAKE[kind](model.parameters())
+        optimizer = make(model.parameters())
         amp.initialize(model, optimizer, **settings)
         return optimizer
     amp.initialize(model, **settings)
     shard(model, **options)
-    return amp.add_optimizers(MAKE[kind](model.parameters()))
+    return amp.add_optimizers(make(model.parameters()))
 
 
 def steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     data_of: Callable[[int, int], int],
-    scale: Any,
     count: int = STEPS,
     parts: int = 1,
     sync: bool = False,
+    scale: Any = None,
 ) -> list[float]:
-    """Train; `scale(loss)` is a context manager that gives the loss for `backward`.
+    """Train on the batches `data_of(step, part)`; returns the losses.
 
-    Of several parts each is reduced over ranks with `sync`, otherwise their sum.
+    Of several parts each is reduced over ranks with `sync`, otherwise their sum.  `scale(loss)` is
+    a context manager that gives the loss for `backward`, in place of `scale_loss`.
     """
     losses = []
     for step in range(count):
@@ -127,16 +128,21 @@ def steps(
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(sync or part == parts - 1)
             loss = loss_of(model, data_of(step, part)) / parts
-            with scale(loss) as scaled:
+            with scale(loss) if scale else amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
         optimizer.step()
         losses.append(loss.item() * parts)
     return losses
 
 
-def on_rank(rank: int) -> Callable[[int, int], int]:
+def of_rank(rank: int) -> Callable[[int, int], int]:
     """The numbers of a rank's batches."""
     return lambda step, part: 1000 * rank + 10 * step + part
+
+
+def of_ranks(count: int, parts: int) -> Callable[[int, int], int]:
+    """Those of all ranks, as parts in one process."""
+    return lambda step, part: of_rank(part // parts)(step, part % parts)
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:

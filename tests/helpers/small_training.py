@@ -108,6 +108,19 @@ def grads(optimizer):
     return [param.grad for param in ampatch.master_params(optimizer)]
 
 
+def train(model, optimizer, batch=None, factor=1.0, **options):
+    """One step: zero_grad, a block, step; returns the loss."""
+    optimizer.zero_grad()
+    loss = backward(model, optimizer, batch or data(), factor, **options)
+    optimizer.step()
+    return loss.item()
+
+
+def values(optimizer):
+    """Copies of what the optimizer updates."""
+    return [param.detach().clone() for param in ampatch.master_params(optimizer)]
+
+
 def float_grads(*batches, seed=0, factors=None):
     """The FP32 run's gradients of the sum of the losses."""
     model = seeded(seed)

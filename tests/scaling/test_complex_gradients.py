@@ -29,45 +29,31 @@ class Spectral(nn.Module):
         return (x * self.lazy.conj()).abs()  # the gradient of `lazy` is conjugated lazily
 
 
-KINDS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "SGD foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.01, foreach=True),
-}
-
-
-def trained(level: str | None, kind: str, factors: list[float], passes: int = 1, **settings):
+def trained(level, factors, passes=1, foreach=False, **settings):
     """The weights after a step for each factor of the loss, and which steps were skipped."""
     model = Spectral()
-    optimizer = KINDS[kind](model.parameters())
-    if level is not None:
-        ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=foreach)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
     x, skipped = torch.randn(5, 6), []
     for factor in factors:
         optimizer.zero_grad()
         for _ in range(passes):
-            loss = model(x).mean() * factor
-            if level is None:
-                loss.backward()
-                continue
-            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            with ampatch.scale_loss(model(x).mean() * factor, optimizer) as scaled_loss:
                 scaled_loss.backward()
-        if level is None:
-            optimizer.step()
-            continue
         assert model.lazy.grad.is_conj() or passes > 1
         optimizer.step()
         skipped.append(ampatch.step_was_skipped(optimizer))
+    ampatch.deactivate()
     return [parameter.detach().clone() for parameter in model.parameters()], skipped
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_they_train_as_without_a_loss_scale(kind, loss_scale, passes):
-    plain, _ = trained(None, kind, [1.0] * 4, passes)
-    weights, skipped = trained(
-        "O1", kind, [1.0] * 4, passes, loss_scale=loss_scale, init_scale=1024.0
-    )
+def test_they_train_as_without_a_loss_scale(foreach, loss_scale, passes):
+    plain, _ = trained("O1", [1.0] * 4, passes, foreach, enabled=False)
+    settings = {"loss_scale": loss_scale, "init_scale": 1024.0}
+    weights, skipped = trained("O1", [1.0] * 4, passes, foreach, **settings)
     assert skipped == [False] * 4
     for one, other in zip(weights, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -75,7 +61,7 @@ def test_they_train_as_without_a_loss_scale(kind, loss_scale, passes):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_they_keep_their_dtype_and_an_overflow_in_them_skips_the_step(level):
-    weights, skipped = trained(level, "SGD", [1.0, math.inf, 1.0], init_scale=16.0)
+    weights, skipped = trained(level, [1.0, math.inf, 1.0], init_scale=16.0)
     assert [weight.dtype.is_complex for weight in weights] == [False, True, True]
     assert skipped == [False, True, False]
     assert all(torch.isfinite(weight).all() for weight in weights)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ddp_training import backward, build, everything
+from small_training import in_threads
 from torch import nn
 from torch.nn.parallel import DataParallel
 
 import ampatch as amp
 
-
-def weights_in(level: str) -> torch.dtype:
-    return torch.bfloat16 if level == "O3" else torch.float32
+BF16 = {"dtype": torch.bfloat16, "verbosity": 0}
 
 
 def test_data_parallel_on_the_cpu_is_its_module(opt_level):
@@ -24,18 +23,18 @@ def test_data_parallel_on_the_cpu_is_its_module(opt_level):
     for order in ("none", "before", "after"):
         model, optimizer = build(seed=0)
         wrapped = DataParallel(model) if order == "before" else model
-        amp.initialize(wrapped, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
+        amp.initialize(wrapped, optimizer, opt_level=opt_level, **BF16)
         wrapped = DataParallel(model) if order == "after" else wrapped
         for number in range(4):
             optimizer.zero_grad()
             backward(wrapped, optimizer, number)
             optimizer.step()
         results.append(everything(model, optimizer))
-        states = list(wrapped.state_dict().values())
-        assert {value.dtype for value in states} == {weights_in(opt_level)}
+        kept = torch.bfloat16 if opt_level == "O3" else torch.float32
+        assert {value.dtype for value in wrapped.state_dict().values()} == {kept}
         amp.deactivate()
-    assert all(map(torch.equal, results[0], results[1]))
-    assert all(map(torch.equal, results[0], results[2]))
+    for found in results[1:]:
+        assert all(map(torch.equal, results[0], found))
 
 
 def replicas_of(model: nn.Module, count: int) -> list[nn.Module]:
@@ -55,23 +54,13 @@ def replicas_of(model: nn.Module, count: int) -> list[nn.Module]:
 def test_replicas_in_threads_train_the_model(opt_level):
     """Each replica's forward in its thread, one loss: the gradients of the whole batch."""
     gradients = []
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     for split in (False, True):
         model, optimizer = build(seed=0)
-        amp.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
-        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        amp.initialize(model, optimizer, opt_level=opt_level, **BF16)
         if split:
-            outputs: dict[int, torch.Tensor] = {}
-            replicas = replicas_of(model, 2)
-
-            def work(index, replicas=replicas, outputs=outputs, inputs=inputs):
-                outputs[index] = replicas[index](inputs.chunk(2)[index])
-
-            threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            output = torch.cat([outputs[0], outputs[1]])
+            pairs = zip(replicas_of(model, 2), inputs.chunk(2), strict=True)
+            output = torch.cat(in_threads(*(functools.partial(one, half) for one, half in pairs)))
         else:
             output = model(inputs)
         assert output.dtype is (torch.bfloat16 if opt_level == "O1" else torch.float32)

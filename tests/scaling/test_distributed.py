@@ -1,4 +1,7 @@
-"""Two gloo ranks on the CPU: DistributedDataParallel, averages by hand, a shared overflow flag."""
+"""Two gloo ranks on the CPU: DistributedDataParallel, averages by hand, a shared overflow flag.
+
+Trainings in DDP beside one process, and overflows in them, are in `tests/interop/test_ddp.py`.
+"""
 
 from __future__ import annotations
 
@@ -76,34 +79,11 @@ def assert_equal_and_finite(one: dict, two: dict) -> None:
 # DistributedDataParallel
 
 
-def train_under_ddp(rank: int, level: str) -> dict:
-    """Steps with different data per rank; rank 1 overflows in the third, if anybody looks."""
-    overflows = rank == 1 and level != "O3"  # O3's scale is static
-    model, optimizer = build(seed=rank)  # DDP's broadcast makes the ranks equal
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    parallel, watch = DistributedDataParallel(model), Watch(model, optimizer)
-    for number in range(5):
-        backward(parallel, optimizer, 10 * rank + number, poison=overflows and number == 2)
-        watch.step()
-    return watch.found()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_ranks_agree_bit_by_bit_after_an_overflow_on_one(ranks, level):
-    one, two = ranks(train_under_ddp, level)
-    assert_equal_and_finite(one, two)
-    assert one["skipped"] == [[step == 2 and level != "O3"] for step in range(5)]
-
-
-def accumulate_under_ddp(rank: int, level: str, several: bool) -> list[torch.Tensor]:
-    """Two micro-batches, the first within `no_sync`; a second optimizer may share a layer."""
+def accumulate_under_ddp(rank: int, level: str) -> list[torch.Tensor]:
+    """Two micro-batches, the first within `no_sync`; a second optimizer shares a layer."""
     model, optimizer = build(seed=0)
-    given = [optimizer]
-    if several:
-        given.append(torch.optim.SGD(model[2].parameters(), lr=0.1))
-    amp.initialize(
-        model, given, opt_level=level, dtype=torch.bfloat16, verbosity=0, loss_scale=128.0
-    )
+    given = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    amp.initialize(model, given, opt_level=level, verbosity=0, loss_scale=128.0)
     parallel = DistributedDataParallel(model)
     with parallel.no_sync():
         backward(parallel, given, rank, weight=0.5)
@@ -111,64 +91,21 @@ def accumulate_under_ddp(rank: int, level: str, several: bool) -> list[torch.Ten
     return grads_of(model)
 
 
-@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level, several):
-    one, two = ranks(accumulate_under_ddp, level, several)
+def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
+    one, two = ranks(accumulate_under_ddp, level)
     for grad, expected in zip(one, whole_batch(0, 1, 10, 11), strict=True):
         torch.testing.assert_close(grad, expected, atol=3e-3, rtol=0.05)
     assert all(map(torch.equal, one, two))
 
 
-PASSES = 256
-
-
-class OneWeight(nn.Module):
-    """With a weight that gets gradients and one in FP32 beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return (self.weight * x).sum() + 0 * self.norm(x.expand(2, 4)).sum()
-
-
-def accumulate_many(rank: int, how: str) -> tuple:
-    """1 / PASSES from each pass of rank 0, three times as much on rank 1; the mean is 2."""
-    model = OneWeight()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
-    parallel = model if how == "by hand" else DistributedDataParallel(model)
-    x = torch.full((1, 4), (1.0 + 2.0 * rank) / PASSES)
-    for index in range(PASSES):
-        apart = how == "no_sync" and index < PASSES - 1
-        with parallel.no_sync() if apart else contextlib.nullcontext():
-            with amp.scale_loss(parallel(x), optimizer) as scaled_loss:
-                scaled_loss.backward()
-    if how == "by hand":
-        average(model.parameters())
-    grad = model.weight.grad.clone()
-    optimizer.step()
-    return grad, model.weight.detach().clone()
-
-
-@pytest.mark.parametrize("how", ["no_sync", "by hand"])
-def test_accumulation_over_ranks_is_in_float32(ranks, how):
-    (one, first), (two, second) = ranks(accumulate_many, how)
-    assert one.dtype is torch.float32 and torch.equal(one, two) and torch.equal(first, second)
-    torch.testing.assert_close(one, torch.full((4,), 2.0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(first, 1.0 - one)
-
-
-def with_another_forward(rank: int, level: str | None, which: str) -> list:
+def with_another_forward(rank: int, enabled: bool, which: str) -> list:
     """Every second pass is averaged; another forward comes between the model's and its pass."""
     torch.manual_seed(0)
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     pair = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
-    if level is not None:
-        amp.initialize([model, other], pair, opt_level=level, init_scale=256.0, verbosity=0)
+    settings = {"init_scale": 256.0, "verbosity": 0, "enabled": enabled}
+    amp.initialize([model, other], pair, opt_level="O2", **settings)
     parallel = DistributedDataParallel(model)
     second = parallel if which == "its own" else DistributedDataParallel(other)
     generator = torch.Generator().manual_seed(rank)
@@ -176,11 +113,8 @@ def with_another_forward(rank: int, level: str | None, which: str) -> list:
         inputs = torch.randn(8, 4, generator=generator)
         with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
             loss = (parallel(inputs) - second(-inputs)).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, pair) as scaled_loss:
-                    scaled_loss.backward()
+            with amp.scale_loss(loss, pair) as scaled_loss:
+                scaled_loss.backward()
         pair[1].zero_grad()
         if step % 2:
             pair[0].step()
@@ -190,100 +124,64 @@ def with_another_forward(rank: int, level: str | None, which: str) -> list:
 
 @pytest.mark.parametrize("which", ["its own", "that of another model"])
 def test_another_forward_does_not_lose_what_no_sync_kept_back(which, ranks):
-    expected, _ = ranks(with_another_forward, None, which)
-    first, second = ranks(with_another_forward, "O2", which)
+    expected, _ = ranks(with_another_forward, False, which)
+    first, second = ranks(with_another_forward, True, which)
     assert all(map(torch.equal, first, second))
     for ours, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=0)
 
 
-def wrapped_first(rank: int, level: str) -> dict:
-    """DDP before `initialize`, given either the wrapped model or what is in it."""
-    found = {}
-    for given in ("wrapper", "module"):
-        model, optimizer = build(seed=0)
-        parallel = DistributedDataParallel(model)
-        try:
-            target = parallel if given == "wrapper" else model
-            amp.initialize(target, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
-        except amp.AmpatchError as error:
-            found[given] = str(error)
-            continue
-        for number in range(4):
-            optimizer.zero_grad()
-            backward(parallel, optimizer, 100 * rank + number)
-            optimizer.step()
-        found[given] = everything(model, optimizer)
-        amp.deactivate()
-    return found
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_ddp_wrapped_first_works_or_is_refused(ranks, level):
-    one, two = ranks(wrapped_first, level)
-    for given in ("wrapper", "module"):
-        if level == "O3":
-            assert "already wrapped in DistributedDataParallel" in one[given]
-        else:
-            assert all(map(torch.equal, one[given], two[given]))
-
-
-def kept_loss(rank: int) -> tuple[str, bool, bool]:
+def kept_loss(rank: int) -> bool:
     """A loss of the model is alive when its dtype is to change, then no more."""
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
-    with pytest.raises(amp.AmpatchError) as refused:
+    with pytest.raises(amp.AmpatchError, match="or a loss of it is kept"):
         amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    is_unchanged = "step" not in vars(optimizer) and not model._forward_pre_hooks
+    assert "step" not in vars(optimizer) and model(batch(0)[0]).dtype is torch.float32
     del loss
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    return str(refused.value), is_unchanged, amp.step_was_skipped(optimizer)
+    return amp.step_was_skipped(optimizer)
 
 
 def test_a_loss_that_is_kept_is_refused_as_ddp_is(ranks):
     """Both hold the nodes that add to gradients; the message names both."""
-    for message, is_unchanged, is_skipped in ranks(kept_loss):
-        assert "or a loss of it is kept" in message and is_unchanged and not is_skipped
+    assert ranks(kept_loss) == [False, False]
 
 
-def other_levels(rank: int, first: str, then: str) -> dict:
-    """A model in DDP gets another level."""
-    model, optimizer = build(seed=0)
-    amp.initialize(model, optimizer, opt_level=first, dtype=torch.bfloat16, verbosity=0)
-    parallel = DistributedDataParallel(model)
-    backward(parallel, optimizer, rank)
-    optimizer.step()
-    error = None
-    try:
-        amp.initialize(model, optimizer, opt_level=then, dtype=torch.bfloat16, verbosity=0)
-    except amp.AmpatchError as refusal:
-        error = str(refusal)
-    for number in range(3):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, 10 * rank + number)
-        optimizer.step()
-    return {"error": error, "weights": everything(model, optimizer)}
+LEVELS = [("", "O3"), ("O0", "O2"), ("O2", "O1"), ("O1", "O3")]
+LEVELS += [("O3", then) for then in ("O0", "O1", "O2", "O3")]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("O0", "O2"),
-        ("O2", "O1"),
-        ("O1", "O3"),
-        ("O3", "O0"),
-        ("O3", "O1"),
-        ("O3", "O2"),
-        ("O3", "O3"),
-    ],
-)
-def test_another_level_inside_ddp_changes_no_dtype(ranks, first, then):
+def other_levels(rank: int) -> list[dict]:
+    """A model in DDP gets another level; "": its first one."""
+    found = []
+    for first, then in LEVELS:
+        model, optimizer = build(seed=0)
+        settings = {"dtype": torch.bfloat16, "verbosity": 0}
+        if first:
+            amp.initialize(model, optimizer, opt_level=first, **settings)
+        parallel, error = DistributedDataParallel(model), ""
+        for number in range(4):
+            if number == 1 or not first:
+                try:
+                    amp.initialize(model, optimizer, opt_level=then, **settings)
+                except amp.AmpatchError as refusal:
+                    error = str(refusal)
+            if first:
+                optimizer.zero_grad()
+                backward(parallel, optimizer, 10 * rank + number)
+                optimizer.step()
+        found.append({"error": error, "weights": [p.detach().clone() for p in model.parameters()]})
+        amp.deactivate()
+    return found
+
+
+def test_another_level_inside_ddp_changes_no_dtype(ranks):
     """DDP would not average gradients of parameters that have another dtype than at first."""
-    one, two = ranks(other_levels, first, then)
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    is_refused = "O3" in (first, then)
-    assert (one["error"] is not None) is is_refused
-    assert not is_refused or "already wrapped in DistributedDataParallel" in one["error"]
+    for levels, one, two in zip(LEVELS, *ranks(other_levels), strict=True):
+        assert all(map(torch.equal, one["weights"], two["weights"])), levels
+        is_refused = "already wrapped in DistributedDataParallel" in one["error"]
+        assert is_refused == bool(one["error"]) == ("O3" in levels), levels
 
 
 def failing_block(rank: int, level: str, accumulated: bool) -> dict:
@@ -328,90 +226,63 @@ def test_an_exception_on_one_rank_leaves_the_ranks_equal(ranks, level, accumulat
 # Averages by hand: an overflow reaches the other rank after the block
 
 
-def averaging_by_hand(rank: int, clip: str) -> dict:
-    """Rank 1 overflows in the second of four steps; its gradients reach rank 0 after the block."""
-    model, _ = build(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level="O2", **DYNAMIC)
-    watch = Watch(model, optimizer)
-    for number in range(4):
-        backward(model, optimizer, 10 * rank + number, poison=rank == 1 and number == 1)
-        average(model.parameters())
-        if clip == "value":  # an inf among the gradients is not to be seen afterwards
-            nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        if clip == "norm":
-            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        watch.step()
-    return watch.found()
+def averaging(rank: int, case: dict) -> dict:
+    """Rank 1 overflows in the last layer in the second of four steps, in its block or after it.
 
-
-@pytest.mark.parametrize("clip", ["none", "value", "norm"])
-def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, clip):
-    one, two = ranks(averaging_by_hand, clip)
-    assert_equal_and_finite(one, two)
-    assert one["skipped"] == [[False], [True], [False], [False]]
-    assert one["moved"] == two["moved"] == [True, False, True, True]
-    assert one["scales"][-1] == (32.0, 2)
-
-
-def averaging_for_two_optimizers(rank: int, inside: bool, as_apex: bool) -> dict:
-    """One loss; in the second step rank 1 overflows in the second optimizer's weights."""
+    Its gradients reach rank 0 after the block.  There are one or two optimizers, in one or two
+    blocks.
+    """
+    case = {"optimizers": 1, "blocks": 1, "inside": True, "clip": "", "as_apex": False, **case}
     model, _ = build(seed=0)
     pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    registry.opens_as_apex = as_apex
+    pair = pair if case["optimizers"] == 2 else [torch.optim.AdamW(model.parameters(), lr=0.01)]
+    registry.opens_as_apex = case["as_apex"]
     try:
         amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
     finally:
         registry.opens_as_apex = False
     watch = Watch(model, *pair)
-    for number in range(3):
-        inputs, targets = batch(10 * rank + number)
-        overflows = rank == 1 and number == 1
-        with amp.scale_loss(F.cross_entropy(model(inputs), targets), pair) as scaled_loss:
-            scaled_loss.backward()
-            if overflows and inside:
-                model[2].bias.grad.fill_(float("inf"))
-        if overflows and not inside:
-            model[2].bias.grad.fill_(float("inf"))
-        average(model.parameters())
-        watch.step()
-    return watch.found()
-
-
-@pytest.mark.parametrize("as_apex", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-def test_an_overflow_of_one_rank_in_the_second_of_two_optimizers(ranks, inside, as_apex):
-    """Both ranks skip the same steps, and the scale moves once on each.  In apex both steps go."""
-    one, two = ranks(averaging_for_two_optimizers, inside, as_apex)
-    assert_equal_and_finite(one, two)
-    assert one["scales"] == [(64.0, 1), (32.0, 0), (32.0, 1)]
-    assert one["skipped"] == [[False, False], [as_apex, True], [False, False]]
-
-
-def averaging_after_a_block_for_each(rank: int) -> dict:
-    """Both blocks before both steps; in the second step rank 0 overflows in the second's."""
-    model, _ = build(seed=0)
-    pair = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    amp.initialize(model, pair, opt_level="O2", **DYNAMIC)
-    watch = Watch(model, *pair)
-    for number in range(3):
-        for index, optimizer in enumerate(pair):
+    for number in range(4):
+        overflows = (rank, number) == (1, 1)
+        for given in [[one] for one in pair] if case["blocks"] == 2 else [pair]:
             inputs, targets = batch(10 * rank + number)
-            bad = (rank, number, index) == (0, 1, 1)
-            loss = F.cross_entropy(model(inputs), targets) * (float("inf") if bad else 1.0)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward(inputs=optimizer.param_groups[0]["params"])
+            params = [p for one in given for p in one.param_groups[0]["params"]]
+            with amp.scale_loss(F.cross_entropy(model(inputs), targets), given) as scaled_loss:
+                scaled_loss.backward(inputs=params)
+                if overflows and case["inside"] and given[-1] is pair[-1]:
+                    model[2].bias.grad[0] = float("inf")
+        if overflows and not case["inside"]:
+            model[2].bias.grad[0] = float("inf")
         average(model.parameters())
+        if case["clip"] == "value":  # an inf among the gradients is not to be seen afterwards
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if case["clip"] == "norm":
+            nn.utils.clip_grad_norm_(amp.master_params(pair[0]), 1.0)
         watch.step()
     return watch.found()
 
 
-def test_an_overflow_of_one_rank_in_the_second_of_two_blocks(ranks):
-    """It reaches the other rank after both blocks; each block counts once, on both ranks."""
-    one, two = ranks(averaging_after_a_block_for_each)
+TWO = {"optimizers": 2}
+
+
+@pytest.mark.parametrize(
+    "case, skips",
+    [
+        *(({"clip": clip}, [True]) for clip in ("", "value", "norm")),
+        *(({**TWO, "inside": inside}, [False, True]) for inside in (True, False)),
+        *(({**TWO, "inside": inside, "as_apex": True}, [True, True]) for inside in (True, False)),
+        ({**TWO, "blocks": 2}, [False, True]),
+    ],
+    ids=str,
+)
+def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, case, skips):
+    """Both ranks skip the same steps, and the scale moves once for each block on each."""
+    one, two = ranks(averaging, case)
     assert_equal_and_finite(one, two)
-    assert one["scales"] == [(64.0, 2), (32.0, 0), (32.0, 2)]
-    assert one["skipped"] == [[False, False], [False, True], [False, False]]
+    none, blocks = [False] * len(skips), case.get("blocks", 1)
+    assert one["skipped"] == [none, skips, none, none]
+    assert one["moved"] == two["moved"] == [True, not all(skips), True, True]
+    assert one["scales"] == [(64.0, blocks), (32.0, 0), (32.0, blocks), (32.0, 2 * blocks)]
 
 
 def reducing_inside_the_last_block(rank: int, level: str) -> list[torch.Tensor]:

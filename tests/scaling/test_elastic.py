@@ -13,6 +13,8 @@ import elastic_training as script
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as states
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
@@ -35,30 +37,45 @@ def same(one, other) -> bool:
     return one == other
 
 
-def go_on(rank: int, ranks: int, level: str, dtype: str, state: dict | None, until: int) -> dict:
+def go_on(
+    rank: int, ranks: int, level: str, dtype: str, state: dict | None, until: int, folder: str = ""
+) -> dict:
+    """The checkpoint after training from another one; in `folder` by torch.distributed's own."""
     model, optimizer = script.managed(level, dtype, seed=rank + until)
-    if state is None:
-        model.load_state_dict(script.build(0)[0].state_dict())
-    step = 0 if state is None else script.load(copy.deepcopy(state), model, optimizer)
-    if not (step or state) and rank:
-        model.load_state_dict(script.build(rank)[0].state_dict())  # DDP makes ranks equal
+    step, parallel = 0, model
+    if state is None and (ranks == 1 or rank == 0):
+        model.load_state_dict(script.build(0)[0].state_dict())  # DDP makes ranks equal
+    if state is not None and not folder:
+        step = script.load(copy.deepcopy(state), model, optimizer)
     parallel = DistributedDataParallel(model) if ranks > 1 else model
+    if state is not None and folder:
+        weights, moments = states.get_state_dict(parallel, optimizer)
+        kept = {"w": weights, "m": moments, "amp": amp.state_dict()}
+        dcp.load(kept, checkpoint_id=folder)
+        states.set_state_dict(
+            parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
+        )
+        amp.load_state_dict(kept["amp"])
+        step = state["step"]
     for number in range(step, until):
         script.one_step(parallel, optimizer, number, rank, ranks)
-    end = script.state_of(model, optimizer, until)
+    if folder and until < STEPS:
+        weights, moments = states.get_state_dict(parallel, optimizer)
+        dcp.save({"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder)
     file = io.BytesIO()
-    torch.save(end, file)
+    torch.save(script.state_of(model, optimizer, until), file)
     amp.deactivate()
     return torch.load(io.BytesIO(file.getvalue()))
 
 
-def interrupted(rank: int, level: str, dtype: str) -> list[dict]:
+def interrupted(rank: int, level: str, dtype: str, folder: str) -> list[dict]:
     """At once; in two parts; and the first part, for another number of ranks to go on from."""
     at_once = go_on(rank, 2, level, dtype, None, STEPS)
-    part = go_on(rank, 2, level, dtype, None, KILLED_AT)
-    return [at_once, go_on(rank, 2, level, dtype, part, STEPS), part]
+    part = go_on(rank, 2, level, dtype, None, KILLED_AT, folder)
+    return [at_once, go_on(rank, 2, level, dtype, part, STEPS, folder), part]
 
 
+@pytest.mark.parametrize("by_dcp", [False, True])
 @pytest.mark.parametrize(
     "level, dtype",
     [
@@ -66,9 +83,12 @@ def interrupted(rank: int, level: str, dtype: str) -> list[dict]:
         for case in LEVELS
     ],
 )
-def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
-    for at_once, restarted, part in ranks(interrupted, level, dtype):
-        assert same(at_once, restarted)
+def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype, by_dcp, tmp_path):
+    folder = str(tmp_path / "kept") if by_dcp else ""
+    for at_once, restarted, part in ranks(interrupted, level, dtype, folder):
+        for name in ("model", "ampatch") if by_dcp else at_once:
+            assert same(at_once[name], restarted[name])
+        assert same(at_once["optimizer"]["state"], restarted["optimizer"]["state"])
         assert at_once["ampatch"] != part["ampatch"]
     # one process goes on from the checkpoint of two
     model, optimizer = script.managed(level, dtype, seed=5)
@@ -80,53 +100,6 @@ def test_a_restart_on_two_ranks_changes_no_bit(ranks, level, dtype):
     wide = 0.1 if level == "O3" else 0.01
     for name, value in at_once["model"].items():
         torch.testing.assert_close(alone["model"][name], value, atol=wide, rtol=wide)
-
-
-def sharded_checkpoint(rank: int, folder: str, level: str) -> list[dict]:
-    """As above with `torch.distributed.checkpoint`, which all ranks write and read."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as states
-
-    found = []
-    for restarts in (False, True):
-        model, optimizer = script.managed(level, "float16", seed=rank)
-        parallel = DistributedDataParallel(model)
-        for number in range(STEPS):
-            if restarts and number == KILLED_AT:
-                weights, moments = states.get_state_dict(parallel, optimizer)
-                dcp.save(
-                    {"w": weights, "m": moments, "amp": amp.state_dict()}, checkpoint_id=folder
-                )
-                amp.deactivate()
-                model, optimizer = script.managed(level, "float16", seed=7 + rank)
-                parallel = DistributedDataParallel(model)
-                weights, moments = states.get_state_dict(parallel, optimizer)
-                kept = {"w": weights, "m": moments, "amp": amp.state_dict()}
-                dcp.load(kept, checkpoint_id=folder)
-                states.set_state_dict(
-                    parallel, optimizer, model_state_dict=kept["w"], optim_state_dict=kept["m"]
-                )
-                amp.load_state_dict(kept["amp"])
-            script.one_step(parallel, optimizer, number, rank, 2)
-        end = script.state_of(model, optimizer, STEPS)
-        found.append(torch.load(_stored(end)))
-        amp.deactivate()
-    return found
-
-
-def _stored(state: dict) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
-def test_with_torch_distributed_checkpoint(ranks, tmp_path, level):
-    for at_once, restarted in ranks(sharded_checkpoint, str(tmp_path / "kept"), level):
-        assert same(at_once["model"], restarted["model"])
-        assert same(at_once["optimizer"]["state"], restarted["optimizer"]["state"])
-        assert at_once["ampatch"] == restarted["ampatch"]
 
 
 def torchrun(folder: Path, count: int, *arguments: object) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_training import backward, data, start, train
 from torch import nn
 
 import ampatch as amp
@@ -21,34 +22,31 @@ def pair():
     return models, optimizers
 
 
-def backward(models, optimizer):
+def block(models, optimizer):
     """The loss goes through both models; only `optimizer` is given."""
     loss = models[1](models[0](torch.ones(2, 4))).float().mean()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
 
 
-def test_a_step_on_gradients_left_scaled_is_said(pair, caplog):
+@pytest.mark.parametrize("uses", ["steps", "adds"])
+def test_a_use_of_gradients_left_scaled_is_said(pair, caplog, uses):
     models, (first, second) = pair
-    backward(models, first)
+    block(models, first)
     first.step()
     assert SAID not in caplog.text
+    if uses == "adds":
+        block(models, second)
     second.step()
-    assert SAID in caplog.text and "scale_loss(loss, [first, second])" in caplog.text
-
-
-def test_so_is_adding_to_them(pair, caplog):
-    models, (first, second) = pair
-    backward(models, first)
-    backward(models, second)
-    assert caplog.text.count(SAID) == 1
+    assert caplog.text.count(SAID) == 1 and "scale_loss(loss, [first, second])" in caplog.text
+    assert FORGOT not in caplog.text  # one thing only
 
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "model, to zero", "by hand"])
 def test_a_gan_that_zeroes_them_first_is_left_in_peace(pair, caplog, zero):
     models, (first, second) = pair
     for _ in range(3):
-        backward(models, first)
+        block(models, first)
         first.step()
         if zero == "optimizer":
             second.zero_grad()
@@ -58,7 +56,7 @@ def test_a_gan_that_zeroes_them_first_is_left_in_peace(pair, caplog, zero):
         else:
             models[1].zero_grad(set_to_none=zero == "model")
         first.zero_grad()
-        backward([lambda x: models[0](x).detach(), models[1]], second)
+        block([lambda x: models[0](x).detach(), models[1]], second)
         second.step()
     assert SAID not in caplog.text
 
@@ -68,7 +66,7 @@ def test_given_both_nothing_is_said(pair, caplog):
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        backward(models, optimizers)
+        block(models, optimizers)
         for optimizer in optimizers:
             optimizer.step()
     assert SAID not in caplog.text
@@ -79,107 +77,69 @@ def test_given_both_nothing_is_said(pair, caplog):
 FORGOT = "came without ampatch.scale_loss"
 
 
-def trained(**settings):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, **settings)
-    return model, optimizer
-
-
-def plain_step(model, optimizer):
+def plain(model, optimizer):
     model(torch.ones(2, 4)).float().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def scaled_step(model, optimizer, **options):
-    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer, **options) as scaled:
-        scaled.backward()
+def again(model, optimizer):
+    """A second step on the gradients of a block."""
+    train(model, optimizer)
     optimizer.step()
-    optimizer.zero_grad()
 
 
-def test_a_step_without_scale_loss_is_said_once(caplog):
-    model, optimizer = trained(opt_level="O2")
-    scaled_step(model, optimizer)
-    assert FORGOT not in caplog.text
-    for _ in range(3):
-        plain_step(model, optimizer)
-    assert caplog.text.count(FORGOT) == 1 and "SGD.step() came without" in caplog.text
-    assert [r.levelname for r in caplog.records if FORGOT in r.message] == ["WARNING"]
-
-
-def test_a_step_at_a_learning_rate_of_zero_trains_nothing(caplog):
-    """Libraries make an optimizer's state by it."""
-    model, optimizer = trained()
-    optimizer.param_groups[0]["lr"] = 0
-    plain_step(model, optimizer)
-    assert FORGOT not in caplog.text
-
-
-def test_a_second_step_on_the_same_gradients_is_one_without(caplog):
-    model, optimizer = trained()
-    with amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert FORGOT not in caplog.text
-    optimizer.step()
-    assert FORGOT in caplog.text
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_scale": 1.0},
-        {"loss_scale": 128.0},
-        {"dtype": torch.bfloat16},
-        {"opt_level": "O0"},
-        {"enabled": False},
-    ],
-    ids=str,
-)
-def test_without_dynamic_scaling_nothing_is_said(settings, caplog):
-    model, optimizer = trained(**settings)
-    plain_step(model, optimizer)
-    assert FORGOT not in caplog.text
-
-
-def test_steps_with_scale_loss_are_left_in_peace(caplog):
-    model, optimizer = trained(opt_level="O2")
-    optimizer.step()  # without any gradient, as some do before the first scheduler step
-    for options in ({}, {"delay_unscale": True}, {"delay_overflow_check": True}):
-        scaled_step(model, optimizer, **options)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).float().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    assert FORGOT not in caplog.text
-
-
-def test_a_closure_without_it_is_told(caplog):
-    model, optimizer = trained()
-
+def in_a_closure(model, optimizer):
     def closure():
         loss = model(torch.ones(2, 4)).float().mean()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    assert FORGOT in caplog.text
 
 
-def test_an_optimizer_left_out_hears_one_thing_only(pair, caplog):
-    models, (first, second) = pair
-    backward(models, first)
-    second.step()
-    assert SAID in caplog.text and FORGOT not in caplog.text
+def at_a_rate_of_zero(model, optimizer):
+    """Libraries make an optimizer's state by it."""
+    optimizer.param_groups[0]["lr"] = 0
+    plain(model, optimizer)
+
+
+def with_blocks(model, optimizer):
+    for options in ({}, {"delay_unscale": True}, {"delay_overflow_check": True}):
+        train(model, optimizer, **options)
+    optimizer.zero_grad()
+    optimizer.step()  # without any gradient, as some do before the first scheduler step
+    optimizer.step(lambda: backward(model, optimizer, data()))
+
+
+@pytest.mark.parametrize(
+    "act, level, settings, count",
+    [
+        (plain, "O1", {}, 1),
+        (plain, "O2", {}, 1),
+        (again, "O1", {}, 1),
+        (in_a_closure, "O1", {}, 1),
+        (at_a_rate_of_zero, "O1", {}, 0),
+        (with_blocks, "O2", {}, 0),
+        (plain, "O1", {"loss_scale": 1.0}, 0),
+        (plain, "O1", {"loss_scale": 128.0}, 0),
+        (plain, "O1", {"dtype": torch.bfloat16}, 0),
+        (plain, "O0", {}, 0),
+        (plain, "O1", {"enabled": False}, 0),
+    ],
+)
+def test_a_step_without_scale_loss_under_a_dynamic_scale_is_said_once(
+    act, level, settings, count, caplog
+):
+    model, optimizer = start(level, verbosity=1, **settings)
+    train(model, optimizer)
+    assert FORGOT not in caplog.text
+    optimizer.zero_grad()
+    for _ in range(3):
+        act(model, optimizer)
+    said = [record for record in caplog.records if FORGOT in record.getMessage()]
+    assert len(said) == count
+    assert all(r.levelname == "WARNING" and "SGD.step() came" in r.getMessage() for r in said)
 
 
 def test_one_of_two_is_left_out_beside_another_sessions(caplog):

@@ -7,61 +7,33 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import BAD, backward, close, data, float_grads, grads, same, start
+from small_training import backward, close, data, float_grads, grads, same, start
 from torch.nn.utils import clip_grad_norm_ as clip_bound_early
 
 import ampatch
 
-UNPATCHED = (clip_bound_early, torch.nn.utils.clip_grad_norm_)  # a tuple is not rebound
-
-
 # Zeroing
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("delayed, bad", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("to_none", [False, True])
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_zero_grad_leaves_nothing(whose, to_none, bad, delayed):
+def test_zero_grad_leaves_nothing(whose, to_none, delayed, bad):
     """Not a gradient, and no memory of scale or overflow: the next step is a fresh one's."""
     model, optimizer = start("O2")
     backward(model, optimizer, data(1), math.inf if bad else 1.0, delay_unscale=delayed)
     {"model": model, "optimizer": optimizer}[whose].zero_grad(set_to_none=to_none)
     for grad in grads(optimizer):
         assert grad is None or (not to_none and not grad.any())
-    fresh = start("O2")
-    ampatch.set_loss_scale(512.0 if bad and not delayed else 1024.0)
+    fresh = start("O2", init_scale=ampatch.loss_scale())
     for pair in ((model, optimizer), fresh):
         backward(*pair, data(2))
         pair[1].step()
     assert same(list(model.parameters()), list(fresh[0].parameters()))
 
 
-@pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_plain_backward_and_zero_grad_leave_nothing(whose):
-    model, optimizer = start("O2", dtype=torch.bfloat16)
-    before = [p.detach().clone() for p in model.parameters()]
-    F.mse_loss(model(data()[0]), data()[1]).backward()
-    {"model": model, "optimizer": optimizer}[whose].zero_grad()
-    optimizer.step()
-    assert same(before, list(model.parameters()))
-
-
-@pytest.mark.usefixtures("scale_lives_on")
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_set_to_none_by_hand_take_the_overflow_with_them(fused):
-    model, optimizer = start("O1", torch.optim.Adam, options={"lr": 0.01, "fused": fused})
-    backward(model, optimizer, data(), BAD[0])
-    for parameter in model.parameters():
-        parameter.grad = None
-    optimizer.step()
-    assert not ampatch.step_was_skipped(optimizer)
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("whose", ["model", "optimizer"])
+@pytest.mark.parametrize("whose, to_none", [("model", False), ("optimizer", True)])
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
 def test_zeroed_inside_a_block_all_from_before_is_gone(when, whose, waits, to_none):
     """As in FP32 training."""
@@ -100,6 +72,19 @@ def test_one_optimizer_of_a_block_zeroes_what_it_shares_with_another(who):
     assert [layer.weight.grad.tolist() for layer in (first, second, third)] == [
         [[float(count)] * 2] for count in passes
     ]
+
+
+def test_an_overflow_in_a_gradient_that_two_optimizers_share_skips_both_steps():
+    model = torch.nn.Linear(2, 1, bias=False)
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    ampatch.initialize(model, pair, opt_level="O1", init_scale=8.0, verbosity=0)
+    with ampatch.scale_loss(model(torch.ones(1, 2)).sum() * math.inf, pair) as scaled:
+        scaled.backward()
+    before = model.weight.detach().clone()
+    for optimizer in pair:
+        optimizer.step()
+        assert ampatch.step_was_skipped(optimizer)
+    assert torch.equal(before, model.weight) and ampatch.loss_scale() == 4.0
 
 
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
@@ -153,12 +138,5 @@ def test_clip_grad_value():
     model, optimizer = start("O2")
     backward(model, optimizer, data(), delay_unscale=True)
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    largest = max(grad.abs().max().item() for grad in grads(optimizer))
-    assert largest == pytest.approx(0.01, rel=1e-3)
-
-
-def test_names_bound_early_are_given_back():
-    _model, _optimizer = start("O2")
-    assert clip_bound_early is not UNPATCHED[0]
-    ampatch.deactivate()
-    assert (clip_bound_early, torch.nn.utils.clip_grad_norm_) == UNPATCHED
+    for ours, plain in zip(grads(optimizer), float_grads(data()), strict=True):
+        torch.testing.assert_close(ours, plain.clamp(-0.01, 0.01), atol=1e-3, rtol=0)

@@ -77,43 +77,43 @@ def two_layers():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 
 
-def train(monkeypatch, kind, options, factors, **settings):
-    """Reads up to the step, and in it, of each step; with no `settings`, of plain torch."""
-    model = two_layers()
-    optimizer = kind(model.parameters(), lr=0.01, **options)
-    if settings:
-        ampatch.initialize(model, optimizer, verbosity=0, **settings)
-    x = torch.randn(3, 4)
-    counts = []
-    for factor in factors:
-        with monkeypatch.context() as patch, Reads(patch) as reads:
-            optimizer.zero_grad()
-            loss = model(x).float().square().mean() * factor
-            if settings:
-                with ampatch.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
-            before = reads.seen
-            optimizer.step()
-        counts.append((before, reads.seen - before))
-    return counts
-
-
-def reads_of_ours(monkeypatch, kind, options, factors, **settings):
-    ours = train(monkeypatch, kind, options, factors, **settings)
-    plain = train(monkeypatch, kind, options, [1.0] * len(factors))
-    return [
-        (before, inside if factor != 1.0 else inside - theirs[1])  # no step, none of torch's reads
-        for (before, inside), theirs, factor in zip(ours, plain, factors, strict=True)
-    ]
-
-
 def training_step(model, optimizer, x, factor=1.0):
     optimizer.zero_grad()
     with ampatch.scale_loss(model(x).float().square().mean() * factor, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
+
+
+def reads_in(monkeypatch, kind, options, factors, enabled=True, **settings):
+    """The reads of each step, and whether it was skipped and moved weights."""
+    model = two_layers()
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    ampatch.initialize(model, optimizer, verbosity=0, enabled=enabled, **settings)
+    found = []
+    for factor in factors:
+        before = [p.detach().clone() for p in model.parameters()]
+        with monkeypatch.context() as patch, Reads(patch) as reads:
+            training_step(model, optimizer, torch.ones(3, 4), factor)
+            seen = reads.seen
+        moved = not all(map(torch.equal, before, model.parameters()))
+        found.append((seen, ampatch.step_was_skipped(optimizer), moved))
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()  # were there for the kernel
+    return found
+
+
+def waits(monkeypatch, kind, options, factors, **settings):
+    """How often each step waits for the device; what plain torch reads in its step is no wait."""
+    ours = reads_in(monkeypatch, kind, options, factors, **settings)
+    scale = ampatch.loss_scale()
+    ampatch.deactivate()
+    plain = reads_in(monkeypatch, kind, options, [1.0] * len(factors), enabled=False)
+    for (_, skipped, moved), factor in zip(ours, factors, strict=True):
+        assert skipped is not moved and skipped is (factor != 1.0)
+    counts = [
+        seen - (0 if skipped else of_torch)  # no step, none of torch's reads
+        for (seen, skipped, _), (of_torch, *_) in zip(ours, plain, strict=True)
+    ]
+    return counts, scale
 
 
 FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
@@ -125,24 +125,23 @@ OTHERS = [
 DYNAMIC = {"opt_level": "O2", "growth_interval": 2, "init_scale": 256.0}
 
 
-@pytest.mark.usefixtures("scale_lives_on")
 @pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
 @pytest.mark.parametrize(
     "kind, options",
-    [*((kind, {}) for kind in FUSED), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})],
+    [
+        *((kind, {"fused": True}) for kind in FUSED),
+        (torch.optim.SGD, {"fused": True, "momentum": 0.9, "nesterov": True}),
+        *OTHERS,
+    ],
 )
-def test_fused_optimizers_never_wait(kind, options, factors, monkeypatch):
-    counts = train(monkeypatch, kind, {"fused": True, **options}, factors, **DYNAMIC)
-    assert counts == [(0, 0)] * len(factors)
-    assert ampatch.loss_scale() == (2048.0 if factors is HEALTHY else 64.0)
-
-
-@pytest.mark.parametrize("factors", [HEALTHY, FAULTY], ids=["growing", "with overflows"])
-@pytest.mark.parametrize("kind, options", OTHERS)
-def test_others_wait_once_at_the_step(kind, options, factors, scale_lives_on, monkeypatch):
+def test_fused_optimizers_never_wait_and_others_once(
+    kind, options, factors, scale_lives_on, monkeypatch
+):
     """On an accelerator; where the host owns the memory there is nothing to wait for."""
-    counts = reads_of_ours(monkeypatch, kind, options, factors, **DYNAMIC)
-    assert counts == [(0, 1 if scale_lives_on == "device" else 0)] * len(factors)
+    counts, scale = waits(monkeypatch, kind, options, factors, **DYNAMIC)
+    waits_for = scale_lives_on == "device" and "fused" not in options
+    assert counts == [waits_for] * len(factors)
+    assert scale == (2048.0 if factors is HEALTHY else 64.0)
 
 
 @pytest.mark.parametrize("kind, options", [*OTHERS, (torch.optim.SGD, {"fused": True})])
@@ -152,8 +151,8 @@ def test_others_wait_once_at_the_step(kind, options, factors, scale_lives_on, mo
     ids=str,
 )
 def test_without_dynamic_scaling_the_host_does_not_wait(kind, options, settings, monkeypatch):
-    counts = reads_of_ours(monkeypatch, kind, options, HEALTHY, **{"opt_level": "O2", **settings})
-    assert counts == [(0, 0)] * len(HEALTHY)
+    counts, _ = waits(monkeypatch, kind, options, HEALTHY, **{"opt_level": "O2", **settings})
+    assert counts == [0] * len(HEALTHY)
 
 
 @pytest.mark.usefixtures("scale_lives_on")
@@ -172,31 +171,14 @@ def test_a_long_row_of_skips_is_noticed_without_a_wait(monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("scale_lives_on")
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_optimizers_skip_in_the_kernel(kind):
-    model = two_layers()
-    optimizer = kind(model.parameters(), lr=0.1, fused=True)
-    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=256.0, verbosity=0)
-    skipped = []
-    for factor in (1.0, math.inf, 1.0):
-        before = [p.detach().clone() for p in ampatch.master_params(optimizer)]
-        training_step(model, optimizer, torch.ones(1, 4), factor)
-        same = all(map(torch.equal, before, ampatch.master_params(optimizer)))
-        skipped.append((ampatch.step_was_skipped(optimizer), same))
-    assert skipped == [(False, False), (True, True), (False, False)]
-    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()  # were there for the kernel
-
-
-@pytest.mark.usefixtures("scale_lives_on")
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_fused_sgd_whose_first_step_overflows_has_no_garbage_for_momentum(dampening):
-    """torch's kernel leaves the buffer it was to fill uninitialized."""
+    """torch's kernel leaves the buffer it was to fill uninitialized.  Beside SGD in its loop."""
     results = []
-    for factors in ([math.inf, 1.0, 1.0], [1.0, 1.0]):
+    for fused, factors in ((True, [math.inf, 1.0, 1.0]), (False, [1.0, 1.0])):
         model = two_layers()
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True
-        )
+        options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "fused": fused}
+        optimizer = torch.optim.SGD(model.parameters(), **options)
         ampatch.initialize(model, optimizer, verbosity=0)
         for factor in factors:
             ampatch.set_loss_scale(256.0)
@@ -205,7 +187,8 @@ def test_fused_sgd_whose_first_step_overflows_has_no_garbage_for_momentum(dampen
             training_step(model, optimizer, torch.ones(1, 4), factor)
         results.append([p.detach().clone() for p in ampatch.master_params(optimizer)])
         ampatch.deactivate()
-    assert all(map(torch.equal, *results))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.usefixtures("scale_lives_on")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import small_training
 import torch
+from small_training import train
 from torch import nn
 
 import ampatch
@@ -23,20 +25,10 @@ DEFAULTS = {
 KEPT = []  # a session ends with its model and optimizer
 
 
-def start(**settings):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, **settings)
-    KEPT[:] = model, optimizer
-    return model, optimizer
-
-
-def step(model, optimizer, factor=1.0, loss_id=0):
-    optimizer.zero_grad()
-    loss = model(torch.ones(1, 2)).float().sum() * factor
-    with ampatch.scale_loss(loss, optimizer, loss_id) as scaled:
-        scaled.backward()
-    optimizer.step()
+def start(level="O1", **settings):
+    settings = {"verbosity": 1, "init_scale": 2.0**16, **settings}
+    KEPT[:] = small_training.start(level, options={"lr": 0.0}, **settings)
+    return KEPT
 
 
 def everything():
@@ -61,22 +53,18 @@ def test_settings_count_from_now_on_and_for_one_loss():
     )
     scales = []
     for factor in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0):
-        step(model, optimizer, factor, loss_id=1)
+        train(model, optimizer, factor=factor, loss_id=1)
         scales.append(ampatch.loss_scale(1))
     assert scales == [1024.0, 8192.0, 8192.0, 16384.0, 4096.0, 4096.0]
     assert ampatch.loss_scale(0) == 1024.0
     assert ampatch.loss_scale_settings(0) == {**DEFAULTS, "init_scale": 1024.0}
 
 
-def test_a_new_initial_scale_starts_anew():
-    model, optimizer = start()
-    step(model, optimizer)
+def test_a_new_initial_scale_starts_anew_and_new_limits_draw_the_scale_in():
+    train(*start())
     ampatch.set_loss_scale_settings(init_scale=256.0)
     state = ampatch.state_dict()["loss_scaler0"]
     assert (state["loss_scale"], state["unskipped"]) == (256.0, 0)
-
-
-def test_new_limits_draw_the_scale_in():
     start()
     ampatch.set_loss_scale_settings(max_loss_scale=1024.0)
     assert ampatch.loss_scale() == 1024.0
@@ -86,67 +74,85 @@ def test_new_limits_draw_the_scale_in():
     assert ampatch.loss_scale() == 2048.0
 
 
-@pytest.mark.parametrize("through", ["setting", "loading", "loading settings"])
-def test_a_count_beyond_a_shorter_interval_still_grows(through):
+@pytest.mark.parametrize("interval, loaded", [(100, {}), (4, {}), (4, {"growth_interval": 3})])
+def test_a_count_beyond_a_shorter_interval_still_grows(interval, loaded):
     """torch's kernel grows when the count *equals* the interval: one beyond it never does."""
-    model, optimizer = start(init_scale=256.0, growth_interval=100 if through == "setting" else 4)
-    if through == "setting":
-        for _ in range(10):
-            step(model, optimizer)
+    model, optimizer = start(init_scale=256.0, growth_interval=interval)
+    entry = {"loss_scale": 256.0, "unskipped": 10, **loaded}
+    ampatch.load_state_dict({"loss_scaler0": entry})
+    if interval == 100:
         ampatch.set_loss_scale_settings(growth_interval=4)
-    elif through == "loading":
-        ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 10}})
-    else:
-        entry = {"loss_scale": 256.0, "unskipped": 10, "growth_interval": 3}
-        ampatch.load_state_dict({"loss_scaler0": entry})
-    step(model, optimizer)
+    train(model, optimizer)
     assert ampatch.loss_scale() == 512.0
 
 
-@pytest.mark.parametrize(
-    "wrong, error, message",
-    [
-        ({"growth_interval": 0}, ValueError, "growth_interval=0: expected at least 1"),
-        ({"growth_interval": 2.5}, TypeError, "expected a whole number, got float"),
-        ({"growth_interval": True}, TypeError, "expected a whole number, got bool"),
-        ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0: expected a number above 1"),
-        ({"growth_factor": math.nan}, ValueError, "growth_factor=nan: must be above 0"),
-        ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected a number below 1"),
-        ({"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
-        ({"init_scale": -1.0}, ValueError, "init_scale=-1.0: must be above 0"),
-        ({"init_scale": "dynamic"}, ValueError, "'dynamic': expected a positive number"),
-        ({"max_loss_scale": math.inf}, ValueError, "max_loss_scale=inf: must be above 0"),
-        ({"min_loss_scale": 2.0**25}, ValueError, "above max_loss_scale"),
-        ({"growth_intervall": 3}, TypeError, 'Did you mean "growth_interval"?'),
-        ({"min_loss_scale": 8.0, "max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
-    ],
+SETTING, SCALE, STATE = (
+    f"ampatch.{name}(" for name in ("set_loss_scale_settings", "set_loss_scale", "load_state_dict")
 )
-def test_a_wrong_setting_is_named_and_changes_nothing(wrong, error, message):
+CALLS = {
+    SETTING: lambda wrong: ampatch.set_loss_scale_settings(1, **wrong),
+    SCALE: lambda wrong: ampatch.set_loss_scale(wrong, 1),
+    STATE: ampatch.load_state_dict,
+}
+
+
+def both(**changed):
+    """A state of two losses, the second with something changed."""
+    return {"loss_scaler0": APEX, "loss_scaler1": {**APEX, **changed}}
+
+
+@pytest.mark.parametrize(
+    "call, wrong, error, words",
+    [
+        (SETTING, {"growth_interval": 0}, ValueError, "growth_interval=0: expected at least 1"),
+        (SETTING, {"growth_interval": 2.5}, TypeError, "expected a whole number, got float"),
+        (SETTING, {"growth_interval": True}, TypeError, "expected a whole number, got bool"),
+        (SETTING, {"growth_factor": 1.0}, ValueError, "=1.0: expected a number above 1"),
+        (SETTING, {"growth_factor": math.nan}, ValueError, "growth_factor=nan: must be above 0"),
+        (SETTING, {"backoff_factor": 1.0}, ValueError, "=1.0: expected a number below 1"),
+        (SETTING, {"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
+        (SETTING, {"init_scale": -1.0}, ValueError, "init_scale=-1.0: must be above 0"),
+        (SETTING, {"init_scale": "dynamic"}, ValueError, "'dynamic': expected a positive number"),
+        (SETTING, {"max_loss_scale": math.inf}, ValueError, "max_loss_scale=inf: must be above 0"),
+        (SETTING, {"min_loss_scale": 2.0**25}, ValueError, "above max_loss_scale"),
+        (SETTING, {"growth_intervall": 3}, TypeError, 'Did you mean "growth_interval"?'),
+        (SETTING, {"min_loss_scale": 8, "max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
+        *((SCALE, value, ValueError, "value=") for value in (0, -1.0, math.inf, math.nan, "big")),
+        *((SCALE, value, TypeError, "value=") for value in (None, True, [1.0])),
+        (STATE, None, TypeError, "got None"),
+        (STATE, [], TypeError, "got list"),
+        (STATE, {}, ValueError, ""),
+        (STATE, {0: APEX, 1: APEX}, ValueError, ""),
+        (STATE, {"loss_scaler0": APEX, "loss_scaler1": None}, TypeError, "loss_scaler1"),
+        (STATE, {"loss_scaler0": APEX, "loss_scaler1": {"unskipped": 1}}, ValueError, "scaler1"),
+        (STATE, both(loss_scale=math.inf), ValueError, "loss_scaler1"),
+        (STATE, both(loss_scale="512"), TypeError, "loss_scaler1"),
+        (STATE, both(unskipped=-1), ValueError, "loss_scaler1"),
+        (STATE, both(unskipped="1"), TypeError, "loss_scaler1"),
+        (STATE, both(growth_factor=0.5), ValueError, "loss_scaler1"),
+        (STATE, {"scale": math.nan, "_growth_tracker": 0}, ValueError, "nan"),
+        (STATE, {"scale": 8.0, "_growth_tracker": 0, "growth_interval": 0}, ValueError, "interval"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_and_changes_nothing(call, wrong, error, words):
     start(num_losses=2)
     before = everything()
     with pytest.raises(error) as raised:
-        ampatch.set_loss_scale_settings(1, **wrong)
-    assert str(raised.value).startswith("ampatch.set_loss_scale_settings(") and (
-        message in str(raised.value)
-    )
+        CALLS[call](wrong)
+    assert str(raised.value).startswith(call) and words in str(raised.value)
     assert everything() == before
 
 
-def test_a_static_scale_has_no_settings():
+def test_a_static_scale_has_no_settings_and_takes_no_wrong_value():
     start(loss_scale=128.0)
     assert ampatch.loss_scale_settings() == {}
     with pytest.raises(ampatch.AmpatchError, match="is static"):
         ampatch.set_loss_scale_settings(growth_interval=5)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, None, "big", True, [1.0]])
-@pytest.mark.parametrize("scale", ["dynamic", 128.0])
-def test_a_wrong_scale_changes_nothing(value, scale):
-    start(loss_scale=scale)
-    before = ampatch.state_dict()
-    with pytest.raises((TypeError, ValueError), match=r"set_loss_scale\(value="):
-        ampatch.set_loss_scale(value)
-    assert ampatch.state_dict() == before
+    for wrong in (0, math.nan, None, True):
+        with pytest.raises((TypeError, ValueError), match=r"set_loss_scale\(value="):
+            ampatch.set_loss_scale(wrong)
+    assert ampatch.loss_scale() == 128.0
 
 
 # Extremes
@@ -166,9 +172,9 @@ def test_a_wrong_scale_changes_nothing(value, scale):
     ids=str,
 )
 def test_no_setting_makes_a_scale_that_kills(settings):
-    model, optimizer = start(opt_level="O2", dtype=torch.bfloat16, loss_scale="dynamic", **settings)
+    model, optimizer = start("O2", dtype=torch.bfloat16, loss_scale="dynamic", **settings)
     for factor in [1.0, 1.0, math.inf, 1.0, math.nan, 1.0, math.inf, 1.0]:
-        step(model, optimizer, factor)
+        train(model, optimizer, factor=factor)
         scale = ampatch.loss_scale()
         assert 2.0**-126 <= scale <= 2.0**126
         # what unscaling multiplies by is a number too
@@ -214,7 +220,7 @@ def test_the_state_of_torchs_gradscaler_loads():
     model, optimizer = start(num_losses=2)
     ampatch.load_state_dict(theirs.state_dict())
     for _ in range(4):
-        step(model, optimizer)
+        train(model, optimizer)
         theirs.scale(weight.sum()).backward()
         theirs.step(other)
         theirs.update()
@@ -239,10 +245,9 @@ def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
     assert "65536 is not of a static scaler; the static scale stays 1" in caplog.text
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(level, caplog):
+def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(caplog):
     """Nothing is to be done, so nothing is recommended."""
-    start(loss_scale=None, opt_level=level, dtype=torch.bfloat16)
+    start("O2", dtype=torch.bfloat16)
     with caplog.at_level("INFO", logger="ampatch"):
         ampatch.load_state_dict({"loss_scaler0": APEX})
     assert ampatch.loss_scale() == 1.0
@@ -251,46 +256,15 @@ def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(level, caplog):
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_a_static_scale_does_not_become_a_dynamic_one(caplog):
+@pytest.mark.parametrize("then, expected", [({}, 65536.0), ({"loss_scale": 64.0}, 256.0)])
+def test_a_static_scale_set_on_the_way_comes_back_and_does_not_become_a_dynamic_one(
+    then, expected, caplog
+):
     """From 1.0 it would take 32000 steps to grow back."""
-    start(loss_scale=1.0)
-    state = ampatch.state_dict()
-    start()
-    ampatch.load_state_dict(state)
-    assert ampatch.loss_scale() == 65536.0 and "is that of a static scaler" in caplog.text
-
-
-def test_a_static_scale_set_on_the_way_comes_back():
     start(loss_scale=64.0)
     ampatch.set_loss_scale(256.0)
     state = ampatch.state_dict()
-    start(loss_scale=64.0)
+    start(**then)
     ampatch.load_state_dict(state)
-    assert ampatch.loss_scale() == 256.0
-
-
-@pytest.mark.parametrize(
-    "state, error",
-    [
-        (None, TypeError),
-        ([], TypeError),
-        ({}, ValueError),
-        ({0: APEX, 1: APEX}, ValueError),
-        ({"loss_scaler0": APEX, "loss_scaler1": None}, TypeError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {"unskipped": 1}}, ValueError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "loss_scale": math.inf}}, ValueError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "loss_scale": "512"}}, TypeError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "unskipped": -1}}, ValueError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "unskipped": "1"}}, TypeError),
-        ({"loss_scaler0": APEX, "loss_scaler1": {**APEX, "growth_factor": 0.5}}, ValueError),
-        ({"scale": math.nan, "_growth_tracker": 0}, ValueError),
-        ({"scale": 8.0, "_growth_tracker": 0, "growth_interval": 0}, ValueError),
-    ],
-    ids=str,
-)
-def test_a_wrong_state_names_the_entry_and_changes_nothing(state, error):
-    start(num_losses=2)
-    before = everything()
-    with pytest.raises(error, match=r"ampatch\.load_state_dict\(state\)"):
-        ampatch.load_state_dict(state)
-    assert everything() == before
+    assert ampatch.loss_scale() == expected
+    assert ("is that of a static scaler" in caplog.text) == (not then)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_training import backward, data, start
+from small_training import start, train
 
 pytestmark = pytest.mark.usefixtures("scale_lives_on")
 on_the_host = pytest.mark.parametrize("scale_lives_on", ["host"], indirect=True)
@@ -31,9 +31,7 @@ def begin(kind="SGD", **settings):
 
 def run(model, optimizer, factors):
     for factor in factors:
-        optimizer.zero_grad()
-        backward(model, optimizer, data(), factor)
-        optimizer.step()
+        train(model, optimizer, factor=factor)
 
 
 def said(caplog, level=None):
