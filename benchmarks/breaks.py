@@ -341,6 +341,86 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+session/running_statistics.py
+|             if skipped is False:
+|             if True:
+| session/test_running_statistics.py
+
+session/rank_settings.py
+|             if session.looks_for_overflow() or session.process_group is not None:
+|             if session.process_group is not None:
+| interop/test_uneven_inputs.py
+
+session/rank_settings.py
+|         shown[f"state of loss_id {number}"] = scaler.state_dict()
+|         pass
+| interop/test_rank_agreement.py
+
+session/cached_weights.py
+|                 if not kept.blocks:
+|                 if True:
+| models/test_cached_weights.py
+
+session/session.py
+|             session.restore(*members)
+|             pass
+| session/test_again.py
+
+interop/rank_agreement.py
+|     if first == second:
+|     if first.keys() == second.keys():
+| interop/test_rank_agreement.py
+
+interop/module_dtype.py
+|             if changed.dtype is not dtype:
+|             if changed.dtype is not dtype and dtype is own_type:
+| models/test_submodule_calls.py
+
+interop/state_dicts.py
+|         saved[key] = parameter if is_kept else parameter.detach()
+|         saved[key] = parameter
+| models/test_lent_weights.py
+
+models/lent_weights.py
+|         if not is_running(self.caller):
+|         if False:
+| models/test_lent_weights.py
+
+models/lent_weights.py
+|                 if self._values or now != self._versions:
+|                 if self._values:
+| models/test_lent_weights.py models/test_cached_weights.py
+
+models/lent_weights.py
+|             self._parametrized = exchange_parametrized({})
+|             pass
+| models/test_odd_models.py models/test_lent_weights.py laws/test_situations.py
+
+models/managed_model.py
+|             to = dtype_around(state) or to
+|             pass
+| session/test_pairs.py session/test_sharing.py models/test_odd_calls.py models/test_submodule_calls.py
+
+models/module_overrides.py
+|             if own & names[key]:
+|             if name in names[key]:
+| models/test_overrides.py
+
+api/argument_checks.py
+|     return any(found)
+|     return False
+| interop/test_ddp.py
+
+api/argument_checks.py
+|         if _leaves_half(optimizer, models, properties):
+|         if False:
+| api/test_messages.py
+
+config/overrides.py
+|     return {glob} if glob in paths else {one for one in paths if fnmatch.fnmatchcase(one, glob)}
+|     return {one for one in paths if fnmatch.fnmatchcase(one, glob)}
+| models/test_overrides.py config/test_overrides_file.py
 """
 
 
