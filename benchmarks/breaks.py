@@ -410,12 +410,12 @@ models/module_overrides.py
 api/argument_checks.py
 |     return any(found)
 |     return False
-| interop/test_ddp.py
+| scaling/test_distributed.py
 
 api/argument_checks.py
 |         if _leaves_half(optimizer, models, properties):
 |         if False:
-| api/test_messages.py
+| api/test_training.py
 
 config/overrides.py
 |     return {glob} if glob in paths else {one for one in paths if fnmatch.fnmatchcase(one, glob)}

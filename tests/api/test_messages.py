@@ -110,41 +110,37 @@ def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-def test_models_and_optimizers_of_the_wrong_type():
-    model, optimizer = training()
-    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got .*SGD"):
-        ampatch.initialize(optimizer, model)
-    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got int"):
-        ampatch.initialize([model, 3], optimizer)
-    with pytest.raises(TypeError, match=r"optimizers=...\): expected a torch.optim.Optimizer"):
-        ampatch.initialize(model, [optimizer, "adam"])
-    with pytest.raises(ValueError, match="the same object is listed twice"):
-        ampatch.initialize([model, model], optimizer)
-    with pytest.raises(ValueError, match=r"initialize\(optimizers=.*same object is listed twice"):
-        ampatch.initialize(model, [optimizer, optimizer])
-    assert "step" not in vars(optimizer)
-
-
-def test_an_optimizer_of_another_model():
-    model, _ = training()
-    _, foreign = training()
-    expected = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
-    with pytest.raises(ValueError, match=expected):
-        ampatch.initialize(model, foreign)
-    assert "step" not in vars(foreign)
+def test_models_and_optimizers_that_do_not_fit():
+    (model, optimizer), (_, foreign) = training(), training()
+    module, listed = (
+        r"models=...\): expected a torch.nn.Module.*got ",
+        "same object is listed twice",
+    )
+    own = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
+    for error, says, *given in (
+        (TypeError, module + ".*SGD", optimizer, model),
+        (TypeError, module + "int", [model, 3], optimizer),
+        (TypeError, r"optimizers=...\): expected a torch.optim.O", model, [optimizer, "adam"]),
+        (ValueError, listed, [model, model], optimizer),
+        (ValueError, r"initialize\(optimizers=.*" + listed, model, [optimizer, optimizer]),
+        (ValueError, own, model, foreign),
+    ):
+        with pytest.raises(error, match=says):
+            ampatch.initialize(*given)
+    assert "step" not in vars(optimizer) and "step" not in vars(foreign)
 
 
 def test_scale_loss_before_initialize_and_with_strangers():
-    model, optimizer = training()
+    (model, optimizer), (_, foreign) = training(), training()
     loss = model(torch.randn(4, 4)).sum()
     with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open. Call ampatch.init"):
         ampatch.scale_loss(loss, optimizer)
     ampatch.initialize(model, optimizer)
-    _, foreign = training()
-    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
-        ampatch.scale_loss(loss, foreign)
-    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
-        ampatch.scale_loss(loss, [optimizer, foreign])
+    for given in (foreign, [optimizer, foreign]):
+        with pytest.raises(ampatch.AmpatchError, match=r"loss\(<SGD>\): this optimizer was n"):
+            ampatch.scale_loss(loss, given)
+    with pytest.raises(ValueError, match="optimizers=.*at least one"):
+        ampatch.scale_loss(loss, [])  # nothing would unscale the gradients
 
 
 @pytest.mark.parametrize(
@@ -195,10 +191,7 @@ def test_a_stranger_is_told_which_optimizers_are_managed():
 @pytest.mark.parametrize(
     "is_there, advice",
     [
-        (
-            True,
-            "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_DTYPE",
-        ),
+        (True, "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_D"),
         (False, 'so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'),
     ],
 )
@@ -274,11 +267,14 @@ def test_the_other_calls(call, kind, message):
         call(given[1])
 
 
-def test_nothing_is_said_at_verbosity_zero(caplog, capsys):
+@pytest.mark.parametrize("settings", [{"verbosity": 0}, {}], ids=["quiet", "another rank"])
+def test_nothing_is_said_at_verbosity_zero_and_by_other_ranks(settings, caplog, monkeypatch):
+    if not settings:
+        monkeypatch.setenv("RANK", "1")
     caplog.set_level("DEBUG")
-    _model, _optimizer = ampatch.initialize(*training(), verbosity=0)
+    ampatch.initialize(*training(), **settings)
     torch.nn.functional.binary_cross_entropy(torch.rand(3).half(), torch.rand(3).half())
-    assert caplog.text == "" and capsys.readouterr() == ("", "")
+    assert caplog.text == ""
 
 
 def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, capsys):
@@ -289,32 +285,20 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
     assert capsys.readouterr().out == ""
 
 
-def test_other_ranks_say_nothing(caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    caplog.set_level("DEBUG")
-    ampatch.initialize(*training())
-    assert caplog.text == ""
-
-
 OF_AN_OPTIMIZER = {
     "scale_loss": lambda given: ampatch.scale_loss(torch.ones(()), given),
     "scale_loss of a list": lambda given: ampatch.scale_loss(torch.ones(()), [given]),
     "step_was_skipped": ampatch.step_was_skipped,
     "step_counts": ampatch.step_counts,
 }
-OF_A_MODEL = {
-    "unwrap": ampatch.unwrap,
-}
 
 
-@pytest.mark.parametrize("name", [*OF_AN_OPTIMIZER, *OF_A_MODEL])
+@pytest.mark.parametrize("name", [*OF_AN_OPTIMIZER, "unwrap"])
 def test_a_model_is_no_optimizer_and_an_optimizer_no_model(name):
     """Both are in one table."""
     model, optimizer = ampatch.initialize(*training(), verbosity=0)
-    call = (OF_AN_OPTIMIZER | OF_A_MODEL)[name]
-    given = model if name in OF_AN_OPTIMIZER else optimizer
     with pytest.raises(ampatch.AmpatchError, match="was not given to ampatch.initialize"):
-        call(given)
+        OF_AN_OPTIMIZER[name](model) if name != "unwrap" else ampatch.unwrap(optimizer)
 
 
 def test_more_loss_scalers_are_advised_only_where_they_help():

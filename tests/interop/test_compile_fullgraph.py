@@ -156,38 +156,6 @@ def test_compiled_equals_eager(cases, backend):
         assert all(map(torch.equal, plain, compiled)), case
 
 
-def casts_to_half(model, x):
-    """How many casts to bfloat16 the compiled forward makes."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    fast = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with torch.no_grad():
-        fast(x)
-    (graph,) = graphs
-    return sum(
-        node.target is torch.ops.aten._to_copy.default and node.kwargs["dtype"] is BF16
-        for node in graph.graph.nodes
-    )
-
-
-@whole_graphs
-def test_the_casts_are_in_the_graph():
-    """Of input, weights and biases of the listed layers."""
-    for case, casts in (("conv2d", 3), ("bmm", 2), ("layers", 6), ("exp", 2)):
-        make, shape = CASES[case]
-        model, x = make(), torch.randn(shape)
-        assert case != "layers" or casts_to_half(model, x) == 0
-        start(model)
-        assert casts_to_half(model, x) == casts, case
-        amp.deactivate()
-
-
 class Two(nn.Module):
     """Two convolutions; what each gave."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 import sys
@@ -14,7 +13,6 @@ import pytest
 import torch
 from small_training import Made, in_threads, managed, step
 from torch import nn
-from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
@@ -68,32 +66,6 @@ def test_a_weight_is_the_optimizers_and_half_only_inside(half):
     assert all(p.grad.dtype is torch.float32 for p in model.parameters())
 
 
-def test_a_part_called_from_outside():
-    """It computes in half and returns FP32, as the weights are that a method reads."""
-    model, _ = start()
-    seen = []
-    model.first.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
-    assert model.encode(inputs()).dtype is torch.float32 and is_float(model)
-    assert seen == [(HALF, torch.float32)]
-    with pytest.raises(RuntimeError, match="shapes"):
-        model.first(torch.ones(3, 5))
-    assert is_float(model)
-
-
-def test_threads_take_turns():
-    """Each gets what it gets alone, and the parameters are back in the end."""
-    model, _ = start()
-    expected = [model(inputs(seed)) for seed in range(4)]
-    entered = threading.Barrier(4)
-
-    def work(seed):
-        entered.wait()
-        return [model(inputs(seed)) for _ in range(20)][-1]
-
-    found = in_threads(*(functools.partial(work, seed) for seed in range(4)))
-    assert all(map(torch.equal, found, expected)) and is_float(model)
-
-
 def test_forwards_that_wait_for_each_other_are_an_error(monkeypatch):
     monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 0.5)
     one, two = Net(), Net()
@@ -116,51 +88,28 @@ def test_forwards_that_wait_for_each_other_are_an_error(monkeypatch):
     assert is_float(one) and is_float(two)
 
 
-def test_a_model_inside_another_joins_it():
-    """No casts between them: its output is half there, and FP32 when it is called by itself."""
-    inner, first = start()
-
-    def forward(self, x):
-        hidden = self.inner(x)
-        self.between = hidden.dtype
-        return self.head(hidden)
-
-    outer, _second = start(Made(forward, inner=inner, head=nn.Linear(2, 2)))
-    assert outer(inputs()).dtype is torch.float32 and outer.between is HALF
-    assert inner(inputs()).dtype is torch.float32
-    assert is_float(outer)
-    assert first.param_groups[0]["params"][0] is inner.first.weight
-
-
-def test_a_layer_shared_by_two_models():
-    one, two = Net(), Net()
-    two.first = one.first
-    for model in (one, two):
-        start(model)
-    for model in (one, two):
-        assert model(inputs()).dtype is torch.float32
-        assert model.seen == [HALF, HALF] and is_float(model)
-
-
-def test_a_replaced_and_an_added_parameter_are_lent():
+def test_parameters_and_parts_that_come_later_are_lent():
+    """Put in between forwards, by a forward, or by a parametrization."""
     model, _ = start()
     model(inputs())
     model.first.weight = nn.Parameter(torch.zeros(8, 4))
     model.second = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    seen = []
-    model.inside = lambda model: seen.extend(p.dtype for p in model.parameters())
-    model(inputs())
-    assert set(seen) == {HALF} and is_float(model)
+    seen, new = [], nn.Parameter(torch.ones(8))
 
+    def inside(model):
+        seen.extend(p.dtype for p in model.parameters())
+        model.first.bias = new  # it has been used
 
-def test_a_parameter_that_the_forward_puts_in_place_stays():
-    model, _ = start()
-    new = nn.Parameter(torch.ones(8))
-    model.inside = lambda model: setattr(model.first, "bias", new)  # it has been used
+    model.inside = inside
     model(inputs())
-    assert model.first.bias is new and is_float(model)
-    model(inputs()).sum().backward()
-    assert new.grad is not None
+    assert set(seen) == {HALF} and model.first.bias is new and is_float(model)
+    torch.nn.utils.parametrizations.spectral_norm(model.second[0])
+    found = model(inputs())
+    expected = copy.deepcopy(model).eval()(inputs())
+    torch.testing.assert_close(model.eval()(inputs()), expected, rtol=0.03, atol=0.03)
+    found.sum().backward()
+    original = model.second[0].parametrizations.weight.original
+    assert new.grad is not None and original.grad is not None
 
 
 @pytest.mark.parametrize("how", ["in place", "data"])
@@ -267,27 +216,15 @@ def test_a_layers_backward_hook_finds_the_gradients_that_it_finds_in_float():
         model, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
         if is_managed:
             start(model)
+
+        def note(*call, model=model, seen=seen):
+            seen.append([weight.grad is not None for weight in model.parameters()])
+
         for layer in model:
-            layer.register_full_backward_hook(
-                lambda *call, model=model, seen=seen: seen.append(
-                    [weight.grad is not None for weight in model.parameters()]
-                )
-            )
+            layer.register_full_backward_hook(note)
         model(inputs().requires_grad_()).sum().backward()
         found.append(seen)
     assert found[0] == found[1] and len(found[0]) == 4
-
-
-def test_replicas_have_tables_of_their_own():
-    model, _ = start()
-    replica = model._replicate_for_data_parallel()
-    for name, part in model.named_children():
-        child = part._replicate_for_data_parallel()
-        for key, parameter in part._parameters.items():
-            setattr(child, key, parameter * 1.0)
-        replica._modules[name] = child
-    assert torch.equal(replica(inputs()), model(inputs())) and is_float(model)
-    assert isinstance(DataParallel(model)(inputs()), torch.Tensor)
 
 
 @pytest.mark.parametrize("how", ["a part", "a method that calls parts"])
@@ -349,16 +286,11 @@ def test_a_graph_without_its_buffers_holds_no_copies():
     assert [copied() for copied in held] == [None, None] and loss.grad_fn is not None
 
 
-def pickled(module):
-    return pickle.loads(pickle.dumps(module))
-
-
 COPIES = {
     "state_dict": lambda module: module.state_dict(),
     "state_dict, kept": lambda module: module.state_dict(keep_vars=True),
     "deepcopy": lambda module: copy.deepcopy(module).state_dict(),
-    "pickle": lambda module: pickled(module).state_dict(),
-    "deepcopy of a state_dict": lambda module: copy.deepcopy(module.state_dict()),
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)).state_dict(),
     "a model around": lambda module: copy.deepcopy(nn.Sequential(module))[0].state_dict(),
     "a thread": lambda module: in_threads(module.state_dict)[0],
 }
@@ -384,8 +316,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("whole", "grad"), [(True, True), (False, False)])
 def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, monkeypatch):
     """byol-pytorch copies its encoder at the first forward."""
     model, found = Recurrent(), []
@@ -404,17 +335,6 @@ def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, mo
             assert copied[name].dtype is torch.float32 and torch.equal(copied[name], weight)
             assert not copied[name].requires_grad or "kept" in how
             assert "kept" not in how or copied[name] is weight
-
-
-def test_a_copy_of_a_part_made_within_a_forward_trains():
-    model, copies = Net(), []
-    start(model)
-    model.inside = lambda model: copies.append(copy.deepcopy(model.first))
-    model(inputs())
-    (made,) = copies
-    assert is_float(made) and is_float(model)
-    made(inputs()).sum().backward()
-    assert made.weight.grad is not None and model.first.weight.grad is None
 
 
 def in_one_block(rnn):
@@ -536,43 +456,6 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
 # What trials from outside have found
 
 
-def test_a_method_may_mix_a_parts_result_with_a_weight_of_its_own():
-    """As CLIP's `encode_text`: the weight is FP32 there, and so is what parts return."""
-
-    torch.manual_seed(0)
-    parts = {"layer": nn.Linear(4, 8), "projection": nn.Parameter(torch.randn(8, 2))}
-    model, optimizer = start(Made(lambda self, x: self.layer(x) @ self.projection, **parts))
-    expected = model.does(copy.deepcopy(model), inputs())
-    found = model.does(model, inputs())
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-    found.sum().backward()
-    assert {weight.grad.dtype for weight in model.parameters()} == {torch.float32}
-    optimizer.step()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("place", ["first", "last", "all"])
-def test_checkpoints_around_parts_that_are_called_from_outside(place, reentrant):
-    grads = []
-    for with_checkpoints in (False, True):
-        model, _ = start(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        with torch.no_grad():
-            for index, weight in enumerate(model.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight) + index)
-
-        def call(part, x, there, within=with_checkpoints):
-            is_here = within and place == there
-            return checkpoint(part, x, use_reentrant=reentrant) if is_here else part(x)
-
-        def whole(x, model=model, call=call):
-            return call(model[2], model[1](call(model[0], x, "first")), "last")
-
-        call(whole, inputs().requires_grad_(), "all").square().mean().backward()
-        grads.append([weight.grad for weight in model.parameters()])
-    assert all(map(torch.equal, *grads))
-
-
 def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
     """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
     model, _ = start()
@@ -610,10 +493,9 @@ def test_a_state_dict_beside_a_training_has_no_copies():
                 saved = model.state_dict(keep_vars=keep_vars).values()
                 seen.update((type(one), one.dtype) for one in saved)
 
-    thread = threading.Thread(target=save)
-    thread.start()
-    interval = sys.getswitchinterval()
+    thread, interval = threading.Thread(target=save), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    thread.start()
     try:
         for _ in range(1500):
             model(inputs())
@@ -674,58 +556,17 @@ def test_writes_through_data_that_begin_after_a_warm_up_are_found():
 
 
 def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):
-    model, _ = start(verbosity=1)
-    model.inside = lambda model: model.first.weight.data.mul_(0.9)
-    for _ in range(3):
-        model(inputs())
-    assert caplog.text.count("writes into its weights in its own forward (first.weight)") == 1
-
-
-def test_a_parametrization_that_comes_later():
-    model, _ = start()
-    model(inputs())
-    torch.nn.utils.parametrizations.spectral_norm(model.first)
-    found = model(inputs())
-    expected = copy.deepcopy(model).eval()(inputs())
-    torch.testing.assert_close(model.eval()(inputs()), expected, rtol=0.03, atol=0.03)
-    found.sum().backward()
-    assert model.first.parametrizations.weight.original.grad is not None
-
-
-def test_modules_that_are_made_elsewhere_cost_nothing():
-    model, _ = start()
-    model(inputs())
-    trees = dict(ampatch.session.session.registry.table.managed(model).lent._trees)
-    nn.Linear(2, 2)
-    model(inputs())
-    assert ampatch.session.session.registry.table.managed(model).lent._trees == trees
-    model.third = nn.Linear(2, 2)
-    model(inputs())
-    assert ampatch.session.session.registry.table.managed(model).lent._trees != trees
-
-
-def test_nan_weights_are_not_taken_for_written_ones(caplog):
-    """A training that has diverged: the forward has written nothing, and nothing is said."""
+    """NaN weights of a training that has diverged are not taken for written ones."""
     model, _ = start(verbosity=1)
     with torch.no_grad():
         model.first.weight.fill_(float("nan"))
     model(inputs())
     assert "writes into its weights" not in caplog.text
-
-
-def test_a_backward_of_one_part_may_call_another_part():
-    """The forward's copies are in place then, and the other part lends within."""
-    found = []
-    one = Made(
-        lambda self, x: InBackward.apply(x * self.weight, lambda: found.append(other(inputs()))),
-        weight=nn.Parameter(torch.ones(4)),
-    )
-    other = nn.Linear(4, 4)
-    model, _ = start(nn.ModuleList([one, other]))
-    expected = other(inputs())
-    one(inputs().requires_grad_()).sum().backward()
-    assert torch.equal(found[0], expected) and is_float(model)
-    assert other(inputs()).dtype is torch.float32  # nobody waits for a turn
+    model, _ = start(verbosity=1)
+    model.inside = lambda model: model.first.weight.data.mul_(0.9)
+    for _ in range(3):
+        model(inputs())
+    assert caplog.text.count("writes into its weights in its own forward (first.weight)") == 1
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

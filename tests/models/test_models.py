@@ -1,4 +1,4 @@
-"""O2 and O3: how a model is converted, what its `state_dict` holds, and that writes count."""
+"""O2 and O3: which weights, buffers and calls are half."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from small_training import dtypes, managed
-from small_training import train_with_norms as train
 from small_training import with_norms as build
 from torch import nn
 
@@ -29,9 +28,6 @@ def dtypes_inside(model):
     model(torch.randn(8, 3))
     handle.remove()
     return seen
-
-
-# Conversion
 
 
 @pytest.mark.parametrize(
@@ -74,62 +70,6 @@ def test_all_is_half(level, settings, half):
     assert found.pop("1.num_batches_tracked") is torch.int64
     assert found.pop("offset") is torch.float32
     assert set(found.values()) == {half}
-
-
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_o0_and_o1_keep_float_weights(level):
-    model, _ = start(level)
-    found = dtypes(model)
-    del found["1.num_batches_tracked"]
-    assert set(found.values()) == {torch.float32}
-
-
-def test_parameters_and_buffers_stay_the_same_objects(opt_level):
-    model = build()
-    before = [*model.parameters(), *model.buffers()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = optimizer.param_groups[0]
-    returned = ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    train(model, optimizer)
-    assert returned[0] is model and returned[1] is optimizer and optimizer.param_groups[0] is group
-    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
-
-
-def test_the_forward_sees_the_rounded_float_weights(half):
-    plain, (model, optimizer) = build(), start("O2", half)
-    seen = {}
-
-    def note(*call):
-        seen.update({name: one.detach().clone() for name, one in model.named_parameters()})
-
-    model[0].register_forward_hook(note)
-    model(torch.randn(8, 3))
-    for name, theirs in plain.named_parameters():
-        assert torch.equal(seen[name], theirs.to(theirs.dtype if name in NORMS else half)), name
-    ours = zip(ampatch.master_params(optimizer), model.parameters(), strict=True)
-    assert all(master is parameter for master, parameter in ours)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-# state_dict
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_state_dict_is_what_there_is(level, half):
-    """The model's own tensors: FP32 at O2, half at O3."""
-    model, optimizer = start(level, half)
-    train(model, optimizer)
-    state = model.state_dict()
-    assert list(state) == list(build().state_dict())
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    assert {name: value.data_ptr() for name, value in state.items()} == {
-        name: own[name].data_ptr() for name in state
-    }
-    found = {value.dtype for name, value in state.items() if name not in FLOAT}
-    assert found == {torch.float32 if level == "O2" else half, torch.int64}
-    plain = build()
-    plain.load_state_dict(state)  # a plain script reads it
-    assert torch.equal(plain[0].weight, model[0].weight.float())
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
