@@ -281,19 +281,3 @@ def test_a_parameter_or_layer_replaced_after_compiling_counts(compiled, inputs, 
     assert model[0].weight is new and torch.equal(fast(inputs), model(inputs))
     model[2] = nn.Linear(4, 4)
     assert torch.equal(fast(inputs), model(inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_inductor(level, inputs):
-    torch._dynamo.reset()
-    model = amp.initialize(Twice(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
-    fast = torch.compile(model, fullgraph=True)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            eager, output = model(inputs), fast(inputs)
-        assert output.dtype is eager.dtype
-        torch.testing.assert_close(output, eager, rtol=0.02, atol=0.02)
-    fast(inputs).float().sum().backward()
-    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
-    torch._dynamo.reset()

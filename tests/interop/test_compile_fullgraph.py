@@ -249,18 +249,6 @@ def test_dynamo_is_as_found_after_a_session():
     assert all(new is old for new, old in zip(owned(), before, strict=True))
 
 
-def test_tables_filled_during_a_session_hold_the_originals():
-    names = ("bmm", "conv2d", "exp", "layer_norm", "softmax")
-    functions = [getattr(torch, name) for name in names]  # in a list: no early names there
-    methods = [torch.Tensor.bmm, torch.Tensor.exp]
-    start(nn.Linear(2, 2))
-    filled = rules.get_torch_obj_rule_map.__wrapped__()
-    assert filled.keys() >= set(functions) and rules.get_tensor_method() >= set(methods)
-    assert not filled.keys() & {getattr(torch, name) for name in names}
-    amp.deactivate()
-    assert rules.get_tensor_method() >= set(methods)
-
-
 def test_rules_of_others_outlive_a_session():
     """Later imports add rules to the table, which would be lost if it were filled anew."""
     table = rules.get_torch_obj_rule_map()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -189,52 +187,3 @@ def test_weights_that_ddp_finds_unused_now_and_then(ranks):
         for step, others in zip(got, wanted, strict=True):
             for one, other in zip(step, others, strict=True):
                 assert one is other is None or torch.equal(one, other)
-
-
-ENDS_AFTER_A_STEP = """
-import sys, threading, time
-import ampatch, torch
-from torch.nn.parallel import DistributedDataParallel
-
-torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
-held, all_reduce = [], torch.distributed.all_reduce
-
-def slow_thread():
-    time.sleep(0.5)
-    held.clear()
-    print("let go", flush=True)
-
-class Work:
-    def __init__(self, *args, **kwargs):
-        self.future = all_reduce(*args, **kwargs).get_future()
-
-    def get_future(self):
-        return self
-
-    def then(self, callback):
-        held.append(callback)
-        return self.future.then(callback)
-
-torch.distributed.all_reduce = Work
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-model = DistributedDataParallel(model)
-with ampatch.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
-    scaled_loss.backward()
-optimizer.step()
-assert held
-threading.Thread(target=slow_thread, daemon=True).start()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_waits_for_threads_that_have_the_hook(tmp_path):
-    """Gloo's threads let go of it a little later.  One that then meets no interpreter aborts."""
-    script = tmp_path / "train.py"
-    script.write_text(ENDS_AFTER_A_STEP)
-    done = subprocess.run(
-        [sys.executable, str(script), f"file://{tmp_path}/place"],
-        **{"capture_output": True, "text": True, "timeout": 200, "check": False},
-    )
-    assert done.stdout == "let go\n", done.stderr

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
 import sys
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ampatch
 
 HALF = torch.bfloat16
+enabled = contextlib.nullcontext
 
 
 class Net(nn.Module):
@@ -112,67 +115,45 @@ def test_parameters_and_parts_that_come_later_are_lent():
     assert new.grad is not None and original.grad is not None
 
 
-@pytest.mark.parametrize("how", ["in place", "data"])
-def test_a_write_within_the_forward_reaches_the_parameter(how):
+def in_place(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+
+
+def through_data(weight):
+    weight.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("write", "number", "around"),
+    [
+        *((in_place, number, around) for number in (1, 2) for around in (enabled, torch.no_grad)),
+        *((through_data, 1, around) for around in (enabled, torch.no_grad, torch.inference_mode)),
+        *((through_data, 2, torch.no_grad), (through_data, 10, enabled)),
+    ],
+)
+def test_a_write_within_the_forward_reaches_the_parameter(write, number, around):
+    """A version is looked at in each forward, values in the forwards 1, 10, 100, ... with a graph
+    and without; those of a module that writes in all that follow.
+    """
     model, _ = start()
-    before = copy.deepcopy(model.state_dict())
-
-    def clamp(model):
-        with torch.no_grad():
-            weight = model.second.weight.data if how == "data" else model.second.weight
-            weight.clamp_(-0.1, 0.1)
-
-    for _ in range(2):
-        model.inside = clamp
+    for _ in range(number - 1):
         model(inputs())
-        inside = before["second.weight"].abs() <= 0.1
-        assert torch.equal(model.second.weight[inside], before["second.weight"][inside])
+    before = copy.deepcopy(model.state_dict())
+    kept = before["second.weight"].abs() <= 0.1
+    model.inside = lambda model: write(model.second.weight)
+    for _ in range(2):
+        with around():
+            model(inputs())
+        assert torch.equal(model.second.weight[kept], before["second.weight"][kept])
         assert model.second.weight.abs().max() < 0.1005
         model.load_state_dict(before)
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_a_first_forward_without_a_graph_may_initialize_weights_through_data(
-    around, trained_before
-):
-    """As activation norms and learned step sizes do, whose first batch may be a validation's."""
-    model, _ = start()
-    if trained_before:
-        model(inputs())
-
-    def initialize(model):
-        model.second.weight.data.fill_(0.25)
-
-    model.inside = initialize
-    model.eval()
-    with around():
-        model(inputs())
-    assert torch.equal(model.second.weight, torch.full_like(model.second.weight, 0.25))
-
-
-@pytest.mark.parametrize("with_graph", [False, True])
-def test_a_write_in_place_is_seen_by_its_version_in_every_forward(with_graph):
-    """Values are compared in forwards 1, 10, 100, ... with a graph alone."""
-    model, _ = start()
-    model(inputs())
-
-    def halve(model):
-        with torch.no_grad():
-            model.second.weight.mul_(0.5)
-
-    model.inside = halve
-    before = model.second.weight.detach().clone()
-    with torch.set_grad_enabled(with_graph):
-        model(inputs())
-    torch.testing.assert_close(model.second.weight, before / 2, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_has_the_copies_of_its_forward(reentrant):
     class Checkpointed(Net):
         def forward(self, x):
-            self.seen.append(self.first.weight.dtype)
             return self.second(checkpoint(self.again, x, use_reentrant=reentrant))
 
         def again(self, x):
@@ -353,51 +334,38 @@ RNNS = {
     "RNN": lambda: nn.RNN(4, 6, 3, bias=False),
     "projected": lambda: nn.LSTM(4, 6, 2, proj_size=3, bidirectional=True),
     "many layers": lambda: nn.GRU(4, 6, 20),  # more weights than a bucket has
-    "frozen in part": lambda: frozen(nn.GRU(4, 6, 2), "weight_hh_l1"),
 }
-
-
-def frozen(rnn, name):
-    getattr(rnn, name).requires_grad_(False)
-    return rnn
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("kind", RNNS)
-@pytest.mark.parametrize("mode", ["training", "evaluation", "no grad", "inference"])
-def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, mode):
+@pytest.mark.parametrize("around", [enabled, torch.no_grad, torch.inference_mode])
+def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, around):
     """cuDNN takes them as they are then; else it copies them at every forward, and warns."""
-    places, results = [], []
+
+    def look(rnn, args):
+        found[:] = [(w.untyped_storage().data_ptr(), w.dtype) for w in rnn._flat_weights]
+        places[:] = [(w.storage_offset(), w.stride()) for w in rnn._flat_weights]
+        assert not rnn._weights_have_changed()
+
+    found, places, results = [], [], []
     for flat in (False, True):
         torch.manual_seed(0)
         rnn = RNNS[kind]()
+        next(iter(rnn.parameters())).requires_grad_(False)
         model = nn.Sequential(nn.Linear(4, 4), in_one_block(rnn) if flat else rnn)
         start(model)
-        seen = rnn.register_forward_pre_hook(
-            lambda rnn, args: places.append(
-                [
-                    (one.untyped_storage().data_ptr(), one.storage_offset(), one.stride())
-                    for one in rnn._flat_weights
-                ]
-                + [{one.dtype for one in rnn._flat_weights}, rnn._weights_have_changed()]
-            )
-        )
-        model.train(mode == "training")
-        grad = mode in ("training", "evaluation")
-        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(grad):
+        if flat:
+            rnn.register_forward_pre_hook(look)
+        with around():
             outputs = model(torch.linspace(-1, 1, 12).view(3, 4))[0]
-        seen.remove()
         results.append([outputs])
         if outputs.requires_grad:
             outputs.square().sum().backward()
-            grads = [p.grad for p in model.parameters() if p.requires_grad]
-            assert all(type(one) is torch.Tensor and one.dtype is torch.float32 for one in grads)
-            results[-1] += grads
-        assert is_float(model) and not rnn._weights_have_changed()
-    *found, dtypes, has_changed = places[1]
-    weights = rnn._flat_weights
-    assert len({block for block, _, _ in found}) == 1 and dtypes == {HALF} and not has_changed
-    assert [rest for _, *rest in found] == [[w.storage_offset(), w.stride()] for w in weights]
+            results[-1] += [p.grad for p in model.parameters() if p.requires_grad]
+        assert is_float(model)
+    assert len(set(found)) == 1 and found[0][1] is HALF
+    assert places == [(w.storage_offset(), w.stride()) for w in rnn._flat_weights]
     assert all(map(torch.equal, *results))
 
 
@@ -453,9 +421,6 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
     assert torch.equal(model(inputs()), expected)
 
 
-# What trials from outside have found
-
-
 def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
     """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
     model, _ = start()
@@ -466,12 +431,7 @@ def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
         go_on.wait(9)
 
     model.inside = wait
-
-    def evaluate():
-        with torch.no_grad():
-            model(inputs())
-
-    thread = threading.Thread(target=evaluate)
+    thread = threading.Thread(target=model, args=(inputs(),))
     thread.start()
     inside.wait()
     with pytest.raises(RuntimeError, match="same dtype"):
@@ -506,53 +466,26 @@ def test_a_state_dict_beside_a_training_has_no_copies():
     assert seen == {(torch.Tensor, torch.float32), (nn.Parameter, torch.float32)}
 
 
-ENDS = {
-    "forward": lambda model, optimizer: model(inputs()) is not None,
-    "scale_loss": lambda model, optimizer: entered(optimizer),
-    "deactivate": lambda model, optimizer: ampatch.deactivate() is None,
-    "clip": lambda model, optimizer: float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0,
-    "zero_grad": lambda model, optimizer: (
-        model.zero_grad() or all(p.grad is None for p in model.parameters())
-    ),
-    "load_state_dict": lambda model, optimizer: bool(model.load_state_dict(Net().state_dict())),
-}
-
-
-def entered(optimizer):
-    with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
-        return True
-
-
-@pytest.mark.parametrize("then", ENDS)
+@pytest.mark.parametrize("then", ["scale_loss", "clip", "zero_grad", "load_state_dict"])
 def test_what_ctrl_c_leaves_is_taken_back_before(then):
     """It skips the forward hooks.  A weight that is loaded meanwhile counts."""
     model, optimizer = start()
     model(inputs()).sum().backward()
-
-    def stop(model):
-        model.inside = lambda model: None
-        raise KeyboardInterrupt
-
-    model.inside = stop
+    model.inside = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         model(inputs())
-    assert ENDS[then](model, optimizer) and is_float(model)
-    if then == "load_state_dict":
-        expected = Net().state_dict()
-        assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
-
-
-def test_writes_through_data_that_begin_after_a_warm_up_are_found():
-    """At forwards number 1, 10, 100, ... all weights are compared; a module that writes, always."""
-    model, _ = start()
-    for number in range(1, 18):
-        if number == 3:
-            model.inside = lambda model: model.first.weight.data.clamp_(-0.01, 0.01)
-        model(inputs())
-        if number >= 10:
-            assert float(model.first.weight.detach().abs().max()) <= 0.0101
-        with torch.no_grad():
-            model.first.weight.fill_(0.5)
+    if then == "scale_loss":
+        with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
+            assert is_float(model)
+    elif then == "clip":
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0
+    elif then == "zero_grad":
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        model.load_state_dict({key: value + 1 for key, value in Net().state_dict().items()})
+        assert torch.equal(model.first.weight, Net().first.weight + 1)
+    assert is_float(model)
 
 
 def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):

@@ -65,48 +65,19 @@ class Echo(nn.Module):
         return value
 
 
-def shape_of(value):
-    """Types, keys and all that is no tensor, with the tensors' dtypes out of it."""
-    if isinstance(value, torch.Tensor):
-        return "tensor" if value.is_floating_point() else ("other", value.tolist())
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return type(value), [(key, shape_of(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [shape_of(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return type(value), [shape_of(getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return value
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value):
-        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    if isinstance(value, (dict, types.MappingProxyType)):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_inputs_and_outputs_keep_their_containers(container, level, half):
     model = Echo()
     ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
-    given = CONTAINERS[container](torch.tensor([1.5, 2.5]))
-    extra = CONTAINERS[container](torch.tensor([3.0]))
+    make, x = CONTAINERS[container], torch.tensor([1.5, 2.5])
+    given, extra = make(x), make(x * 2)
     output = model(given, extra=extra)
-    for found, dtype, like in (
-        (model.seen[0], half, given),
-        (model.seen[1], half, extra),
-        (output, torch.float32, given),
+    for found, expected in (
+        *((model.seen[0], make(x.to(half))), (model.seen[1], make(x.to(half) * 2))),
+        *((output, make(x)), (given, make(x))),  # the caller's own is left alone
     ):
-        assert shape_of(found) == shape_of(like)
-        assert tensors_in(found) and {t.dtype for t in tensors_in(found)} == {dtype}
-        assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(like)]
-    assert {t.dtype for t in tensors_in(given)} == {torch.float32}  # the caller's own is left alone
+        assert type(found) is type(expected) and repr(found) == repr(expected)
     if isinstance(output, Output):
         assert output.x is output["x"] and output.note == "n"
 
@@ -217,9 +188,7 @@ def test_the_caller_sees_what_the_forward_writes_into_its_containers(level, keyw
 
     model, plain = Writes(write), Writes(write)
     ampatch.initialize(model, opt_level=level, verbosity=0)
-    found, expected = call(model), call(plain)
-    assert shape_of(found) == shape_of(expected)
-    assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(expected)]
+    assert repr(call(model)) == repr(call(plain))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

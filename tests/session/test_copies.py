@@ -1,4 +1,4 @@
-"""Managed models shared, saved and sent to other processes; weights that are no plain tensors.
+"""Managed models shared and saved; weights that are no plain tensors.
 
 Copies: tests/models/test_model_copies.py.
 """
@@ -10,7 +10,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_training import managed
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -109,31 +108,6 @@ for level, output in torch.load("outputs.pt").items():
 """
     done = python("-W", "error", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def forward_elsewhere(rank, models, inputs):
-    """In another process: what came in is plain, and ampatch does nothing there."""
-    assert not any(model._forward_hooks for model in models)
-    assert torch.mm(inputs, inputs.t()).dtype is FP32
-    outputs = [model(inputs.to(model.layer.weight.dtype)).float() for model in models]
-    dist.barrier()
-    with torch.no_grad():
-        for model in models:
-            model.layer.bias[rank] = 3.0
-    return outputs
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_managed_models_go_to_other_processes(ranks):
-    """As with plain models, the memory of the weights is shared with them."""
-    models, plain = [start(level)[0] for level in LEVELS], Net()
-    found = ranks(forward_elsewhere, models, X)
-    ampatch.deactivate()
-    for outputs in found:
-        for output, level in zip(outputs, LEVELS, strict=True):
-            tolerance = {"rtol": 0.02, "atol": 0.02} if level == "O3" else {}
-            torch.testing.assert_close(output, plain(X), **tolerance)
-    assert all(bool(model.layer.bias[:2].eq(3).all()) for model in models)
 
 
 # Weights that are no plain tensors
