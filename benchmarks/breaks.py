@@ -190,12 +190,12 @@ models/conversion.py
 models/copies.py
 |             drop_plain_hooks(module)
 |             pass
-| models/test_model_copies.py
+| models/test_models.py
 
 models/submodule_calls.py
 |         result = around or (torch.float32 if self._lends else self._here.result)
 |         result = None
-| laws/test_situations.py models/test_framework_steps.py laws/test_ways_of_running.py
+| laws/test_situations.py models/test_submodule_calls.py laws/test_ways_of_running.py
 
 models/module_overrides.py
 |         return None if to is None else cast_tensors(output, to)
@@ -298,7 +298,7 @@ config/opt_levels.py
 config/environment.py
 |     return {**script, **tied, **replacing}
 |     return {**script, **replacing}
-| session/test_sessions.py launch/test_run.py config/test_settings_variable.py
+| session/test_sessions.py launch/test_run.py config/test_json.py
 
 session/policies.py
 |                     if dtype_of(tensor) in HALF_TYPES or is_parameter(tensor):
@@ -415,12 +415,12 @@ api/argument_checks.py
 api/argument_checks.py
 |         if _leaves_half(optimizer, models, properties):
 |         if False:
-| api/test_training.py
+| api/test_messages.py
 
 config/overrides.py
 |     return {glob} if glob in paths else {one for one in paths if fnmatch.fnmatchcase(one, glob)}
 |     return {one for one in paths if fnmatch.fnmatchcase(one, glob)}
-| models/test_overrides.py config/test_overrides_file.py
+| models/test_overrides.py config/test_json.py
 """
 
 

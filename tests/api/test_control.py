@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from small_training import Made, managed
 from torch import nn
 
@@ -70,21 +69,6 @@ def test_blocks_hold_inside_a_managed_forward():
 
 
 # Scope
-
-
-def test_model_scope_leaves_other_models_alone():
-    torch.manual_seed(0)
-    other = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.LSTM(4, 4))
-    plain = other(X)[0]
-    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, patch_scope="model", verbosity=0)
-    found = other(X)[0]
-    assert found.dtype is torch.float32 and torch.equal(found, plain)
-    output = model(X)
-    assert output.dtype is H
-    assert F.mse_loss(output, X).dtype is torch.float32
-    assert F.cross_entropy(output, torch.arange(4)).dtype is torch.float32
-    assert F.linear(X, model.weight).dtype is H
-    assert torch.mm(X, X).dtype is torch.float32
 
 
 @pytest.mark.parametrize("way_on", ["scale_loss", "step", "deactivate"])

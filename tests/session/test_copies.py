@@ -1,6 +1,6 @@
 """Managed models shared and saved; weights that are no plain tensors.
 
-Copies: tests/models/test_model_copies.py.
+Copies: tests/models/test_models.py.
 """
 
 from __future__ import annotations

@@ -60,25 +60,6 @@ def test_part_of_a_session_leaves_it():
     assert [managed.optimizer for managed in old.optimizers] == [one]
 
 
-def test_a_failed_initialize_gives_all_back(monkeypatch):
-    (first, one), (second, other), (third, new) = pair(), pair(), pair()
-    ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
-    ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
-    session, managed = registry.table.find(one)
-
-    def fail(added):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(registry, "add", fail)
-    with pytest.raises(KeyboardInterrupt):
-        ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
-    assert registry.table.find(one) == (session, managed)
-    assert registry.table.session_of(other) is session
-    assert [registry.table.session_of(model) for model in (first, second)] == [session] * 2
-    assert registry.table.find(new) is registry.table.session_of(third) is None
-    assert len(registry.table) == 4
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_dead_are_forgotten(enabled):
     for _ in range(3):
