@@ -36,12 +36,9 @@ LACKING = {
                 test_a_model_at_o0_beside_one_at_o1[aot_eager]
             """,
             "test_overrides": """
-                test_overrides_in_overrides_are_compiled[False-O1]
-                test_overrides_in_overrides_are_compiled[False-O2]
-                test_overrides_in_overrides_are_compiled[False-O3]
-                test_overrides_in_overrides_are_compiled[True-O1]
-                test_overrides_in_overrides_are_compiled[True-O2]
-                test_overrides_in_overrides_are_compiled[True-O3]
+                test_a_part_of_an_override_that_the_models_own_code_calls[O1]
+                test_a_part_of_an_override_that_the_models_own_code_calls[O2]
+                test_a_part_of_an_override_that_the_models_own_code_calls[O3]
             """,
             "test_ways_of_running": """
                 test_compile_of_a_model[eager-after]

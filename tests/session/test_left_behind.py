@@ -79,31 +79,41 @@ def is_plain():
     return {name: getattr(F, name) for name in FUNCTIONS} == ORIGINALS
 
 
-def put_back_by_a_mock(owner, name):
-    """The replacement that a mock found, and restores after the session."""
-    start(opt_level="O2" if owner is nn.Module else "O1")
-    ours = getattr(owner, name)
+def dtype_of_zeroed_gradient():
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    model.zero_grad()
+    assert model.weight.grad is None
+    return torch.float32
+
+
+USES = {
+    "linear": (F, lambda: F.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype),
+    "mm": (torch.Tensor, lambda: torch.ones(1, 1).mm(torch.ones(1, 1)).dtype),  # it is inherited
+    "zero_grad": (nn.Module, dtype_of_zeroed_gradient),  # it is replaced beside the tables
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_a_mock_puts_back_only_calls_the_original(name):
+    """A mock that was made in a session, and ends after it, has found the replacement."""
+    owner, use = USES[name]
+    level, original = "O2" if owner is nn.Module else "O1", vars(owner).get(name)
+    start(opt_level=level)
     patcher = mock.patch.object(owner, name, lambda *args: "mocked")
-    patcher.start()
+    ours, _ = getattr(owner, name), patcher.start()
     ampatch.deactivate()
     assert getattr(owner, name)() == "mocked"
     patcher.stop()
     assert getattr(owner, name) is ours
-    return ours
-
-
-def test_what_a_mock_puts_back_only_calls_the_original():
-    original = F.linear
-    ours = put_back_by_a_mock(F, "linear")
     try:
-        x = torch.ones(1, 2)
-        assert F.linear(x, x).dtype is torch.float32
-        start()
-        assert F.linear is not ours and F.linear(x, x).dtype is H
+        assert use() is torch.float32
+        start(opt_level=level)
+        assert use() is (torch.float32 if level == "O2" else H)
         ampatch.deactivate()
-        assert F.linear is ours and F.linear(x, x).dtype is torch.float32
+        assert use() is torch.float32
     finally:
-        F.linear = original
+        delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 def test_a_mock_from_before_the_session():
@@ -114,29 +124,6 @@ def test_a_mock_from_before_the_session():
         ampatch.deactivate()
         assert F.linear is mocked
     assert is_plain()
-
-
-def test_methods_put_back_by_a_mock(monkeypatch):
-    """An inherited one of the tables; `nn.Module.zero_grad` is replaced beside them."""
-    monkeypatch.setattr(nn.Module, "zero_grad", nn.Module.zero_grad)  # as it is in the end
-    put_back_by_a_mock(torch.Tensor, "mm")
-    try:
-        assert torch.ones(1, 1).mm(torch.ones(1, 1)).item() == 1.0
-        start()
-        assert torch.ones(1, 1).mm(torch.ones(1, 1)).dtype is H
-        ampatch.deactivate()
-    finally:
-        if "mm" in vars(torch.Tensor):
-            del torch.Tensor.mm
-    put_back_by_a_mock(nn.Module, "zero_grad")
-    model = nn.Linear(2, 2)
-    model.weight.grad = torch.ones(2, 2)
-    model.zero_grad()
-    assert model.weight.grad is None
-    start(opt_level="O2")
-    ampatch.deactivate()
-    model.zero_grad()
-    monkeypatch.undo()
 
 
 # Registered functions
