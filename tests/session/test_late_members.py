@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,9 +76,6 @@ def test_the_same_as_with_all_at_once(level, dtype, count):
     assert list(ampatch.state_dict()) == ["loss_scaler0"]
 
 
-# Models
-
-
 def test_they_join_the_session_of_what_they_are_added_to():
     first, optimizer = pair()
     ampatch.initialize(first, optimizer, **O2)
@@ -88,50 +88,36 @@ def test_they_join_the_session_of_what_they_are_added_to():
     assert len(first._forward_hooks) == hooks  # nothing happens twice
 
 
-def test_after_an_exception_no_model_has_changed():
+def test_what_cannot_join_is_refused_and_nothing_has_changed(monkeypatch):
     first, optimizer = pair()
+    with pytest.raises(ampatch.AmpatchError, match=r"add_optimizers\(\.\.\.\): no ampatch session"):
+        ampatch.add_optimizers(optimizer)
     ampatch.initialize(first, optimizer, **O2)
-    good, bad = build(), nn.LazyLinear(3)
     elsewhere = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    with pytest.raises(ampatch.AmpatchError, match="in the session of another"):
-        ampatch.add_models([good, elsewhere], to=first)
-    with pytest.raises(ampatch.AmpatchError, match="lazy module"):
-        ampatch.add_models([good, bad], to=first)
-    assert good[0].weight.dtype is torch.float32
-    with pytest.raises(TypeError, match=r"ampatch\.add_models\(models=\.\.\.\)"):
-        ampatch.add_models(optimizer)
-    with pytest.raises(ampatch.AmpatchError, match="no session has this Sequential"):
-        ampatch.add_models(good, to=build())
-
-
-def test_a_part_of_a_dtensor_is_refused_in_a_model_that_comes_later_too():
-    first, optimizer = pair()
-    ampatch.initialize(first, optimizer, **O2)
-    later = build()
-    later[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
-    refused = r"models\[0\].*'0\.weight', a part of a DTensor"
-    with pytest.raises(ampatch.AmpatchError, match=refused):
-        ampatch.add_models(later, to=first)
-    assert not later._forward_pre_hooks
-
-
-def test_one_that_fails_while_it_is_converted_takes_the_others_along(monkeypatch):
-    first, optimizer = pair()
-    ampatch.initialize(first, optimizer, **O2)
-    second, third = build(), build()
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(third, "register_forward_hook", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        ampatch.add_models([second, third])
-    for model in (second, third):
-        assert model[0].weight.dtype is torch.float32 and not model._forward_pre_hooks
+    good, sharded, failing = build(), build(), build()
+    sharded[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
+    out_of_memory = mock.Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr(failing, "register_forward_hook", out_of_memory)
+    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    models, optimizers = partial(ampatch.add_models, to=first), ampatch.add_optimizers
+    for error, says, add, given in (
+        (ampatch.AmpatchError, "in the session of another", models, [good, elsewhere]),
+        (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
+        (ampatch.AmpatchError, r"'0\.weight', a part of a DTensor", models, [good, sharded]),
+        (RuntimeError, "out of memory", models, [good, failing]),
+        (TypeError, r"ampatch\.add_models\(models=\.\.\.\)", models, optimizer),
+        (ampatch.AmpatchError, "has this Seq", partial(ampatch.add_models, to=build()), good),
+        (ampatch.AmpatchError, "of 2 calls", optimizers, [adam(first), adam(elsewhere)]),
+        (ValueError, r"\.add_optimizers.*none of the model's param", optimizers, adam(good)),
+        (TypeError, r"ampatch\.add_optimizers\(optimizers=\.\.\.\)", optimizers, first),
+        (TypeError, "__dict__", optimizers, [part, Slotted(first[3].parameters())]),
+    ):
+        with pytest.raises(error, match=says):
+            add(given)
+        for model in (good, sharded, failing):
+            assert model[0].weight.dtype is torch.float32 and not model._forward_pre_hooks
+        assert "step" not in vars(part) and registry.table.session_of(part) is None
     train([first], [optimizer])
-
-
-# Optimizers
 
 
 def test_each_optimizer_joins_the_session_of_its_model():
@@ -159,26 +145,3 @@ def test_disabled_sessions_take_optimizers_and_pass_a_loss_through_for_any(as_li
     other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
     with pytest.raises(ampatch.AmpatchError, match="was not given to"):
         ampatch.scale_loss(other(torch.ones(2, 8)).sum(), foreign)
-
-
-def test_after_an_exception_no_optimizer_has_changed():
-    model = ampatch.initialize(build(), **O2)
-    good = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(TypeError):
-        ampatch.add_optimizers([good, Slotted(model[3].parameters())])
-    assert "step" not in vars(good)
-    assert registry.table.session_of(good) is None
-    train([model], [ampatch.add_optimizers(adam(model))])
-
-
-def test_which_optimizers_are_refused():
-    with pytest.raises(ampatch.AmpatchError, match=r"add_optimizers\(\.\.\.\): no ampatch session"):
-        ampatch.add_optimizers(adam(build()))
-    one = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    with pytest.raises(ampatch.AmpatchError, match="models of 2 calls of initialize"):
-        ampatch.add_optimizers([adam(one), adam(other)])
-    with pytest.raises(ValueError, match=r"ampatch\.add_optimizers.*none of the model's param"):
-        ampatch.add_optimizers(adam(build()))
-    with pytest.raises(TypeError, match=r"ampatch\.add_optimizers\(optimizers=\.\.\.\)"):
-        ampatch.add_optimizers(one)
