@@ -183,7 +183,8 @@ def test_what_changes_no_dtype_works(opt_level):
     model, optimizer = start(opt_level, overrides={"head": "float"})
     assert model.to("cpu") is model and model.to(memory_format=torch.channels_last) is model
     assert model.requires_grad_() is model and model.share_memory() is model
-    assert model.norm.float() is model.norm and model.head.float() is model.head  # FP32 at O2, O3
+    assert model.head.float() is model.head  # it runs in FP32, and so do norms but at O3
+    assert opt_level == "O3" or model.norm.float() is model.norm
     assert nn.Linear(2, 2).half().weight.dtype is torch.float16  # it is unmanaged
     step(model(X).float().sum(), optimizer)
     ampatch.deactivate()
