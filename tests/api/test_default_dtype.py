@@ -52,4 +52,4 @@ def test_training_is_the_same(opt_level, when, fused, scale_lives_on):
     found, expected = run(opt_level, when, fused), run(opt_level, None, fused)
     assert found[0] == expected[0]
     for one, other in zip(found[1], expected[1], strict=True):
-        assert one.dtype is other.dtype and torch.equal(one, other)
+        assert one.dtype is other.dtype and repr(one.tolist()) == repr(other.tolist())  # NaN too

@@ -259,7 +259,7 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
             counts.append(len(graphs))
         assert len(set(counts[1:])) == 1, "compiled anew"
         with torch.no_grad():
-            outputs = [model.eval()(torch.ones(2, 4)), model(torch.ones(3, 4))]
+            outputs = [model.eval()(torch.ones(n, 4)).float() for n in (2, 3)]
         used = [p for name, p in model.named_parameters() if "unused" not in name]
         assert all(p.grad.dtype is p.dtype for p in used) and model.unused.weight.grad is None
         found.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])

@@ -176,7 +176,7 @@ def test_the_caller_sees_what_the_forward_writes_into_its_containers(level, keyw
         del given["n"]
         given["deep"][0]["new"] = 5
         given["deep"].append(given["x"])
-        given.update(x=given["x"] * 0 + 4.0, y=given["x"], z="text")
+        given.update(x=given["x"].float() * 0 + 4.0, y=given["x"], z="text")
 
     def call(model):
         x = torch.tensor([1 / 3, 2.5])
