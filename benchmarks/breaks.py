@@ -395,7 +395,7 @@ models/lent_weights.py
 models/lent_weights.py
 |             self._parametrized = exchange_parametrized({})
 |             pass
-| models/test_odd_models.py models/test_lent_weights.py laws/test_situations.py
+| models/test_odd_calls.py
 
 models/managed_model.py
 |             to = dtype_around(state) or to
