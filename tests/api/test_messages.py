@@ -23,68 +23,41 @@ def training(**kwargs):
     return model, torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
 
 
+L = torch.tensor(3.0)
+half_function = ampatch.register_half_function
 BAD_INITIALIZE = [
-    (
-        {"opt_level": "O7"},
-        ValueError,
-        "ampatch.initialize(opt_level='O7'): unknown opt level 'O7'. "
-        "Expected O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, ",
-    ),
+    ({"opt_level": "O7"}, ValueError, "opt_level='O7'): unknown opt level 'O7'. Expected O0, O1, "),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": 1}, ValueError, "opt_level=1"),
     ({"opt_level": "o1"}, ValueError, "(the letter O, not the digit zero)"),
     ({"optlevel": "O1"}, TypeError, "unexpected keyword argument 'optlevel'"),
-    (
-        {"dtype": torch.float32},
-        ValueError,
-        'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".',
-    ),
+    ({"dtype": torch.float32}, ValueError, 'torch.bfloat16; for FP32 use opt_level="O0".'),
     ({"dtype": "floaty16"}, ValueError, 'Did you mean "float16"?'),
     ({"dtype": 16}, TypeError, "dtype=16"),
     ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
     ({"loss_scale": "big"}, ValueError, 'expected "dynamic" or a positive number'),
-    ({"loss_scale": 0}, ValueError, "must be above 0 and finite"),
     ({"loss_scale": float("inf")}, ValueError, "must be above 0 and finite"),
-    ({"loss_scale": float("nan")}, ValueError, "must be above 0 and finite"),
     ({"loss_scale": [1]}, TypeError, 'loss_scale=[1]): expected "dynamic" or a positive number'),
     ({"loss_scale": True}, TypeError, 'or "128.0", got bool'),
-    (
-        {"min_loss_scale": 8.0, "max_loss_scale": 4.0},
-        ValueError,
-        "Expected min_loss_scale <= max_loss_scale.",
-    ),
+    ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "min_loss_scale <= max_loss_sc"),
     ({"min_loss_scale": 0.0}, ValueError, "min_loss_scale=0.0"),
     ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0: expected a number above 1."),
     ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0: expected a number below 1."),
     ({"growth_interval": 0}, ValueError, "growth_interval=0"),
-    ({"growth_interval": 1.5}, TypeError, "expected a whole number, got float"),
-    ({"num_losses": 0}, ValueError, "num_losses=0"),
     ({"num_losses": "2"}, TypeError, "expected a whole number, got str"),
     ({"verbosity": -1}, ValueError, "verbosity=-1"),
     ({"enabled": "yes"}, TypeError, "enabled='yes'"),
     (
         {"keep_batchnorm_fp32": "maybe", "opt_level": "O2"},
         TypeError,
-        'expected True or False (or the strings "True" and "False"), got str',
+        '"True" and "False"), got str',
     ),
-    (
-        {"keep_batchnorm_fp32": True, "opt_level": "O1"},
-        ValueError,
-        'Leave it out, or use opt_level="O2".',
-    ),
-    ({"master_weights": True, "opt_level": "O1"}, ValueError, "are their own masters"),
-    (
-        {"cast_model_type": torch.float16, "opt_level": "O1"},
-        ValueError,
-        'Use opt_level="O2" to cast the model',
-    ),
+    ({"keep_batchnorm_fp32": True}, ValueError, 'Leave it out, or use opt_level="O2".'),
+    ({"master_weights": True}, ValueError, "are their own masters"),
+    ({"cast_model_type": torch.float16}, ValueError, 'Use opt_level="O2" to cast the model'),
     ({"patch_torch_functions": True, "opt_level": "O2"}, ValueError, "patch_torch_functions=True"),
     ({"cast_model_outputs": torch.int32}, ValueError, "cast_model_outputs=torch.int32"),
-    (
-        {"patch_scope": "thread"},
-        ValueError,
-        'expected "model" (only inside managed models) or "process"',
-    ),
+    ({"patch_scope": "thread"}, ValueError, 'ed "model" (only inside managed models) or "process"'),
     ({"overrides": ["a"]}, TypeError, "overrides=['a']"),
     ({"overrides": {"0": "floot"}}, ValueError, 'Did you mean "float"?'),
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
@@ -110,41 +83,43 @@ def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-def test_models_and_optimizers_of_the_wrong_type():
-    model, optimizer = training()
-    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got .*SGD"):
-        ampatch.initialize(optimizer, model)
-    with pytest.raises(TypeError, match=r"models=...\): expected a torch.nn.Module.*got int"):
-        ampatch.initialize([model, 3], optimizer)
-    with pytest.raises(TypeError, match=r"optimizers=...\): expected a torch.optim.Optimizer"):
-        ampatch.initialize(model, [optimizer, "adam"])
-    with pytest.raises(ValueError, match="the same object is listed twice"):
-        ampatch.initialize([model, model], optimizer)
-    with pytest.raises(ValueError, match=r"initialize\(optimizers=.*same object is listed twice"):
-        ampatch.initialize(model, [optimizer, optimizer])
-    assert "step" not in vars(optimizer)
+def test_models_and_optimizers_that_do_not_fit():
+    (model, optimizer), (_, foreign) = training(), training()
+    module, listed = (
+        r"models=...\): expected a torch.nn.Module.*got ",
+        "same object is listed twice",
+    )
+    own = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
+    for error, says, *given in (
+        (TypeError, module + ".*SGD", optimizer, model),
+        (TypeError, module + "int", [model, 3], optimizer),
+        (TypeError, r"optimizers=...\): expected a torch.optim.O", model, [optimizer, "adam"]),
+        (ValueError, listed, [model, model], optimizer),
+        (ValueError, r"initialize\(optimizers=.*" + listed, model, [optimizer, optimizer]),
+        (ValueError, own, model, foreign),
+    ):
+        with pytest.raises(error, match=says):
+            ampatch.initialize(*given)
+    assert "step" not in vars(optimizer) and "step" not in vars(foreign)
 
 
-def test_an_optimizer_of_another_model():
-    model, _ = training()
-    _, foreign = training()
-    expected = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
-    with pytest.raises(ValueError, match=expected):
-        ampatch.initialize(model, foreign)
-    assert "step" not in vars(foreign)
+def test_an_optimizer_that_would_leave_half_weights_as_they_are(half):
+    """torch 2.13's fused SGD on the CPU, without an error."""
+    with pytest.raises(ValueError, match='Use fused=False, or opt_level="O2"'):
+        ampatch.initialize(*training(fused=True), opt_level="O3", dtype=half)
 
 
 def test_scale_loss_before_initialize_and_with_strangers():
-    model, optimizer = training()
+    (model, optimizer), (_, foreign) = training(), training()
     loss = model(torch.randn(4, 4)).sum()
     with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open. Call ampatch.init"):
         ampatch.scale_loss(loss, optimizer)
     ampatch.initialize(model, optimizer)
-    _, foreign = training()
-    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
-        ampatch.scale_loss(loss, foreign)
-    with pytest.raises(ampatch.AmpatchError, match=r"scale_loss\(<SGD>\): this optimizer was n"):
-        ampatch.scale_loss(loss, [optimizer, foreign])
+    for given in (foreign, [optimizer, foreign]):
+        with pytest.raises(ampatch.AmpatchError, match=r"loss\(<SGD>\): this optimizer was n"):
+            ampatch.scale_loss(loss, given)
+    with pytest.raises(ValueError, match="optimizers=.*at least one"):
+        ampatch.scale_loss(loss, [])  # nothing would unscale the gradients
 
 
 @pytest.mark.parametrize(
@@ -195,10 +170,7 @@ def test_a_stranger_is_told_which_optimizers_are_managed():
 @pytest.mark.parametrize(
     "is_there, advice",
     [
-        (
-            True,
-            "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_DTYPE",
-        ),
+        (True, "take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or AMPATCH_D"),
         (False, 'so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'),
     ],
 )
@@ -225,45 +197,31 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
         (
             lambda o: ampatch.scale_loss(3.0, o),
             TypeError,
-            "expected a floating tensor, got float. Pass the loss itself, not loss.item().",
+            "float. Pass the loss itself, not loss.i",
         ),
         (lambda o: ampatch.scale_loss(None, o), TypeError, "got None"),
         (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
         (lambda o: ampatch.scale_loss(torch.tensor(1j), o), TypeError, "got torch.complex64"),
         (
-            lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id=2),
+            lambda o: ampatch.scale_loss(L, o, 2),
             ValueError,
-            "this session has 1 loss scaler(s), numbered from 0. "
-            "Call initialize(..., num_losses=3)",
+            "s), numbered from 0. Call initialize(",
         ),
-        (lambda o: ampatch.scale_loss(torch.tensor(3.0), o, loss_id="0"), TypeError, "loss_id='0'"),
+        (lambda o: ampatch.scale_loss(L, o, "0"), TypeError, "loss_id='0'"),
         (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
         (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
         (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a positive number"),
-        (
-            lambda o: ampatch.step_was_skipped(training()[1]),
-            ampatch.AmpatchError,
-            "was not given to",
-        ),
         (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "copy.deepcopy does"),
         (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
         (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
-        (
-            lambda o: ampatch.register_half_function(torch, "nothing_such"),
-            AttributeError,
-            "nothing was registered",
-        ),
-        (lambda o: ampatch.register_half_function("nodots"), ValueError, "one dotted string"),
-        (
-            lambda o: ampatch.register_half_function(None, "conv"),
-            TypeError,
-            "ampatch.register_half_function(module=None, name='conv'): expected a module or class",
-        ),
+        (lambda o: half_function(torch, "nothing_such"), AttributeError, "nothing was registered"),
+        (lambda o: half_function("nodots"), ValueError, "one dotted string"),
+        (lambda o: half_function(None, "conv"), TypeError, "name='conv'): expected a module or cl"),
         (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
         (
             lambda o: ampatch.add_optimizers(None),
             TypeError,
-            "ampatch.add_optimizers(optimizers=...): expected a torch.optim.Optimizer",
+            "optimizers=...): expected a torch.opt",
         ),
         (lambda o: ampatch.add_optimizers([o, o]), ValueError, "the same object is listed twice"),
     ],
@@ -274,11 +232,14 @@ def test_the_other_calls(call, kind, message):
         call(given[1])
 
 
-def test_nothing_is_said_at_verbosity_zero(caplog, capsys):
+@pytest.mark.parametrize("settings", [{"verbosity": 0}, {}], ids=["quiet", "another rank"])
+def test_nothing_is_said_at_verbosity_zero_and_by_other_ranks(settings, caplog, monkeypatch):
+    if not settings:
+        monkeypatch.setenv("RANK", "1")
     caplog.set_level("DEBUG")
-    _model, _optimizer = ampatch.initialize(*training(), verbosity=0)
+    ampatch.initialize(*training(), **settings)
     torch.nn.functional.binary_cross_entropy(torch.rand(3).half(), torch.rand(3).half())
-    assert caplog.text == "" and capsys.readouterr() == ("", "")
+    assert caplog.text == ""
 
 
 def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, capsys):
@@ -289,38 +250,24 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
     assert capsys.readouterr().out == ""
 
 
-def test_other_ranks_say_nothing(caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    caplog.set_level("DEBUG")
-    ampatch.initialize(*training())
-    assert caplog.text == ""
-
-
 OF_AN_OPTIMIZER = {
     "scale_loss": lambda given: ampatch.scale_loss(torch.ones(()), given),
     "scale_loss of a list": lambda given: ampatch.scale_loss(torch.ones(()), [given]),
     "step_was_skipped": ampatch.step_was_skipped,
     "step_counts": ampatch.step_counts,
 }
-OF_A_MODEL = {
-    "unwrap": ampatch.unwrap,
-}
 
 
-@pytest.mark.parametrize("name", [*OF_AN_OPTIMIZER, *OF_A_MODEL])
+@pytest.mark.parametrize("name", [*OF_AN_OPTIMIZER, "unwrap"])
 def test_a_model_is_no_optimizer_and_an_optimizer_no_model(name):
     """Both are in one table."""
     model, optimizer = ampatch.initialize(*training(), verbosity=0)
-    call = (OF_AN_OPTIMIZER | OF_A_MODEL)[name]
-    given = model if name in OF_AN_OPTIMIZER else optimizer
     with pytest.raises(ampatch.AmpatchError, match="was not given to ampatch.initialize"):
-        call(given)
+        OF_AN_OPTIMIZER[name](model) if name != "unwrap" else ampatch.unwrap(optimizer)
 
 
 def test_more_loss_scalers_are_advised_only_where_they_help():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, verbosity=0)
+    _, optimizer = ampatch.initialize(*training(), verbosity=0)
     with pytest.raises(ValueError, match="loss_id=-1.*numbered from 0") as refused:
         ampatch.scale_loss(torch.tensor(3.0), optimizer, loss_id=-1)
     assert "num_losses" not in str(refused.value)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch._dynamo.testing
+from small_training import step
 from torch import nn
 
 import ampatch as amp
@@ -42,15 +43,15 @@ def inputs():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("when, backend", [("before", "aot_eager"), ("after", "eager")])
-def test_compiled_equals_eager(compiled, inputs, level, when, backend):
+@pytest.mark.parametrize("when", ["before", "after", "around"])
+def test_compiled_equals_eager(compiled, inputs, level, when):
     model = Three()
     if when == "before":
-        fast = compiled(model, backend)
+        fast = compiled(model, "aot_eager")
         assert fast(inputs)[0].dtype is FP32
     amp.initialize(model, opt_level=level, verbosity=0)
-    if when == "after":
-        fast = compiled(model)
+    if when != "before":
+        fast = compiled((lambda x: model(x)) if when == "around" else model)
     for eager, traced in zip(model(inputs), fast(inputs), strict=True):
         assert eager.dtype is traced.dtype is (FP16 if level == "O1" else FP32)
         assert torch.equal(eager, traced)
@@ -67,49 +68,15 @@ def test_hooks_are_not_compiled_as_frames_of_their_own(inputs):
     torch._dynamo.reset()
 
 
-def test_a_compiled_function_that_calls_the_model(compiled, inputs):
-    for level in ("O1", "O2"):
-        model = amp.initialize(Three(), opt_level=level, verbosity=0)
-        assert all(map(torch.equal, compiled(lambda x, m=model: m(x))(inputs), model(inputs)))
-        amp.deactivate()
-
-
-def test_scope_model(compiled, inputs):
+@pytest.mark.parametrize("level", ["O0", None])
+def test_another_model_beside_one_at_o1(compiled, inputs, level):
     managed, other = Three(), Three()
+    if level:
+        amp.initialize(other, opt_level=level, verbosity=0)
     amp.initialize(managed, verbosity=0, patch_scope="model")
     fast, plain = compiled(managed), compiled(other)
     assert fast(inputs)[0].dtype is FP16
     assert torch.equal(plain(inputs)[0], other(inputs)[0]) and plain(inputs)[0].dtype is FP32
-    with amp.disable_casts():
-        assert fast(inputs)[0].dtype is FP32
-    assert fast(inputs)[0].dtype is FP16
-
-
-def test_a_model_at_o0_beside_one_at_o1(compiled, inputs):
-    plain, mixed = Three(), Three()
-    amp.initialize(plain, opt_level="O0", verbosity=0)
-    amp.initialize(mixed, verbosity=0)
-    assert compiled(mixed)(inputs)[0].dtype is FP16
-    assert all(map(torch.equal, compiled(plain)(inputs), plain(inputs)))
-    assert plain(inputs)[0].dtype is FP32
-
-
-def test_training_a_compiled_model(compiled, inputs):
-    torch.manual_seed(0)
-    model = Three()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, verbosity=0)
-    fast, losses = compiled(model, "aot_eager"), []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = fast(inputs)[2].float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    assert all(parameter.grad.dtype is FP32 for parameter in model.parameters())
-    assert amp.cache_info().misses == 0, "a cached weight in the graph would go stale"
 
 
 def test_a_decorated_function_keeps_its_cast(compiled, inputs):
@@ -208,52 +175,6 @@ def test_dynamic_shapes(capture, level):
     assert len(capture.graphs) == 1
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_compiled_before_it_comes_in(level, inputs):
-    """`initialize(torch.compile(model))` instead of `torch.compile(initialize(model))`."""
-    losses = []
-    for is_first in (True, False):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Twice()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        made = torch.compile(model, backend="aot_eager") if is_first else model
-        given, _ = amp.initialize(made, optimizer, opt_level=level, verbosity=0)
-        assert given is made
-        compiled = given if is_first else torch.compile(given, backend="aot_eager")
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = compiled(inputs).float().pow(2).mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        amp.deactivate()
-    assert losses[:3] == losses[3:] and losses[0] > losses[2]
-
-
-@pytest.mark.parametrize("level, when", [("O0", "before"), ("O1", "after"), ("O3", "before")])
-def test_compiled_in_place(level, when, inputs):
-    """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
-    torch._dynamo.reset()
-    model, eager = Twice(), Twice()
-    eager.load_state_dict(model.state_dict())
-    if when == "before":
-        model.compile(backend="aot_eager")
-        assert model(inputs).dtype is FP32
-    amp.initialize([model, eager], opt_level=level, verbosity=0)
-    if when == "after":
-        model.compile(backend="aot_eager", fullgraph=True)
-    output = model(inputs)
-    assert torch.equal(output, eager(inputs)) and output.dtype is eager(inputs).dtype
-    output.float().sum().backward()
-    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
-    assert not model.state_dict().keys() ^ eager.state_dict().keys()
-    amp.deactivate()
-    assert model(inputs).dtype is FP32
-    torch._dynamo.reset()
-
-
 class Mixed(nn.Module):
     """A norm that stays FP32, a layer that is used twice, and a weight of its own."""
 
@@ -268,41 +189,49 @@ class Mixed(nn.Module):
 
 
 def around_forward(model, optimizer, compile_it):
-    forward = compile_it(lambda x: model(x).square().mean())
-    return lambda x: step_with(forward(x), optimizer)
+    forward = compile_it(lambda x: model(x).float().square().mean())
+    return lambda x: step(forward(x), optimizer)
 
 
 def of_model(model, optimizer, compile_it):
     forward = compile_it(model)
-    return lambda x: step_with(forward(x).square().mean(), optimizer)
+    return lambda x: step(forward(x).float().square().mean(), optimizer)
+
+
+def given(model, optimizer, compile_it):
+    """`initialize(torch.compile(model))` instead of `torch.compile(initialize(model))`."""
+    compiled = torch.compile(model, **{**compile_it.keywords, "fullgraph": False})
+    assert amp.initialize(compiled, optimizer, **SETTINGS)[0] is compiled
+    return lambda x: step(compiled(x).float().square().mean(), optimizer)
 
 
 def in_place(model, optimizer, compile_it):
+    """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
     model.compile(**compile_it.keywords)
-    return lambda x: step_with(model(x).square().mean(), optimizer)
+    return lambda x: step(model(x).float().square().mean(), optimizer)
 
 
 def whole_step(model, optimizer, compile_it):
-    keywords = {**compile_it.keywords, "fullgraph": False}
-    return torch.compile(lambda x: step_with(model(x).square().mean(), optimizer), **keywords)
+    def whole(x):
+        step(model(x).float().square().mean(), optimizer)
+
+    return torch.compile(whole, **{**compile_it.keywords, "fullgraph": False})
 
 
-def step_with(loss, optimizer):
-    optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
 
 
 @pytest.mark.parametrize(
-    "ways, when",  # a function is compiled at its first call, whenever torch.compile was called
+    "level, ways, when",  # a function is compiled at its first call, whenever it was given
     [
-        *((of_model, "before"), (of_model, "after"), (in_place, "before"), (in_place, "after")),
-        *((around_forward, "before"), (whole_step, "after")),
+        *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "before")),
+        *(("O2", in_place, "after"), ("O2", around_forward, "before"), ("O2", whole_step, "after")),
+        *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, given)),
+        *(("O2", given, "before"), ("O1", of_model, "after")),
     ],
 )
-def test_training_at_o2_equals_eager_and_compiles_once(ways, when):
-    """Weights of FP32, which half copies stand for in the forward: bit for bit, gradients too."""
+def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch):
+    """At O2 half copies stand for FP32 weights in the forward: bit for bit, gradients too."""
     found, graphs = [], []
 
     def backend(graph, inputs):
@@ -310,31 +239,35 @@ def test_training_at_o2_equals_eager_and_compiles_once(ways, when):
         return aot_eager(graph, inputs)
 
     aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    monkeypatch.setitem(SETTINGS, "opt_level", level)
     for is_compiled in (False, True):
         torch._dynamo.reset()
         model = Mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
         if is_compiled and when == "before":
-            step = ways(model, optimizer, compile_it)
-        amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+            train = ways(model, optimizer, compile_it)
+        if not (is_compiled and ways is given):
+            amp.initialize(model, optimizer, **SETTINGS)
         if not is_compiled:
-            step = of_model(model, optimizer, lambda model: model)
+            train = of_model(model, optimizer, lambda model: model)
         elif when == "after":
-            step = ways(model, optimizer, compile_it)
+            train = ways(model, optimizer, compile_it)
         counts = []
         for seed in range(5):
-            step(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
+            train(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
             counts.append(len(graphs))
         assert len(set(counts[1:])) == 1, "compiled anew"
         with torch.no_grad():
-            outputs = [model.eval()(torch.ones(2, 4)), model(torch.ones(3, 4))]
+            outputs = [model.eval()(torch.ones(n, 4)).float() for n in (2, 3)]
         used = [p for name, p in model.named_parameters() if "unused" not in name]
-        assert all(p.grad.dtype is p.dtype is FP32 for p in used)
-        assert model.unused.weight.grad is None
+        assert all(p.grad.dtype is p.dtype for p in used) and model.unused.weight.grad is None
         found.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
         amp.deactivate()
-    assert graphs and all(map(torch.equal, *found))
+    assert graphs
+    for eager, compiled in zip(*found, strict=True):  # O1 adds up both uses of a layer in half
+        bound = 0.02 if level == "O1" else 0
+        torch.testing.assert_close(compiled, eager, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -348,19 +281,3 @@ def test_a_parameter_or_layer_replaced_after_compiling_counts(compiled, inputs, 
     assert model[0].weight is new and torch.equal(fast(inputs), model(inputs))
     model[2] = nn.Linear(4, 4)
     assert torch.equal(fast(inputs), model(inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_inductor(level, inputs):
-    torch._dynamo.reset()
-    model = amp.initialize(Twice(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
-    fast = torch.compile(model, fullgraph=True)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            eager, output = model(inputs), fast(inputs)
-        assert output.dtype is eager.dtype
-        torch.testing.assert_close(output, eager, rtol=0.02, atol=0.02)
-    fast(inputs).float().sum().backward()
-    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
-    torch._dynamo.reset()

@@ -156,38 +156,6 @@ def test_compiled_equals_eager(cases, backend):
         assert all(map(torch.equal, plain, compiled)), case
 
 
-def casts_to_half(model, x):
-    """How many casts to bfloat16 the compiled forward makes."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    fast = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with torch.no_grad():
-        fast(x)
-    (graph,) = graphs
-    return sum(
-        node.target is torch.ops.aten._to_copy.default and node.kwargs["dtype"] is BF16
-        for node in graph.graph.nodes
-    )
-
-
-@whole_graphs
-def test_the_casts_are_in_the_graph():
-    """Of input, weights and biases of the listed layers."""
-    for case, casts in (("conv2d", 3), ("bmm", 2), ("layers", 6), ("exp", 2)):
-        make, shape = CASES[case]
-        model, x = make(), torch.randn(shape)
-        assert case != "layers" or casts_to_half(model, x) == 0
-        start(model)
-        assert casts_to_half(model, x) == casts, case
-        amp.deactivate()
-
-
 class Two(nn.Module):
     """Two convolutions; what each gave."""
 
@@ -279,18 +247,6 @@ def test_dynamo_is_as_found_after_a_session():
     assert any(new is not old for new, old in zip(owned(), before, strict=True))
     amp.deactivate()
     assert all(new is old for new, old in zip(owned(), before, strict=True))
-
-
-def test_tables_filled_during_a_session_hold_the_originals():
-    names = ("bmm", "conv2d", "exp", "layer_norm", "softmax")
-    functions = [getattr(torch, name) for name in names]  # in a list: no early names there
-    methods = [torch.Tensor.bmm, torch.Tensor.exp]
-    start(nn.Linear(2, 2))
-    filled = rules.get_torch_obj_rule_map.__wrapped__()
-    assert filled.keys() >= set(functions) and rules.get_tensor_method() >= set(methods)
-    assert not filled.keys() & {getattr(torch, name) for name in names}
-    amp.deactivate()
-    assert rules.get_tensor_method() >= set(methods)
 
 
 def test_rules_of_others_outlive_a_session():

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
-LEVELS = ("O1", "O2")
 WEIGHTS = ((9, 4), (9,), (2, 9), (2,))
 
 
@@ -54,7 +53,7 @@ class Net(nn.Module):
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=("O1", "O2"))
 def level(request):
     return request.param
 
@@ -63,10 +62,20 @@ def start(level, model=None, **settings):
     return managed((Net() if model is None else model).eval(), level, lr=0.5, **settings)
 
 
+@pytest.fixture
+def pair(level):
+    return start(level)
+
+
 def fresh(model):
     """What the forward gives without a block: at this moment, from these weights."""
     with torch.no_grad():
         return model(X)
+
+
+def of_a_copy(model, level):
+    """What another model with the same weights gives."""
+    return fresh(start(level, ampatch.unwrap(model))[0])
 
 
 def train(model, optimizer):
@@ -77,9 +86,9 @@ def train(model, optimizer):
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_weights_are_cast_once(level, around):
-    model, optimizer = start(level)
-    train(model, optimizer)
+def test_weights_are_cast_once(pair, around):
+    model, _ = pair
+    train(*pair)
     expected = fresh(model)
     for _ in range(2):  # a block after a block casts anew
         with ampatch.cached_weights(model), around(), Casts() as casts:
@@ -91,9 +100,9 @@ def test_weights_are_cast_once(level, around):
     assert casts.count == 2 * len(WEIGHTS)
 
 
-def test_both_modes_without_gradients_in_one_block(level):
+def test_both_modes_without_gradients_in_one_block(pair):
     """A tensor that was made in inference mode cannot be saved for a backward pass."""
-    model, _ = start(level)
+    model, _ = pair
     expected = fresh(model)
     model.first.requires_grad_(False)
     x = X.clone().requires_grad_()
@@ -105,12 +114,9 @@ def test_both_modes_without_gradients_in_one_block(level):
     assert x.grad is not None and model.second.weight.grad is not None
 
 
-def test_a_graph_has_casts_of_its_own_and_frozen_weights_do_not(level):
-    model, optimizer = start(level)
+def test_a_graph_has_casts_of_its_own_and_frozen_weights_do_not(pair):
+    model, optimizer = pair
     model.first.requires_grad_(False)
-    model.second(model.encode(X)).sum().backward()
-    model(X).sum().backward()
-    expected = model.second.weight.grad
     with ampatch.cached_weights(model):
         model(X)
         for _ in range(2):
@@ -120,64 +126,24 @@ def test_a_graph_has_casts_of_its_own_and_frozen_weights_do_not(level):
             with Casts(WEIGHTS[2:3]) as trained:
                 loss.backward()
             assert (frozen.count, trained.count) == (0, 1)
-    del expected
     assert model.first.weight.grad is None and model.second.weight.grad.dtype is torch.float32
 
 
-class Decoder(nn.Module):
-    """Embedding, GRU, transformer layer and a head that is tied to the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 16)
-        self.gru = nn.GRU(16, 16, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.head = nn.Linear(16, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        hidden, _ = self.gru(self.embedding(tokens))
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]).to(hidden.dtype)
-        return self.head(self.layer(hidden, src_mask=mask))
-
-
-def decode(model, steps=8):
-    tokens, logits = torch.tensor([[1], [2]]), []
-    with torch.inference_mode():
-        for _ in range(steps):
-            logits.append(model(tokens)[:, -1])
-            tokens = torch.cat((tokens, logits[-1].argmax(-1, keepdim=True)), dim=1)
-    return tokens, torch.stack(logits)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_greedy_decoding(level, dtype):
-    model, _ = start(level, Decoder(), dtype=dtype)
-    shapes = {tuple(one.shape) for one in model.parameters() if one.dim() > 1}
-    with Casts(shapes) as without:
-        tokens, logits = decode(model)
-    with ampatch.cached_weights(model), Casts(shapes) as once:
-        found = decode(model)
-    assert torch.equal(found[0], tokens) and torch.equal(found[1], logits)
-    with ampatch.cached_weights(model), Casts(shapes) as short:
-        decode(model, 1)
-    assert once.count == short.count < without.count / 4
-
-
-def test_parts_and_modules_around(level):
+def test_parts_and_modules_around(pair, level):
     """A part, a module around the model, a list; blocks in blocks, one object entered twice."""
-    model, _ = start(level)
+    model, _ = pair
     around = nn.Sequential(model)
     expected, block = fresh(model), ampatch.cached_weights([around])
     with block, ampatch.cached_weights(model.first), block, torch.no_grad(), Casts() as casts:
         assert torch.equal(around(X), expected) and torch.equal(model(X), expected)
     assert casts.count == len(WEIGHTS)
-    with block, torch.no_grad(), Casts() as casts:
-        model.encode(X), model.encode(X), model(X), model(X)
-    assert casts.count == len(WEIGHTS) + (2 * 2 if level == "O1" else 0)  # outside of a forward
-    with block, block:
-        pass
+    with block:
+        fresh(model)
+        with block:
+            pass
+        with torch.no_grad(), Casts() as casts:
+            model.encode(X), model.encode(X), model(X), model(X)
+    assert casts.count == (2 * 2 if level == "O1" else 0)  # outside of a forward
     with torch.no_grad(), Casts() as casts:
         model(X), model(X)
     assert casts.count == 2 * len(WEIGHTS)
@@ -196,47 +162,33 @@ def test_two_models_and_one_inside_another(level):
     assert casts.count == once + 2 * len(WEIGHTS)
 
 
-def test_levels_without_casts_of_weights(opt_level):
-    """A script runs at every level; where nothing is cast, nothing is asked of it."""
-    model, optimizer = start(opt_level)
+@pytest.mark.parametrize("settings", [{}, {"enabled": False}])
+def test_a_script_runs_where_nothing_is_cast(opt_level, settings):
+    model, optimizer = start(opt_level, **settings)
     with ampatch.cached_weights(model):
         fresh(model)
-        if opt_level in ("O0", "O3"):
+        if opt_level in ("O0", "O3") or settings:
             train(model, optimizer)
 
 
-def test_switched_off():
-    model, _ = start("O2", enabled=False)
-    with ampatch.cached_weights(model):
-        fresh(model)
-    ampatch.deactivate()
-    model = ampatch.initialize(Net(), opt_level="O2", enabled=False)
-    with ampatch.cached_weights(model):
-        fresh(model)
-
-
-# Errors
-
-
 def test_a_model_that_is_not_managed():
-    with pytest.raises(ampatch.AmpatchError, match=r"cached_weights\(Net\).*ampatch.initialize"):
-        with ampatch.cached_weights(Net()):
+    for error, of, says in (
+        (ampatch.AmpatchError, Net(), r"cached_weights\(Net\).*ampatch.initialize"),
+        (ampatch.AmpatchError, Net(), "no open session manages"),
+        (TypeError, torch.optim.SGD(Net().parameters(), lr=1), "expected a torch.nn.Module"),
+    ):
+        with pytest.raises(error, match=says), ampatch.cached_weights(of):
             pass
-    start("O2")
-    with pytest.raises(ampatch.AmpatchError, match="no open session manages"):
-        with ampatch.cached_weights(Net()):
-            pass
-    with pytest.raises(TypeError, match=r"ampatch.cached_weights.*expected a torch.nn.Module"):
-        ampatch.cached_weights(torch.optim.SGD(Net().parameters(), lr=1))
+        start("O2")  # another one
 
 
 # Changes of weights: forwards use the new values
 
 
 @pytest.mark.parametrize("kind", ["managed", "fused", "unmanaged"])
-def test_after_a_step_weights_are_cast_anew(level, kind):
+def test_after_a_step_weights_are_cast_anew(pair, level, kind):
     """Fused steps raise no versions."""
-    model, optimizer = start(level)
+    model, optimizer = pair
     if kind != "managed":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=kind == "fused")
         if kind == "fused":
@@ -251,20 +203,7 @@ def test_after_a_step_weights_are_cast_anew(level, kind):
                 train(model, optimizer)
             after = fresh(model)
             assert not torch.equal(before, after)
-        assert torch.equal(after, fresh(copy_of(model, level)))
-
-
-def copy_of(model, level):
-    """The same weights in a model of its own."""
-    return start(level, ampatch.unwrap(model))[0]
-
-
-def test_a_step_on_other_weights_is_none_of_its_business(level):
-    model, _ = start(level)
-    other, optimizer = start(level)
-    with ampatch.cached_weights(model):
-        fresh(model)
-        train(other, optimizer)
+        assert torch.equal(after, of_a_copy(model, level))
 
 
 def add_one(model):
@@ -289,8 +228,8 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_after_a_write_weights_are_cast_anew(level, how):
-    model, _ = start(level)
+def test_after_a_write_weights_are_cast_anew(pair, level, how):
+    model, _ = pair
     without_graph = torch.no_grad if how == "in data" else torch.inference_mode
     with ampatch.cached_weights(model), without_graph():
         before = model(X)
@@ -299,13 +238,12 @@ def test_after_a_write_weights_are_cast_anew(level, how):
         after = model(X)
         assert torch.equal(model(X), after)
     assert not torch.equal(before, after)
-    assert torch.equal(after, fresh(copy_of(model, level)))
+    assert torch.equal(after, of_a_copy(model, level))
 
 
-def test_what_the_forward_writes_itself(level):
+def test_what_the_forward_writes_itself(pair, level):
     """As without a block, to the bit."""
-    model, _ = start(level)
-    twin, _ = start(level)
+    model, twin = pair[0], start(level)[0]
 
     def inside(model):
         with torch.no_grad():
@@ -318,29 +256,25 @@ def test_what_the_forward_writes_itself(level):
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def test_a_replaced_parameter_is_used(level):
-    model, _ = start(level)
+def multiply(weight):
+    with torch.no_grad():
+        weight.mul_(3)
+
+
+@pytest.mark.parametrize(
+    "write",  # nobody watches the new one: its copies are of one forward; a swap takes versions too
+    [multiply, lambda weight: torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(2, 9)))],
+)
+def test_a_replaced_parameter_is_used_and_what_is_written_into_it(pair, write):
+    model, _ = pair
     with ampatch.cached_weights(model):
         before = fresh(model)
         model.second.weight = nn.Parameter(model.second.weight.detach() * 2)
+        replaced = fresh(model)
+        assert not torch.equal(before, replaced)
+        write(model.second.weight)
         after = fresh(model)
-        assert not torch.equal(before, after)
-        with torch.no_grad():
-            model.second.weight.mul_(3)  # nobody watches the new one: its copies are of one forward
-        after = fresh(model)
-    assert torch.equal(after, fresh(model))
-
-
-def test_a_replaced_parameter_that_is_swapped(level):
-    """`swap_tensors` exchanges versions too."""
-    model, _ = start(level)
-    with ampatch.cached_weights(model):
-        fresh(model)
-        model.second.weight = nn.Parameter(model.second.weight.detach() * 2)
-        before = fresh(model)
-        torch.utils.swap_tensors(model.second.weight, nn.Parameter(torch.ones(2, 9)))
-        after = fresh(model)
-        assert not torch.equal(before, after)
+        assert not torch.equal(replaced, after)
     assert torch.equal(after, fresh(model))
 
 
@@ -356,8 +290,8 @@ def copies_of_second():
     ]
 
 
-def test_memory_is_given_back(level):
-    model, _ = start(level)
+def test_memory_is_given_back(pair):
+    model, _ = pair
     with ampatch.cached_weights(model):
         fresh(model), fresh(model)
         assert len(copies_of_second()) == 1
@@ -366,9 +300,9 @@ def test_memory_is_given_back(level):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "block"])
-def test_an_exception_ends_the_block(level, where, error):
+def test_an_exception_ends_the_block(pair, level, where, error):
     """It is raised as it is, whatever was written before it."""
-    model, optimizer = start(level)
+    model, _ = pair
 
     def fail(model):
         add_one(model)
@@ -384,23 +318,20 @@ def test_an_exception_ends_the_block(level, where, error):
     model.inside = lambda model: None
     gc.collect()
     assert not copies_of_second() or (level, where, error) == ("O2", "forward", KeyboardInterrupt)
-    train(model, optimizer)
+    train(*pair)
     assert not copies_of_second()
-    assert torch.equal(fresh(model), fresh(copy_of(model, level)))
+    assert torch.equal(fresh(model), of_a_copy(model, level))
 
 
-def test_deactivate_inside(level):
-    model, optimizer = start(level)
+def test_deactivate_or_another_level_inside(pair, level):
+    model, optimizer = pair
     with ampatch.cached_weights(model):
         fresh(model)
         ampatch.deactivate()
         assert torch.equal(fresh(model), Net()(X))
         model(X).sum().backward()
         optimizer.step()
-
-
-def test_another_level_inside(level):
-    model, _ = start(level)
+    start(level, model)
     with ampatch.cached_weights(model):
         fresh(model)
         ampatch.initialize(model, opt_level="O0", verbosity=0)
@@ -409,9 +340,9 @@ def test_another_level_inside(level):
     assert torch.equal(after, copy.deepcopy(model)(X))
 
 
-def test_a_generator_that_is_left(level):
+def test_a_generator_that_is_left(pair):
     """Streams tokens; whoever drops it ends the block."""
-    model, optimizer = start(level)
+    model, _ = pair
 
     def stream():
         with ampatch.cached_weights(model), torch.no_grad():
@@ -419,15 +350,15 @@ def test_a_generator_that_is_left(level):
                 yield model(X)
 
     tokens = stream()
-    first = next(tokens)
-    assert torch.equal(next(tokens), first)
+    assert torch.equal(next(tokens), next(tokens)) and copies_of_second()
     del tokens
     gc.collect()
-    train(model, optimizer)
+    assert not copies_of_second()
+    train(*pair)
 
 
-def test_threads_share_the_copies(level):
-    model, _ = start(level)
+def test_threads_share_the_copies(pair):
+    model, _ = pair
     expected = fresh(model)
     with ampatch.cached_weights(model):
         fresh(model)
@@ -435,11 +366,13 @@ def test_threads_share_the_copies(level):
     assert all(torch.equal(one, expected) for each in found for one in each)
 
 
-@pytest.mark.parametrize("how", ["model", "whole"])
-def test_compiled(level, how):
+# Other calls in a block
+
+
+def test_compiled(pair):
     """A graph has its casts in it: the same results."""
     torch.compiler.reset()
-    model, _ = start(level)
+    model, _ = pair
     compiled = torch.compile(model, backend="aot_eager")
 
     @torch.compile(backend="eager")
@@ -449,20 +382,18 @@ def test_compiled(level, how):
 
     with torch.no_grad():
         expected = compiled(X)
-        if how == "model":
-            with ampatch.cached_weights(compiled):
-                assert torch.equal(compiled(X), expected) and torch.equal(compiled(X), expected)
-                assert torch.allclose(fresh(model), expected, atol=1e-2)
-        else:
-            assert torch.allclose(whole(), expected, atol=1e-2)
+        with ampatch.cached_weights(compiled):
+            assert torch.equal(compiled(X), expected) and torch.equal(compiled(X), expected)
+            assert torch.allclose(fresh(model), expected, atol=1e-2)
+        assert torch.allclose(whole(), expected, atol=1e-2)
 
 
-def test_traced_transformed_and_fake(level):
+def test_traced_transformed_and_fake(pair):
     """Nothing of a recording is kept for the forwards after it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    model, _ = start(level)
+    model, _ = pair
     expected = fresh(model)
     with ampatch.cached_weights(model), torch.no_grad():
         make_fx(model)(X)
@@ -472,44 +403,15 @@ def test_traced_transformed_and_fake(level):
         assert torch.equal(model(X), expected)
 
 
-def test_functional_calls(level):
-    """Other values, given for one call: copies are of the weights that are there."""
-    model, _ = start(level)
+def test_calls_with_other_weights_and_of_other_functions(pair):
+    """Copies are of the weights that are there; a loss outside of the model may use them too."""
+    model, _ = pair
     other = {name: one.detach() * 2 for name, one in model.named_parameters()}
     with torch.no_grad():
         expected = torch.func.functional_call(model, other, X)
+        loss = F.linear(X, model.first.weight)
         with ampatch.cached_weights(model):
             before = model(X)
             assert torch.equal(torch.func.functional_call(model, other, X), expected)
+            assert torch.equal(F.linear(X, model.first.weight), loss)
             assert torch.equal(model(X), before)
-
-
-def test_the_loss_is_outside_of_the_model(level):
-    """Other calls with weights, between forwards."""
-    model, _ = start(level)
-    with torch.no_grad():
-        expected = F.linear(X, model.first.weight)
-        with ampatch.cached_weights(model):
-            model(X)
-            assert torch.equal(F.linear(X, model.first.weight), expected)
-
-
-def test_o2_then_calls_what_o3_calls():
-    """Half weights that stay, and one look at the input."""
-    found = []
-    for level in ("O2", "O3"):
-        model, _ = start(level)
-        with ampatch.cached_weights(model), torch.no_grad():
-            model(X)
-            with CountCalls() as calls:
-                model(X)
-        found.append(calls.count)
-    assert found[0] == found[1]
-
-
-class CountCalls(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from small_training import Made
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -42,12 +43,9 @@ class Output(collections.OrderedDict):
 
 
 CONTAINERS = {
-    "tensor": lambda x: x,
     "dict": lambda x: {"x": x, "n": 3},
     "ordered": lambda x: collections.OrderedDict(b=x, a=None),
     "list": lambda x: [x, None, "text"],
-    "tuple": lambda x: (x, 2),
-    "namedtuple": lambda x: Point(x, "label"),
     "dataclass": lambda x: Data(x, 7),
     "model output": lambda x: Output(x=x, note="n"),
     "read-only": lambda x: types.MappingProxyType({"x": x}),
@@ -68,75 +66,33 @@ class Echo(nn.Module):
         return value
 
 
-def shape_of(value):
-    """Types, keys and all that is no tensor, with the tensors' dtypes out of it."""
-    if isinstance(value, torch.Tensor):
-        return "tensor" if value.is_floating_point() else ("other", value.tolist())
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return type(value), [(key, shape_of(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value), [shape_of(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return type(value), [shape_of(getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return value
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value):
-        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    if isinstance(value, (dict, types.MappingProxyType)):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_inputs_and_outputs_keep_their_containers(container, level, half):
     model = Echo()
     ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
-    given = CONTAINERS[container](torch.tensor([1.5, 2.5]))
-    extra = CONTAINERS[container](torch.tensor([3.0]))
+    make, x = CONTAINERS[container], torch.tensor([1.5, 2.5])
+    given, extra = make(x), make(x * 2)
     output = model(given, extra=extra)
-    for found, dtype, like in (
-        (model.seen[0], half, given),
-        (model.seen[1], half, extra),
-        (output, torch.float32, given),
+    for found, expected in (
+        *((model.seen[0], make(x.to(half))), (model.seen[1], make(x.to(half) * 2))),
+        *((output, make(x)), (given, make(x))),  # the caller's own is left alone
     ):
-        assert shape_of(found) == shape_of(like)
-        assert tensors_in(found) and {t.dtype for t in tensors_in(found)} == {dtype}
-        assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(like)]
-    assert {t.dtype for t in tensors_in(given)} == {torch.float32}  # the caller's own is left alone
+        assert type(found) is type(expected) and repr(found) == repr(expected)
     if isinstance(output, Output):
         assert output.x is output["x"] and output.note == "n"
 
 
-def test_integers_masks_and_complex_numbers_pass():
-    model = Echo()
-    ampatch.initialize(model, opt_level="O3", verbosity=0)
-    given = [torch.arange(3), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64)]
-    assert model(given) is given and model.seen[0] is given
-
-
-def linear(level, **settings):
-    return ampatch.initialize(nn.Linear(3, 2), opt_level=level, verbosity=0, **settings)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_cast_model_outputs(level):
-    for asked in (torch.float16, torch.float32, "bfloat16"):
-        model = linear(level, cast_model_outputs=asked)
-        expected = torch.bfloat16 if asked == "bfloat16" else asked
+def test_cast_model_outputs(opt_level):
+    own = torch.float16 if opt_level == "O1" else torch.float32
+    for asked, expected in (
+        *((torch.float16, torch.float16), (torch.float32, torch.float32)),
+        *(("bfloat16", torch.bfloat16), (None, own)),
+    ):
+        model = nn.Linear(3, 2)
+        ampatch.initialize(model, opt_level=opt_level, cast_model_outputs=asked, verbosity=0)
         assert model(torch.randn(4, 3)).dtype is expected
         ampatch.deactivate()
-
-
-@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O1", torch.float16)])
-def test_outputs_without_being_asked(level, dtype):
-    assert linear(level)(torch.randn(4, 3)).dtype is dtype
 
 
 # Values that half cannot hold
@@ -149,26 +105,19 @@ BIG = {
 }
 
 
-class Normalized(nn.Module):
+def normalized(self, x, big, scale=1.0):
     """Does with large inputs what models do with them before a layer sees them."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 3)
-
-    def forward(self, x, big, scale=1.0):
-        h = self.first(x) @ self.second.weight.t()
-        weights = torch.softmax(h + big.clamp(max=0), -1)
-        return self.second(self.first(big / scale)) + weights @ self.first.weight.t()[:, :3]
+    h = self.first(x) @ self.second.weight.t()
+    weights = torch.softmax(h + big.clamp(max=0), -1)
+    return self.second(self.first(big / scale)) + weights @ self.first.weight.t()[:, :3]
 
 
 @pytest.mark.parametrize("kind", BIG)
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("by", ["position", "keyword", "later"])
+@pytest.mark.parametrize("level, by", [("O2", "position"), ("O2", "later"), ("O3", "keyword")])
 def test_inputs_that_half_cannot_hold_count(kind, level, by, half, caplog):
-    model, plain, big = Normalized(), Normalized(), BIG[kind].expand(5, 3)
+    torch.manual_seed(0)
+    model = Made(normalized, first=nn.Linear(3, 4), second=nn.Linear(4, 3))
+    plain, big = copy.deepcopy(model), BIG[kind].expand(5, 3)
     ampatch.initialize(model, opt_level=level, dtype=half)
     x, scale = torch.randn(5, 3), big.abs().max().item()
     if by == "later":
@@ -178,7 +127,7 @@ def test_inputs_that_half_cannot_hold_count(kind, level, by, half, caplog):
         found = model(x, *args, **kwargs)
         torch.testing.assert_close(found, plain(x, big, scale), rtol=0.05, atol=0.05)
     said = [record.getMessage() for record in caplog.records if "cannot" in record.getMessage()]
-    assert len(said) == 1 and "Normalized" in said[0] and "(5, 3)" in said[0]
+    assert len(said) == 1 and "Made" in said[0] and "(5, 3)" in said[0]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -214,54 +163,36 @@ class Writes(nn.Module):
         return self.weight * 1
 
 
-def _delete(given):
-    del given["n"]
-
-
-def _nested(given):
-    given["deep"][0]["new"] = 5
-    given["deep"].append(given["x"])
-
-
-def _fill(given):
-    given.update(x=given["x"] * 0 + 4.0, y=given["x"], z="text")
-
-
-WRITTEN = {"add": _fill, "delete": _delete, "nested": _nested}
-
-
-@pytest.mark.parametrize("written", WRITTEN)
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
-def test_the_caller_sees_what_the_forward_writes_into_its_containers(written, level, keyword, kind):
-    def batch():
-        x = torch.tensor([1 / 3, 2.5])
-        return kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
+def test_the_caller_sees_what_the_forward_writes_into_its_containers(level, keyword, kind):
+    def write(given):
+        del given["n"]
+        given["deep"][0]["new"] = 5
+        given["deep"].append(given["x"])
+        given.update(x=given["x"].float() * 0 + 4.0, y=given["x"], z="text")
 
     def call(model):
-        given = batch()
-        own, deep = given["x"], given["deep"]
+        x = torch.tensor([1 / 3, 2.5])
+        given = kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
+        deep = given["deep"]
         model(None, extra=given) if keyword else model(given)
-        assert given["deep"] is deep
-        return given, own
+        assert given["deep"] is deep and given["y"] is x  # the caller's own, not our cast of it
+        return given
 
-    model, plain = Writes(WRITTEN[written]), Writes(WRITTEN[written])
+    model, plain = Writes(write), Writes(write)
     ampatch.initialize(model, opt_level=level, verbosity=0)
-    (found, own), (expected, _) = call(model), call(plain)
-    assert shape_of(found) == shape_of(expected)
-    assert [t.tolist() for t in tensors_in(found)] == [t.tolist() for t in tensors_in(expected)]
-    if written == "add":
-        assert found["y"] is own  # the caller's own tensor, not our cast of it
+    assert repr(call(model)) == repr(call(plain))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_the_forward_gets_the_callers_own_container_where_nothing_is_cast(level):
     model = Echo()
     ampatch.initialize(model, opt_level=level, verbosity=0)
-    for given in ({}, {"n": torch.arange(3)}, [], {"d": torch.ones(1, dtype=torch.float64)}):
-        model(given)
-        assert model.seen[0] is given
+    others = [torch.ones(1).to(dtype) for dtype in (torch.float64, torch.bool, torch.complex64)]
+    for given in ({}, {"n": torch.arange(3)}, [], others):
+        assert model(given) is given and model.seen[0] is given
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -279,20 +210,12 @@ def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
     assert torch.equal(x, torch.tensor([7.0, 1 / 7]))
 
 
-class AddsNested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x, rest):
-        return self.first(x) + self.first(rest["more"][0])
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_inference_tensors_are_inputs(level, grad, half):
     """Features that were cached under `torch.inference_mode`; a training forward takes them too."""
-    model = AddsNested()
+    both = lambda self, x, rest: self.first(x) + self.first(rest["more"][0])  # noqa: E731
+    model = Made(both, first=nn.Linear(4, 4))
     by_hand = copy.deepcopy(model).to(half)
     ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
     with torch.inference_mode():

@@ -1,8 +1,11 @@
-"""O2 and O3: how a model is converted, what its `state_dict` holds, and that writes count."""
+"""O2 and O3: which weights, buffers and calls are half.  Copies of models at all levels: plain."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import pickle
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from small_training import dtypes, managed
 from small_training import train_with_norms as train
 from small_training import with_norms as build
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import ampatch
 
@@ -29,9 +33,6 @@ def dtypes_inside(model):
     model(torch.randn(8, 3))
     handle.remove()
     return seen
-
-
-# Conversion
 
 
 @pytest.mark.parametrize(
@@ -76,62 +77,6 @@ def test_all_is_half(level, settings, half):
     assert set(found.values()) == {half}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_o0_and_o1_keep_float_weights(level):
-    model, _ = start(level)
-    found = dtypes(model)
-    del found["1.num_batches_tracked"]
-    assert set(found.values()) == {torch.float32}
-
-
-def test_parameters_and_buffers_stay_the_same_objects(opt_level):
-    model = build()
-    before = [*model.parameters(), *model.buffers()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = optimizer.param_groups[0]
-    returned = ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    train(model, optimizer)
-    assert returned[0] is model and returned[1] is optimizer and optimizer.param_groups[0] is group
-    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
-
-
-def test_the_forward_sees_the_rounded_float_weights(half):
-    plain, (model, optimizer) = build(), start("O2", half)
-    seen = {}
-
-    def note(*call):
-        seen.update({name: one.detach().clone() for name, one in model.named_parameters()})
-
-    model[0].register_forward_hook(note)
-    model(torch.randn(8, 3))
-    for name, theirs in plain.named_parameters():
-        assert torch.equal(seen[name], theirs.to(theirs.dtype if name in NORMS else half)), name
-    ours = zip(ampatch.master_params(optimizer), model.parameters(), strict=True)
-    assert all(master is parameter for master, parameter in ours)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-# state_dict
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_state_dict_is_what_there_is(level, half):
-    """The model's own tensors: FP32 at O2, half at O3."""
-    model, optimizer = start(level, half)
-    train(model, optimizer)
-    state = model.state_dict()
-    assert list(state) == list(build().state_dict())
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    assert {name: value.data_ptr() for name, value in state.items()} == {
-        name: own[name].data_ptr() for name in state
-    }
-    found = {value.dtype for name, value in state.items() if name not in FLOAT}
-    assert found == {torch.float32 if level == "O2" else half, torch.int64}
-    plain = build()
-    plain.load_state_dict(state)  # a plain script reads it
-    assert torch.equal(plain[0].weight, model[0].weight.float())
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half):
     """Angles that are made of FP32 buffers alone stay exact; what is half throughout stays half."""
@@ -154,3 +99,74 @@ def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half
     model(torch.ones(2, 8))
     assert torch.equal(seen["angles"], model.places @ model.frequencies)
     assert seen["angles"].dtype is torch.float32 and seen["half"].dtype is half
+
+
+# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py
+
+
+def through_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def hooks_of(module):
+    return {
+        name: len(table)
+        for name, table in vars(module).items()
+        if "hook" in name and hasattr(table, "__len__")
+    }
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickle, protocol 0": lambda model: pickle.loads(pickle.dumps(model, 0)),
+    "torch.save": through_torch_save,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "unwrap": ampatch.unwrap,
+    "in a list": lambda model: copy.deepcopy([model])[0],
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_plain_models_of_the_same_weights(opt_level, how):
+    """In FP32, at O3 in half: what there is."""
+    model, optimizer = start(opt_level)
+    train(model, optimizer)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    copied = COPIES[how](model)
+    assert type(copied) is nn.Sequential and copied is not model
+    for plain, reference in zip(copied.modules(), build().modules(), strict=True):
+        assert hooks_of(plain) == hooks_of(reference)
+        assert set(vars(plain)) == set(vars(reference)) and type(plain.__dict__) is dict
+    found = copied.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert dtypes(copied) == dtypes(model)
+    is_half = torch.float16 in set(dtypes(copied).values())
+    assert is_half is (opt_level == "O3")
+    own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+    assert not own & {t.data_ptr() for t in copied.parameters()}
+    ampatch.deactivate()
+    x = torch.randn(4, 3)
+    assert torch.equal(copied.float().eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copied_part_no_longer_knows_the_model(how, level):
+    """Its weights are what the part's are, and its `state_dict` is its own."""
+    model, _ = start(level)
+    kind = torch.float32 if level == "O2" else torch.float16
+    part = COPIES[how](model[3])
+    assert type(part) is nn.Linear and torch.equal(part.weight, model[3].weight)
+    before = model[3].weight.detach().clone()
+    with torch.no_grad():
+        part.weight.fill_(2.0)
+    assert torch.equal(part.state_dict()["weight"], torch.full((2, 4), 2.0, dtype=kind))
+    part.load_state_dict(build(3)[3].state_dict())
+    assert torch.equal(model[3].weight, before)
+    for _ in range(2):
+        assert part(torch.ones(1, 4, dtype=kind)).dtype is kind  # half where the model casts none
+        ampatch.deactivate()

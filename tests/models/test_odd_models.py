@@ -1,4 +1,4 @@
-"""Lazy modules, distributed checkpoints, averages by hand, shared memory."""
+"""Lazy modules, distributed checkpoints, target networks, shared memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import pytest
 import torch
 from small_training import managed, step
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 import ampatch
 from ampatch.errors import AmpatchError
@@ -44,9 +37,6 @@ def train(model, optimizer, steps=3):
         step(model(X).float().square().mean(), optimizer)
 
 
-# Lazy modules
-
-
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_lazy_modules_start_at_the_first_forward(level):
     model, optimizer = start(level, model=nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
@@ -65,38 +55,6 @@ def test_lazy_modules_are_refused_until_they_have_weights(level):
     train(*start(level, model=model))
 
 
-# torch.distributed.checkpoint.state_dict
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_distributed_state_of_a_pair(opt_level, flat):
-    """As the same functions give it for the FP32 copy of the pair; and back."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, optimizer = start(opt_level)
-    train(model, optimizer)
-    counts = ampatch.step_counts(optimizer)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    expected, expected_state = get_state_dict(*copy.deepcopy((model, optimizer)), options=options)
-    assert_same(weights, expected)
-    assert_same(state, expected_state)
-    assert_same(get_optimizer_state_dict(model, optimizer, options=options), state)
-    assert_same(get_model_state_dict(model), weights)
-    saved = copy.deepcopy((weights, state))
-    train(model, optimizer)
-    before = {name: param.dtype for name, param in model.named_parameters()}
-    set_state_dict(
-        model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
-    )
-    assert_same(model.state_dict(), saved[0])
-    assert_same(get_optimizer_state_dict(model, optimizer, options=options), saved[1])
-    assert {name: param.dtype for name, param in model.named_parameters()} == before
-    masters = dict(zip(before, ampatch.master_params(optimizer), strict=True))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, masters[name].to(parameter.dtype))
-    train(model, optimizer)
-    assert ampatch.step_counts(optimizer).taken == counts.taken + 6
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_distributed_state_of_a_fresh_pair(level, caplog):
     """Its functions make a step of their own to create state; that changes no weight."""
@@ -104,7 +62,7 @@ def test_distributed_state_of_a_fresh_pair(level, caplog):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     _, state = get_state_dict(model, optimizer)
     assert set(state["state"]) == set(dict(model.named_parameters()))
-    assert_same(model.state_dict(), before)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert "scale_loss" not in caplog.text
     third = torch.full((8,), 1 / 3)
     set_model_state_dict(model, {**before, "encoder.0.bias": third})
@@ -112,49 +70,26 @@ def test_distributed_state_of_a_fresh_pair(level, caplog):
     assert torch.equal(model.state_dict()["encoder.0.bias"], third.to(kind))
 
 
-def assert_same(found, expected):
-    if isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, check_dtype=False)
-    else:
-        assert found == expected
-
-
-# Averages
-
-
-UPDATES = {
-    "add_": lambda ema, p: ema.mul_(0.999).add_(p, alpha=1 - 0.999),
-    "add_ of data": lambda ema, p: ema.mul_(0.999).add_(p.data, alpha=1 - 0.999),
-    "lerp_": lambda ema, p: ema.lerp_(p.detach(), 0.001),
-    "lerp_ of data": lambda ema, p: ema.data.lerp_(p.data, 0.001),
-    "_foreach_lerp_": lambda ema, p: torch._foreach_lerp_([ema], [p.detach()], 0.001),
-    "assigned": lambda ema, p: setattr(ema, "data", 0.999 * ema.data + 0.001 * p.data),
-}
-
-
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("managed", [False, True], ids=["deepcopy", "target network"])
-def test_an_average_by_hand_at_o2_moves_as_in_float(update, managed, caplog):
-    """A small share of the difference, which half weights would round away."""
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda ema, p: ema.lerp_(p.detach(), 0.001),
+        lambda ema, p: setattr(ema, "data", 0.999 * ema.data + 0.001 * p.data),
+    ],
+)
+def test_a_target_network_at_o2_moves_as_in_float(update, caplog):
+    """By a small share of the difference, which half weights would round away."""
     model = Net()
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    models = [model, average] if managed else [model]
-    ampatch.initialize(models, optimizer, opt_level="O2", dtype=torch.bfloat16)
+    ampatch.initialize([model, average], optimizer, opt_level="O2", dtype=torch.bfloat16)
     caplog.clear()
     exact = [param.detach().double() for param in average.parameters()]
     for _ in range(30):
         train(model, optimizer, 1)
         with torch.no_grad():
             for ours, param in zip(average.parameters(), model.parameters(), strict=True):
-                UPDATES[update](ours, param)
+                update(ours, param)
         exact = [
             0.999 * ours + 0.001 * param.detach().double()
             for ours, param in zip(exact, model.parameters(), strict=True)
@@ -184,9 +119,5 @@ def test_parameters_that_share_their_memory_go_on_sharing_it(level, frozen):
         assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, before)
     with torch.no_grad():
         first.weight.fill_(0.25)
-    assert bool((second.weight == 0.25).all())
-    optimizer.zero_grad()
-    optimizer.step()
-    assert bool((second.weight == 0.25).all())
     ampatch.deactivate()
     assert bool((first.weight == 0.25).all()) and bool((second.weight == 0.25).all())

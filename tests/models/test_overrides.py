@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -84,21 +85,17 @@ def test_overrides_at_o2():
 def test_a_list_of_modules_by_its_name(level):
     """Nothing calls it, and those in it, lists in lists too, get and return what they need."""
     model = Net()
-    body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Sequential(nn.Linear(4, 4))})
+    model.all = nn.ModuleList([model.body])
     del model.body
-    model.all = nn.ModuleList([body])
-    vars(model)["body"] = body
+    vars(model)["body"] = model.all[0]
     start(model, level, {"all": "float"})
     model(X).sum().backward()
-    assert {part.weight.dtype for part in (model.body["one"], model.body["two"][0])} == {
-        torch.float32
-    }
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     assert model.dtypes == [H, H, H]
 
 
 def test_a_path_with_the_signs_of_globs_names_its_module_alone():
     model = Net()
-    model.body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
     model.heads = nn.ModuleDict({"h[0]": model.body["two"], "h0": model.body["one"]})
     del model.body
     model.body = {"one": model.heads["h0"], "two": model.heads["h[0]"]}
@@ -168,16 +165,6 @@ def test_an_override_wins_over_the_rows_of_what_the_function_calls():
 PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
 
 
-class Fourier(nn.Linear):
-    def forward(self, x):
-        return torch.fft.rfft(super().forward(x)).abs()
-
-
-def test_a_function_that_has_no_half_at_o2():
-    model = start(Fourier(3, 3), "O2", {torch.fft.rfft: "float"})  # 3 is no power of 2
-    assert model(torch.ones(1, 3)).dtype is torch.float32
-
-
 def test_functions_at_o2_beside_a_session_at_o1():
     """The tables come and go with the O1 session; the overrides stay what they are."""
     half, x = start(Attention(), "O2", FUNCTIONS), torch.randn(2, 3, 8)
@@ -219,21 +206,10 @@ def test_a_norm_in_half_at_o2(settings, norm):
         lambda module, args, out: seen.append((module.weight.dtype, args[0].dtype, out.dtype))
     )
     x = torch.randn(8, 4, 16)
-    output = model(x)
+    torch.testing.assert_close(model(x), plain(x), rtol=0.05, atol=0.05)
     assert seen == [(H if settings else torch.float32, H, H)]
-    torch.testing.assert_close(output, plain(x), rtol=0.05, atol=0.05)
-    for name in ("running_mean", "running_var"):
-        ours, theirs = getattr(model[1], name), getattr(plain[1], name)
-        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.01)
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_float_module_gets_a_master_free_fp32_weight(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    weight = model[1].weight
-    _, optimizer = managed(model, level, overrides={"1": "float"})
-    assert model[1].weight is weight and weight.dtype is torch.float32
-    assert any(weight is parameter for parameter in ampatch.master_params(optimizer))
+    for ours, theirs in zip(model[1].buffers(), plain[1].buffers(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "cayley"])
@@ -322,14 +298,19 @@ def test_what_an_inner_override_gives_goes_on_in_the_outer_ones_precision(level,
     assert weights == [torch.float16 if is_half and level != "O1" else torch.float32]
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_part_of_an_override_that_the_models_own_code_calls(level):
-    """What it gives is for that code, which is in half."""
+    """What it gives is for that code, which is in half at O2 and O3; compiled too."""
     model, expected = nested(level, {"decoder*": "float"}, uses_part=True)
-    seen = []
-    model.decoder.inner.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    seen, part = [], model.decoder.inner
+    handle = part.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     assert_alike(results(model), expected)
-    assert seen == [torch.float32, torch.float16]
+    assert seen == [torch.float32, torch.float32 if level == "O1" else torch.float16]
+    handle.remove()
+    model.zero_grad()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_alike(results(model, fast), expected)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -339,23 +320,11 @@ def test_overrides_in_overrides_are_recomputed_as_they_were(level):
     assert_alike(results(model), expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("uses_part", [False, True])
-def test_overrides_in_overrides_are_compiled(level, uses_part):
-    model, expected = nested(level, {"decoder*": "float"}, uses_part=uses_part)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_alike(results(model, fast), expected)
-
-
 def test_overrides_in_overrides_after_an_interrupted_forward():
     model, expected = nested("O2", {"decoder*": "float"})
-    handle = model.decoder.inner.register_forward_pre_hook(interrupt)
+    strike = mock.Mock(side_effect=KeyboardInterrupt)
+    handle = model.decoder.inner.register_forward_pre_hook(strike)
     with pytest.raises(KeyboardInterrupt):
         model(X)
     handle.remove()
     assert_alike(results(model), expected)
-
-
-def interrupt(*call) -> None:
-    raise KeyboardInterrupt

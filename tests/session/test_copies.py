@@ -1,18 +1,18 @@
-"""Managed models copied, saved and sent to other processes; workers beside them."""
+"""Managed models shared and saved; weights that are no plain tensors.
+
+Copies: tests/models/test_models.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_training import managed
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.data import DataLoader, Dataset
 from warm_python import python
 
 import ampatch
@@ -63,19 +63,6 @@ def test_a_shallow_copy_shares_weights_and_casts(level):
     assert torch.equal(twin(X), model(X))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
-def test_a_pickle_of_any_protocol_holds_a_plain_model(level, protocol):
-    model, _ = start(level)
-    loaded = pickle.loads(pickle.dumps(model, protocol))
-    assert set(vars(loaded)) == set(vars(Net())) and type(loaded.__dict__) is dict
-    expected = Net().state_dict()
-    if level == "O3":
-        expected = {name: value.to(H) for name, value in expected.items()}
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-    assert not loaded._forward_hooks and not loaded._forward_pre_hooks
-
-
 class PicklesItself(Net):
     """A class with its own idea of its state."""
 
@@ -88,12 +75,11 @@ class PicklesItself(Net):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_model_with_its_own_state(level):
-    model, _ = start(level, PicklesItself())
-    for loaded in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        kept = weights_in(level)
-        assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks
-        assert loaded(X.to(kept)).dtype is kept or level == "O1"
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_model_with_its_own_state(level, copied):
+    loaded, kept = copied(start(level, PicklesItself())[0]), weights_in(level)
+    assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks
+    assert loaded(X.to(kept)).dtype is kept or level == "O1"
 
 
 # Other processes
@@ -122,55 +108,6 @@ for level, output in torch.load("outputs.pt").items():
 """
     done = python("-W", "error", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def forward_elsewhere(rank, models, inputs):
-    """In another process: what came in is plain, and ampatch does nothing there."""
-    assert not any(model._forward_hooks for model in models)
-    assert torch.mm(inputs, inputs.t()).dtype is FP32
-    outputs = [model(inputs.to(model.layer.weight.dtype)).float() for model in models]
-    dist.barrier()
-    with torch.no_grad():
-        for model in models:
-            model.layer.bias[rank] = 3.0
-    return outputs
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_managed_models_go_to_other_processes(ranks):
-    """As with plain models, the memory of the weights is shared with them."""
-    models, plain = [start(level)[0] for level in LEVELS], Net()
-    found = ranks(forward_elsewhere, models, X)
-    ampatch.deactivate()
-    for outputs in found:
-        for output, level in zip(outputs, LEVELS, strict=True):
-            tolerance = {"rtol": 0.02, "atol": 0.02} if level == "O3" else {}
-            torch.testing.assert_close(output, plain(X), **tolerance)
-    assert all(bool(model.layer.bias[:2].eq(3).all()) for model in models)
-
-
-class Products(Dataset):
-    """Items made with a function that O1 casts."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.mm(X.t(), X) + index
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader_workers(method):
-    """A forked worker prepares data without casts; a spawned one knows of no session."""
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork here")
-    start("O1", patch_scope="process")
-    loader = DataLoader(Products(), num_workers=1, batch_size=2, multiprocessing_context=method)
-    with ampatch.disable_casts():
-        expected = X.t() @ X
-    batches = list(loader)
-    assert [batch.dtype for batch in batches] == [FP32] * 2
-    torch.testing.assert_close(batches[0][0], expected, rtol=0.02, atol=0.02)
 
 
 # Weights that are no plain tensors

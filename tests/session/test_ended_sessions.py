@@ -89,15 +89,6 @@ def test_a_session_that_was_opened_without_models_stays():
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
 
 
-def test_casts_of_the_whole_process_do_not_end_when_the_collector_runs():
-    """They last until the next `initialize`, or `deactivate`."""
-    ampatch.initialize(*pair(), opt_level="O1", **{**SETTINGS, "patch_scope": "process"})
-    gc.collect()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-    ampatch.initialize(*pair(), opt_level="O0", **SETTINGS)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-
-
 def test_a_process_that_ends_says_nothing():
     done = python("-W", "error", HELPERS / "ending_sessions.py")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,9 @@
-"""`add_models` and `add_optimizers`: what comes after `initialize`; loss scales of one session."""
+"""`add_models` and `add_optimizers`: what comes after `initialize`."""
 
 from __future__ import annotations
+
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from session_pairs import Slotted
 from torch import nn
 
 import ampatch
+from ampatch.session.registry import registry
 
 BF16, FP16 = torch.bfloat16, torch.float16
 O2 = {"opt_level": "O2", "dtype": BF16, "verbosity": 0}
@@ -46,12 +50,8 @@ def train(models: list, optimizers: list) -> list[float]:
     return losses
 
 
-def session_of(given):
-    return ampatch.session.session.registry.table.session_of(given)
-
-
 def level_of(given):
-    return session_of(given).properties.opt_level
+    return registry.table.session_of(given).properties.opt_level
 
 
 @pytest.mark.parametrize("level, dtype", TYPES)
@@ -76,25 +76,6 @@ def test_the_same_as_with_all_at_once(level, dtype, count):
     assert list(ampatch.state_dict()) == ["loss_scaler0"]
 
 
-# Models
-
-
-def test_their_fp32_values_wait_and_masters_that_are_there_stay():
-    first, optimizer = pair()
-    ampatch.initialize(first, optimizer, **O2)
-    train([first], [optimizer])
-    second, late = pair()
-    before = second[0].weight.detach().clone()
-    ampatch.add_models([second])
-    train([first], [optimizer])
-    masters = [master.clone() for master in ampatch.master_params(optimizer)]
-    ampatch.add_optimizers(late)
-    assert torch.equal(next(ampatch.master_params(late)), before)
-    assert all(map(torch.equal, ampatch.master_params(optimizer), masters))
-    ampatch.deactivate()
-    assert torch.equal(second[0].weight, before)
-
-
 def test_they_join_the_session_of_what_they_are_added_to():
     first, optimizer = pair()
     ampatch.initialize(first, optimizer, **O2)
@@ -107,104 +88,54 @@ def test_they_join_the_session_of_what_they_are_added_to():
     assert len(first._forward_hooks) == hooks  # nothing happens twice
 
 
-def test_after_an_exception_no_model_has_changed():
+def test_what_cannot_join_is_refused_and_nothing_has_changed(monkeypatch):
     first, optimizer = pair()
+    with pytest.raises(ampatch.AmpatchError, match=r"add_optimizers\(\.\.\.\): no ampatch session"):
+        ampatch.add_optimizers(optimizer)
     ampatch.initialize(first, optimizer, **O2)
-    good, bad = build(), nn.LazyLinear(3)
     elsewhere = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    with pytest.raises(ampatch.AmpatchError, match="in the session of another"):
-        ampatch.add_models([good, elsewhere], to=first)
-    with pytest.raises(ampatch.AmpatchError, match="lazy module"):
-        ampatch.add_models([good, bad], to=first)
-    assert good[0].weight.dtype is torch.float32
-    with pytest.raises(TypeError, match=r"ampatch\.add_models\(models=\.\.\.\)"):
-        ampatch.add_models(optimizer)
-    with pytest.raises(ampatch.AmpatchError, match="no session has this Sequential"):
-        ampatch.add_models(good, to=build())
-
-
-def test_a_part_of_a_dtensor_is_refused_in_a_model_that_comes_later_too():
-    first, optimizer = pair()
-    ampatch.initialize(first, optimizer, **O2)
-    later = build()
-    later[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
-    with pytest.raises(
-        ampatch.AmpatchError, match=r"models\[0\].*'0\.weight', a part of a DTensor"
+    good, sharded, failing = build(), build(), build()
+    sharded[0].weight._st_info = object()  # as DistributedDataParallel(device_mesh=...) leaves it
+    out_of_memory = mock.Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr(failing, "register_forward_hook", out_of_memory)
+    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    models, optimizers = partial(ampatch.add_models, to=first), ampatch.add_optimizers
+    for error, says, add, given in (
+        (ampatch.AmpatchError, "in the session of another", models, [good, elsewhere]),
+        (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
+        (ampatch.AmpatchError, r"'0\.weight', a part of a DTensor", models, [good, sharded]),
+        (RuntimeError, "out of memory", models, [good, failing]),
+        (TypeError, r"ampatch\.add_models\(models=\.\.\.\)", models, optimizer),
+        (ampatch.AmpatchError, "has this Seq", partial(ampatch.add_models, to=build()), good),
+        (ampatch.AmpatchError, "of 2 calls", optimizers, [adam(first), adam(elsewhere)]),
+        (ValueError, r"\.add_optimizers.*none of the model's param", optimizers, adam(good)),
+        (TypeError, r"ampatch\.add_optimizers\(optimizers=\.\.\.\)", optimizers, first),
+        (TypeError, "__dict__", optimizers, [part, Slotted(first[3].parameters())]),
     ):
-        ampatch.add_models(later, to=first)
-    assert not later._forward_pre_hooks
-
-
-def test_one_that_fails_while_it_is_converted_takes_the_others_along(monkeypatch):
-    first, optimizer = pair()
-    ampatch.initialize(first, optimizer, **O2)
-    second, third = build(), build()
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(third, "register_forward_hook", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        ampatch.add_models([second, third])
-    for model in (second, third):
-        assert model[0].weight.dtype is torch.float32 and not model._forward_pre_hooks
+        with pytest.raises(error, match=says):
+            add(given)
+        for model in (good, sharded, failing):
+            assert model[0].weight.dtype is torch.float32 and not model._forward_pre_hooks
+        assert "step" not in vars(part) and registry.table.session_of(part) is None
     train([first], [optimizer])
-
-
-def test_loss_scales_of_one_session():
-    first, _ = pair()
-    second, optimizer = pair()
-    ampatch.initialize(first, opt_level="O1", init_scale=8.0, verbosity=0)
-    ampatch.initialize(second, optimizer, opt_level="O1", init_scale=4.0, verbosity=0)
-    assert ampatch.state_dict(of=first) == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
-    assert ampatch.state_dict(of=optimizer) == ampatch.state_dict(of=second)
-    ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 3}}, of=first)
-    assert ampatch.state_dict(of=first)["loss_scaler0"]["loss_scale"] == 2.0
-    assert ampatch.loss_scale() == 4.0
-    with pytest.raises(ampatch.AmpatchError, match=r"state_dict\(of=\.\.\.\): no session has this"):
-        ampatch.state_dict(of=build())
-
-
-# Optimizers
-
-
-@pytest.mark.parametrize("mode", ["training", "evaluation, as from_pretrained leaves it"])
-def test_weights_stay_as_they_are(mode):
-    """In the checkpoint, in the optimizer, and after the end."""
-    model, before = build().train(mode == "training"), build().state_dict()
-    ampatch.initialize(model, **O2)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    optimizer = ampatch.add_optimizers(adam(model))
-    masters = list(ampatch.master_params(optimizer))
-    assert torch.equal(masters[0], before["0.weight"])
-    ampatch.deactivate()
-    assert torch.equal(model[0].weight, before["0.weight"])
 
 
 def test_each_optimizer_joins_the_session_of_its_model():
     first = ampatch.initialize(build(), **O2)
     ampatch.initialize(build(), opt_level="O0", verbosity=0)
     optimizer = ampatch.add_optimizers(adam(first))
-    session = session_of(optimizer)
-    assert session.properties.opt_level == "O2"
+    assert level_of(optimizer) == "O2"
     groups = optimizer.param_groups
     assert ampatch.add_optimizers(optimizer).param_groups is groups  # nothing happens twice
 
 
-def test_a_disabled_session_takes_them_too():
-    model = ampatch.initialize(build(), opt_level="O2", enabled=False)
-    optimizer = ampatch.add_optimizers(adam(model))
-    losses = train([model], [optimizer])
-    assert losses[-1] < losses[0]
-    assert model[0].weight.dtype is torch.float32
-
-
 @pytest.mark.parametrize("as_list", [True, False])
-def test_disabled_sessions_pass_a_loss_through_for_any_optimizer(as_list):
+def test_disabled_sessions_take_optimizers_and_pass_a_loss_through_for_any(as_list):
     """Beside one that is enabled its own must be named, as ever."""
-    model = build()
-    own = adam(model)
-    ampatch.initialize(model, own, enabled=False)
+    model = ampatch.initialize(build(), opt_level="O2", enabled=False)
+    own = ampatch.add_optimizers(adam(model))
+    losses = train([model], [own])
+    assert losses[-1] < losses[0] and model[0].weight.dtype is torch.float32
     foreign = adam(build())
     loss = model(torch.ones(2, 8)).sum()
     with ampatch.scale_loss(loss, [foreign] if as_list else foreign) as scaled:
@@ -214,46 +145,3 @@ def test_disabled_sessions_pass_a_loss_through_for_any_optimizer(as_list):
     other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
     with pytest.raises(ampatch.AmpatchError, match="was not given to"):
         ampatch.scale_loss(other(torch.ones(2, 8)).sum(), foreign)
-
-
-def test_after_an_exception_no_optimizer_has_changed():
-    model = ampatch.initialize(build(), **O2)
-    good = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(TypeError):
-        ampatch.add_optimizers([good, Slotted(model[3].parameters())])
-    assert "step" not in vars(good)
-    assert session_of(good) is None
-    train([model], [ampatch.add_optimizers(adam(model))])
-
-
-def test_which_optimizers_are_refused():
-    with pytest.raises(ampatch.AmpatchError, match=r"add_optimizers\(\.\.\.\): no ampatch session"):
-        ampatch.add_optimizers(adam(build()))
-    one = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
-    with pytest.raises(ampatch.AmpatchError, match="models of 2 calls of initialize"):
-        ampatch.add_optimizers([adam(one), adam(other)])
-    with pytest.raises(ValueError, match=r"ampatch\.add_optimizers.*none of the model's param"):
-        ampatch.add_optimizers(adam(build()))
-    with pytest.raises(TypeError, match=r"ampatch\.add_optimizers\(optimizers=\.\.\.\)"):
-        ampatch.add_optimizers(one)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_optimizer_made_of_anothers_masters_trains_the_model_to_the_end(level):
-    """Also after `deactivate`, when gradients are the model's own again."""
-    model = build()
-    first = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, first, opt_level=level, dtype=BF16, verbosity=0)
-    params = list(ampatch.master_params(first))
-    second = ampatch.add_optimizers(torch.optim.SGD(params, lr=0.1, momentum=0.9))
-    assert all(map(torch.equal, ampatch.master_params(second), params))
-    train([model], [second])
-    ampatch.deactivate()
-    own = list(model.parameters())
-    assert all(ours is theirs for ours, theirs in zip(second.param_groups[0]["params"], own))
-    assert set(second.state) == set(own), "its momentum too"
-    before = own[0].detach().clone()
-    model(torch.randn(4, 8)).sum().backward()
-    second.step()
-    assert not torch.equal(own[0], before)

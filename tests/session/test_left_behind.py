@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import sys
 import textwrap
 from unittest import mock
@@ -80,31 +79,41 @@ def is_plain():
     return {name: getattr(F, name) for name in FUNCTIONS} == ORIGINALS
 
 
-def put_back_by_a_mock(owner, name):
-    """The replacement that a mock found, and restores after the session."""
-    start(opt_level="O2" if owner is nn.Module else "O1")
-    ours = getattr(owner, name)
+def dtype_of_zeroed_gradient():
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    model.zero_grad()
+    assert model.weight.grad is None
+    return torch.float32
+
+
+USES = {
+    "linear": (F, lambda: F.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype),
+    "mm": (torch.Tensor, lambda: torch.ones(1, 1).mm(torch.ones(1, 1)).dtype),  # it is inherited
+    "zero_grad": (nn.Module, dtype_of_zeroed_gradient),  # it is replaced beside the tables
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_a_mock_puts_back_only_calls_the_original(name):
+    """A mock that was made in a session, and ends after it, has found the replacement."""
+    owner, use = USES[name]
+    level, original = "O2" if owner is nn.Module else "O1", vars(owner).get(name)
+    start(opt_level=level)
     patcher = mock.patch.object(owner, name, lambda *args: "mocked")
-    patcher.start()
+    ours, _ = getattr(owner, name), patcher.start()
     ampatch.deactivate()
     assert getattr(owner, name)() == "mocked"
     patcher.stop()
     assert getattr(owner, name) is ours
-    return ours
-
-
-def test_what_a_mock_puts_back_only_calls_the_original():
-    original = F.linear
-    ours = put_back_by_a_mock(F, "linear")
     try:
-        x = torch.ones(1, 2)
-        assert F.linear(x, x).dtype is torch.float32
-        start()
-        assert F.linear is not ours and F.linear(x, x).dtype is H
+        assert use() is torch.float32
+        start(opt_level=level)
+        assert use() is (torch.float32 if level == "O2" else H)
         ampatch.deactivate()
-        assert F.linear is ours and F.linear(x, x).dtype is torch.float32
+        assert use() is torch.float32
     finally:
-        F.linear = original
+        delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 def test_a_mock_from_before_the_session():
@@ -115,34 +124,6 @@ def test_a_mock_from_before_the_session():
         ampatch.deactivate()
         assert F.linear is mocked
     assert is_plain()
-
-
-def test_an_inherited_method_put_back_by_a_mock():
-    put_back_by_a_mock(torch.Tensor, "mm")
-    try:
-        assert torch.ones(1, 1).mm(torch.ones(1, 1)).item() == 1.0
-        start()
-        assert torch.ones(1, 1).mm(torch.ones(1, 1)).dtype is H
-        ampatch.deactivate()
-    finally:
-        if "mm" in vars(torch.Tensor):
-            del torch.Tensor.mm
-
-
-def test_module_methods_of_ours_under_a_mock():
-    """`nn.Module.zero_grad` and torch's clipping are replaced beside the tables."""
-    original = nn.Module.zero_grad
-    put_back_by_a_mock(nn.Module, "zero_grad")
-    try:
-        model = nn.Linear(2, 2)
-        model.weight.grad = torch.ones(2, 2)
-        model.zero_grad()
-        assert model.weight.grad is None
-        start(opt_level="O2")
-        ampatch.deactivate()
-        model.zero_grad()
-    finally:
-        nn.Module.zero_grad = original
 
 
 # Registered functions
@@ -157,8 +138,7 @@ def late_module(tmp_path, monkeypatch):
     sys.modules.pop("late_library", None)
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-@pytest.mark.parametrize("how", ["string", "module"])
+@pytest.mark.parametrize("how, when", [("string", "before"), ("module", "during")])
 def test_unregister(late_module, how, when):
     import late_library
 
@@ -200,18 +180,14 @@ def failing(name):
     return fail
 
 
-def fails_in(managed, part, monkeypatch):
-    monkeypatch.setattr(managed, part, failing(part))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("part", ["uninstall", "finish"])
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
     registry = ampatch.session.session.registry
     managed = registry.table.managed(optimizers[1])
-    owners = {"finish": managed.gradients}
-    fails_in(owners.get(part, managed), part, monkeypatch)
+    owner = managed.gradients if part == "finish" else managed
+    monkeypatch.setattr(owner, part, failing(part))
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions and registry.state.process is None
@@ -257,30 +233,10 @@ def test_errors_of_a_python_without_groups(monkeypatch):
 
 
 def test_ctrl_c_wins(monkeypatch):
-    models, _ = zip(*[start() for _ in range(2)], strict=True)
     registry = ampatch.session.session.registry
-    fails_in(registry.table.managed(models[1]), "uninstall", monkeypatch)
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(registry.table.managed(models[0]), "uninstall", interrupted)
+    for strike in (mock.Mock(side_effect=KeyboardInterrupt), failing("model")):
+        model, _ = start()
+        monkeypatch.setattr(registry.table.managed(model), "uninstall", strike)
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
-
-
-def test_lazy_modules_do_not_keep_the_rest():
-    """One that was never run has parameters without values."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    other, optimizer = start(opt_level="O2")
-    with contextlib.suppress(ampatch.AmpatchError):  # refused: nothing was changed
-        ampatch.initialize(model, opt_level="O2", verbosity=0)
-    try:
-        ampatch.deactivate()
-    except Exception as error:
-        assert "Uninitialized" in str(error) or "lazy" in str(error).lower()
-    assert is_plain() and not ampatch.session.session.registry.sessions
-    assert "step" not in vars(optimizer) and not other._forward_hooks
-    assert {p.dtype for p in other.parameters()} == {torch.float32}
-    assert not model._forward_hooks

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from frames import frames, frames_of_each
+from frames import frames
 from torch import nn
 
 import ampatch
@@ -19,26 +21,6 @@ SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 def pair():
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def entries() -> int:
-    """How many optimizers and models there are in the table."""
-    return len(registry.table)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_looking_one_up_is_one_call_however_many_there_are(level):
-    pairs = [pair() for _ in range(30)]
-    for model, optimizer in pairs:
-        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
-    for model, optimizer in pairs:
-        session, managed = registry.table.find(optimizer)
-        assert session is registry.table.session_of(model) and managed.optimizer is optimizer
-        assert registry.table.managed(model).model is model
-    assert len({id(registry.table.session_of(optimizer)) for _, optimizer in pairs}) == 30
-    asked = [(optimizer,) for _, optimizer in pairs]
-    assert frames_of_each(registry.table.find, asked) == [1] * 30
-    assert frames(registry.table.find, object()) == 1
 
 
 def test_what_was_not_given_is_in_no_session():
@@ -54,7 +36,7 @@ def test_a_disabled_session_has_it_without_a_managed_counterpart():
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
     assert registry.table.find(optimizer) == (registry.sessions[0], None)
     ampatch.deactivate()
-    assert registry.table.find(optimizer) is None and entries() == 0
+    assert registry.table.find(optimizer) is None and len(registry.table) == 0
 
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
@@ -64,7 +46,7 @@ def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
         session, managed = registry.table.find(optimizer)
         assert session is registry.sessions[-1] and (managed is not None) is enabled
         assert (registry.table.session_of(model) is session) is enabled
-        assert entries() == 1 + enabled and len(registry.sessions) == 1
+        assert len(registry.table) == 1 + enabled and len(registry.sessions) == 1
 
 
 def test_part_of_a_session_leaves_it():
@@ -78,44 +60,6 @@ def test_part_of_a_session_leaves_it():
     assert [managed.optimizer for managed in old.optimizers] == [one]
 
 
-def test_what_is_released_is_in_no_session():
-    model, optimizer = pair()
-    ampatch.initialize(model, optimizer, **SETTINGS)
-    session = registry.table.session_of(optimizer)
-    session.release(model)
-    session.release(optimizer)
-    assert entries() == 0 and session.is_empty()
-
-
-def test_a_failed_initialize_gives_all_back(monkeypatch):
-    (first, one), (second, other), (third, new) = pair(), pair(), pair()
-    ampatch.initialize([first, second], [one, other], opt_level="O2", **SETTINGS)
-    ampatch.initialize(nn.Linear(2, 2), enabled=False, **SETTINGS)
-    session, managed = registry.table.find(one)
-
-    def fail(added):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(registry, "add", fail)
-    with pytest.raises(KeyboardInterrupt):
-        ampatch.initialize([third, second, first], [new, other], opt_level="O2", **SETTINGS)
-    assert registry.table.find(one) == (session, managed)
-    assert registry.table.session_of(other) is session
-    assert [registry.table.session_of(model) for model in (first, second)] == [session] * 2
-    assert registry.table.find(new) is registry.table.session_of(third) is None
-    assert entries() == 4
-
-
-def test_what_a_disabled_session_was_given_comes_back_too(monkeypatch):
-    model, optimizer = pair()
-    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    found = registry.table.find(optimizer)
-    monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ampatch.initialize(model, optimizer, **SETTINGS)
-    assert registry.table.find(optimizer) == found and entries() == 1
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_dead_are_forgotten(enabled):
     for _ in range(3):
@@ -123,7 +67,7 @@ def test_the_dead_are_forgotten(enabled):
     kept, optimizer = pair()
     ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
     gc.collect()
-    assert entries() == 1 + enabled
+    assert len(registry.table) == 1 + enabled
     assert registry.table.session_of(optimizer) is registry.sessions[-1]
 
 
@@ -137,14 +81,9 @@ class Counterpart:
         thing.counterpart = self
 
 
-def table():
-    """A table, a thing and two sessions."""
-    return Table(), Thing(), object(), object()
-
-
 def test_an_id_used_again_finds_nothing():
-    things, _, session, _ = table()
-    for _ in range(20):  # the next has the id of the last, or soon will
+    things, session = Table(), object()
+    for _ in range(5):  # the next has the id of the last, or soon will
         thing = Thing()
         assert things.find(thing) is None
         counterpart = Counterpart(thing)
@@ -154,29 +93,13 @@ def test_an_id_used_again_finds_nothing():
         gc.collect()
 
 
-def test_a_collected_one_leaves_the_table():
-    things, thing, session, _ = table()
-    things.put(thing, session, Counterpart(thing))
-    del thing
-    gc.collect()
-    assert len(things) == 0
-
-
-def test_the_row_of_a_new_counterpart_outlives_the_old_one():
-    things, thing, first, second = table()
-    old, new = Counterpart(thing), Counterpart(thing)
-    things.put(thing, first, old)
-    things.put(thing, second, new)
-    things.remove(id(thing), first)  # it has passed it on
-    assert things.find(thing) == (second, new)
-
-
 def test_an_old_counterpart_that_dies_late_removes_no_new_row():
     """Another thread may be looking at the old row while the new one is put."""
-    things, thing, first, second = table()
+    things, thing, first, second = Table(), Thing(), object(), object()
     old, new = Counterpart(thing), Counterpart(thing)
     held = things.put(thing, first, old)
     things.put(thing, second, new)
+    things.remove(id(thing), first)  # it has passed it on
     del old
     gc.collect()
     assert held() is None
@@ -185,43 +108,26 @@ def test_an_old_counterpart_that_dies_late_removes_no_new_row():
     assert things.find(thing) is None and len(things) == 0
 
 
-# What opening and closing many cost
+# What opening many costs
 
 
-def opening(count: int, level: str, together: bool) -> int:
-    """Python functions entered by the last of `count` calls of `initialize`, or by one for all."""
-    pairs = [pair() for _ in range(count)]
-    models, optimizers = (list(some) for some in zip(*pairs, strict=True))
-    if together:
-        return frames(lambda: ampatch.initialize(models, optimizers, opt_level=level, **SETTINGS))
-    for model, optimizer in pairs[:-1]:
-        ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
-    return frames(lambda: ampatch.initialize(*pairs[-1], opt_level=level, **SETTINGS))
+@pytest.mark.parametrize("level, together", [("O1", True), ("O1", False), ("O2", False)])
+def test_what_initialize_costs_does_not_grow_with_what_is_open(level, together):
+    """Python functions that are entered by the last of so many calls, or by one for all of them.
 
-
-def is_linear(found: list[int]) -> bool:
-    """Whether equal steps cost as much, but for little."""
-    first, second = found[1] - found[0], found[2] - found[1]
-    return abs(second - first) <= 10 + first / 50  # one call for each pair of 20 would be 800
-
-
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_initialize_of_many_models_costs_as_much_for_each(level):
+    Is a session alive, does it cast, is it empty: no walk over its weights.
+    """
     found = []
     for count in (1, 20, 40, 60):  # the first brings what is done once per process
-        found.append(opening(count, level, together=True))
+        pairs = [pair() for _ in range(count)]
+        for model, optimizer in [] if together else pairs[:-1]:
+            ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
+        given = map(list, zip(*pairs, strict=True)) if together else pairs[-1]
+        found.append(frames(partial(ampatch.initialize, *given, opt_level=level, **SETTINGS)))
         ampatch.deactivate()
-    assert is_linear(found[1:])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_an_open_session_adds_to_the_next_initialize_is_little(level):
-    """Is it alive, does it cast, is it empty: no walk over its weights."""
-    found = []
-    for count in (1, 20, 40, 60):
-        found.append(opening(count, level, together=False))
-        ampatch.deactivate()
-    assert is_linear(found[1:]) and found[2] - found[1] <= 20 * 12 + 10
+    steps = found[2] - found[1], found[3] - found[2]
+    assert abs(steps[1] - steps[0]) <= 10 + steps[0] / 50  # a call for each pair of 20 would be 800
+    assert together or steps[0] <= 20 * 12 + 10
 
 
 def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch):
@@ -229,20 +135,8 @@ def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch
     for model, optimizer in (first, second):
         ampatch.initialize(model, optimizer, patch_scope="process", **SETTINGS)
     older, _newer = registry.sessions
-    monkeypatch.setattr(type(older), "close", interrupted(type(older).close, older))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(older, "close", mock.Mock(side_effect=KeyboardInterrupt))
         ampatch.deactivate()
-    monkeypatch.undo()
     assert registry.sessions == [older] and registry.state.forward_policy() is older.policy()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-
-
-def interrupted(close, at):
-    """`Session.close` that Ctrl-C ends for one session."""
-
-    def closing(session):
-        if session is at:
-            raise KeyboardInterrupt
-        close(session)
-
-    return closing

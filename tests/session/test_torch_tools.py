@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 
@@ -39,13 +40,8 @@ def tool(library, name, needed):
 
 def test_each_tool_is_replaced_while_it_is_needed_and_bound_names_follow(library):
     library, user = library
-    kept = TorchTools(
-        [
-            tool(library, "one", lambda needs: needs.models),
-            tool(library, "two", lambda needs: needs.optimizers),
-        ],
-        [],
-    )
+    needed = {"one": operator.attrgetter("models"), "two": operator.attrgetter("optimizers")}
+    kept = TorchTools([tool(library, *one) for one in needed.items()], [])
 
     def seen():
         return [function() for module in (library, user) for function in (module.one, module.two)]
@@ -60,33 +56,17 @@ def test_each_tool_is_replaced_while_it_is_needed_and_bound_names_follow(library
         kept.take_out_unneeded(needs)
         kept.put_in(needs)
         assert seen() == expected * 2
-
-
-def test_what_lies_over_the_tables_comes_out_alone_and_goes_in_again(library):
-    library, user = library
-    kept = TorchTools([tool(library, "one", any), tool(library, "two", any)], [])
-    needs = NOTHING._replace(models=True)
-    kept.put_in(needs)
-    kept.take_out_over_tables()
-    assert [user.one(), user.two()] == ["replaced one", "two"]
-    kept.put_in(needs)
-    assert [user.one(), user.two()] == ["replaced one", "replaced two"]
-    kept.take_out_unneeded(NOTHING)
+        kept.take_out_over_tables()  # alone, and it goes in again
+        assert seen() == [expected[0], "two"] * 2
+        kept.put_in(needs)
+        assert seen() == expected * 2
 
 
 def test_a_tool_that_cannot_be_replaced_does_not_keep_the_others_in(library):
     library, user = library
-
-    def fails(original):
-        raise ZeroDivisionError
-
-    kept = TorchTools(
-        [
-            tool(library, "one", lambda needs: needs.models),
-            Tool("two", lambda needs: needs.models, lambda: [(library, "two", fails)]),
-        ],
-        [],
-    )
+    needed = operator.attrgetter("models")
+    fails = Tool("two", needed, lambda: [(library, "two", lambda original: 1 / 0)])
+    kept = TorchTools([tool(library, "one", needed), fails], [])
     one = library.one
     with pytest.raises(ZeroDivisionError):
         kept.put_in(NOTHING._replace(models=True))
