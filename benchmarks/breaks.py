@@ -341,6 +341,106 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+diagnose/absorbing.py
+|         return origin.exact * lowest / scale <= torch.finfo(origin.dtype).max
+|         return origin.exact / scale <= torch.finfo(origin.dtype).max
+| diagnose/test_debug.py
+
+diagnose/histogram.py
+|_FLUSHED = -25
+|_FLUSHED = -24
+| diagnose/test_gradient_range.py
+
+diagnose/operators.py
+|             origin = min(made, key=lambda one: one.order)
+|             origin = max(made, key=lambda one: one.order)
+| diagnose/test_debug_operators.py diagnose/test_debug.py
+
+diagnose/casts_seen.py
+|         if source is not None and is_argument:
+|         if source is not None:
+| diagnose/test_explain.py
+
+diagnose/gradient_range.py
+|            return torch.cat([query, value])
+|            return gradient
+| diagnose/test_gradient_range.py
+
+diagnose/nonfinite.py
+|            self.unseen_skips += not self._is_explained()
+|            pass
+| diagnose/test_debug.py
+
+compat/apex/optimizers/lamb.py
+|size / length, torch.ones_like(size))
+|length / size, torch.ones_like(size))
+| compat/test_compat_formulas.py
+
+compat/apex/lists.py
+|    for name, rule in reversed(_LISTS.items()):
+|    for name, rule in _LISTS.items():
+| compat/test_compat_state.py
+
+compat/apex/amp.py
+|                vars(managed.optimizer).pop(name, None)
+|                pass
+| compat/test_compat_apex.py
+
+compat/apex/parallel/distributed.py
+|                    before=1.0 / gradient_predivide_factor,
+|                    before=1.0,
+| compat/test_compat_parallel.py
+
+compat/apex/fp16_utils/loss_scaler.py
+|            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+|            self.cur_scale = self.cur_scale / self.scale_factor
+| compat/test_compat_fp16_utils.py
+
+compat/apex_checkpoints.py
+|        if len(params) != len(tensors):
+|        if False:
+| compat/test_apex_checkpoints.py
+
+compat/apex/optimizers/common.py
+|            state[key].setdefault("step", torch.as_tensor(step, dtype=torch.float32))
+|            pass
+| compat/test_compat_optimizers.py
+
+cli/main.py
+|        ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
+|        ranks = argv[: len(argv) - len(rest)]
+| launch/test_launchers.py cli/test_cli.py
+
+cli/script_options.py
+|    return ending.exit_code or (0 if steps else 1), steps
+|    return ending.exit_code, steps
+| cli/test_answers_cli.py
+
+cli/ending.py
+|if word not in ("--resume", "--overwrite")]
+|if word != "--resume"]
+| cli/test_endings.py
+
+cli/debugging.py
+|    return code if debugger.report is None else code or 1
+|    return code
+| cli/test_answers_cli.py
+
+launch/script.py
+|    return Ending(1, str(code))
+|    return Ending(0, str(code))
+| launch/test_run.py
+
+launch/script.py
+|        sys.path[0] = folder
+|        pass
+| launch/test_run.py
+
+launch/children.py
+|        return {**original(name), "ampatch": _SetUp(is_auto)}
+|        return original(name)
+| launch/test_run.py cli/test_run_auto_command.py
 """
 
 
