@@ -46,23 +46,40 @@ def run(options: argparse.Namespace) -> int:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
         return _without_torch(options, str(error))
-    from ampatch.diagnose import speed
-    from ampatch.torch_private import devices
-
-    speeds = {device: speed.measure(device) for device in devices.device_types()}
-    fast = {device: list(speed.fast(found)) for device, found in speeds.items()}
     if options.json:
-        by_dtype = {device: _by_dtype(found) for device, found in speeds.items()}
-        print(json.dumps({**facts(), "speed": by_dtype, "fast": fast}, indent=2))
+        print(json.dumps(as_dict(), indent=2))
         return 0
     for name, value in _rows(facts()):
         print(f"{name:<22}{value}")
     print(_SPEEDS)
-    for device, found in speeds.items():
-        for line in speed_lines(device, found):
+    for device, speeds in _measured().items():
+        for line in speed_lines(device, speeds):
             print(f"  {line}")
-        print(f"  Faster than FP32 on {device}: {', '.join(fast[device]) or 'no half type'}.")
+        print(f"  Faster than FP32 on {device}: {', '.join(_fast(speeds)) or 'no half type'}.")
     return 0
+
+
+def as_dict() -> dict[str, Any]:
+    """Everything, for JSON."""
+    measured = _measured()
+    return {
+        **facts(),
+        "speed": {device: _by_dtype(speeds) for device, speeds in measured.items()},
+        "fast": {device: list(_fast(speeds)) for device, speeds in measured.items()},
+    }
+
+
+def _measured() -> dict[str, list[Speed]]:
+    from ampatch.diagnose.speed import measure
+    from ampatch.torch_private.devices import device_types
+
+    return {device: measure(device) for device in device_types()}
+
+
+def _fast(speeds: list[Speed]) -> tuple[str, ...]:
+    from ampatch.diagnose.speed import fast
+
+    return fast(speeds)
 
 
 def _without_torch(options: argparse.Namespace, error: str) -> int:

@@ -15,13 +15,6 @@ RANKS = 2
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
 
-@pytest.fixture(autouse=True)
-def apex_package():
-    compat.install()
-    yield
-    compat.uninstall()
-
-
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -78,8 +78,6 @@ def test_a_range_too_wide_for_any_scale():
     assert 1000.0 * best.scale < 65504 <= 1000.0 * best.scale * 2
     assert "No static loss scale" in str(best) and "bfloat16" in str(best)
     assert counted([1e6]).static_scale(0.0).scale == 2.0**-4
-    with pytest.raises(ValueError, match="lost=1.5"):
-        found.static_scale(1.5)
 
 
 def test_nothing_counted():
@@ -255,8 +253,6 @@ def test_nothing_is_left_behind():
     )
     assert not nn.modules.module._global_forward_pre_hooks
     watch.remove()
-    with pytest.raises(TypeError, match="ampatch.gradient_range"):
-        ampatch.gradient_range("model")
 
 
 @pytest.fixture
@@ -288,32 +284,28 @@ def test_json_round_trip(report):
     assert list(found["parameters"]) == ["weight"]
 
 
-def test_the_plot(report, tmp_path):
-    report.plot(tmp_path / "gradients.png")
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("counted", [True, False], ids=["gradients", "none"])
-def test_the_plot_has_logarithmic_axes(counted, report, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("counted", "scale", "lines"), [(True, 16.0, 1), (True, 2.0**40, 0), (False, 16.0, 1)],
+    ids=["gradients", "far left", "none"],
+)  # fmt: skip
+def test_the_plot(counted, scale, lines, report, tmp_path, monkeypatch):
+    """With logarithmic axes; the legend names only lines within the plot."""
     from matplotlib.figure import Figure
 
-    shown = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *path, **dpi: shown.append(figure))
+    shown, save = [], Figure.savefig
+
+    def noting(figure, *path, **options):
+        shown.append(figure)
+        save(figure, *path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", noting)
     total = report.total if counted else type(report.total)()
-    dataclasses.replace(report, total=total).plot(tmp_path / "gradients.png")
+    dataclasses.replace(report, total=total, scale=scale).plot(tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
     [axes] = shown[0].axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     heights = [bar.get_height() for bar in axes.patches if bar.get_width() == bar.get_x()]
     assert sum(heights) == pytest.approx(100 if counted else 0)
-
-
-@pytest.mark.parametrize(("scale", "lines"), [(16.0, 1), (2.0**40, 0)], ids=["seen", "far left"])
-def test_the_legend_names_only_lines_within_the_plot(scale, lines, report, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    shown = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *path, **dpi: shown.append(figure))
-    dataclasses.replace(report, scale=scale).plot(tmp_path / "gradients.png")
     texts = [text.get_text() for text in shown[0].legends[0].get_texts()]
     assert sum("present loss scale" in text for text in texts) == lines
 

@@ -13,7 +13,8 @@ from fake_accelerator import NAME, counted, installed
 from torch import nn
 
 import ampatch
-from ampatch.diagnose import doctor, speed
+from ampatch.cli import doctor
+from ampatch.diagnose import speed
 from ampatch.torch_private import devices
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
