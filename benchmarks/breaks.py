@@ -342,9 +342,9 @@ interop/data_loading.py
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
 
-diagnose/absorbing.py
-|         return origin.exact * lowest / scale <= torch.finfo(origin.dtype).max
-|         return origin.exact / scale <= torch.finfo(origin.dtype).max
+diagnose/operators.py
+|        return self.exact is None or self.exact * lowest / scale <= torch.finfo(self.dtype).max
+|        return self.exact is None or self.exact / scale <= torch.finfo(self.dtype).max
 | diagnose/test_debug.py
 
 diagnose/histogram.py
@@ -408,13 +408,13 @@ compat/apex/optimizers/common.py
 | compat/test_compat_optimizers.py
 
 cli/main.py
-|        ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
-|        ranks = argv[: len(argv) - len(rest)]
-| launch/test_launchers.py cli/test_cli.py
+|    ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
+|    ranks = argv[: len(argv) - len(rest)]
+| cli/test_cli.py
 
 cli/script_options.py
-|    return ending.exit_code or (0 if steps else 1), steps
-|    return ending.exit_code, steps
+|    return ending.exit_code or (0 if steps else 1), steps, counting
+|    return ending.exit_code, steps, counting
 | cli/test_answers_cli.py
 
 cli/ending.py
@@ -428,8 +428,8 @@ cli/debugging.py
 | cli/test_answers_cli.py
 
 launch/script.py
-|    return Ending(1, str(code))
-|    return Ending(0, str(code))
+|        return Ending(1, str(error.code))
+|        return Ending(0, str(error.code))
 | launch/test_run.py
 
 launch/script.py

@@ -134,8 +134,9 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = found[name]
         if isinstance(value, dict):
             value = [f"{toolkit} {version}" for toolkit, version in value.items()]
-        is_list = isinstance(value, list)
-        yield name.replace("_", " "), ", ".join(value) or "none" if is_list else str(value)
+            value = value or ["the CPU alone"]
+        shown = ", ".join(value) or "none" if isinstance(value, list) else str(value)
+        yield name.replace("_", " "), shown
     for name, value in found["environment"].items():
         yield name, "not set" if value is None else value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +159,17 @@ print(native.status().in_force, sys.argv[1:])
 """
 
 
+def test_the_command_itself_is_what_starts_again(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ampatch", "run", "train.py"])
+    native_first.restart()
+    command = [sys.executable, "-m", "ampatch", "run", "train.py"]
+    assert started == [(sys.executable, command)]
+
+
 @needs_compiler
+@pytest.mark.slow
 def test_two_ranks_that_start_at_once_build_once_and_both_have_it(native_cache, tmp_path):
     """The fake compiler gives the build of the tests: what is real is all around it."""
     library = Path(native_cache, "ampatch", "native", loading.built_file().name)

@@ -11,6 +11,7 @@ from typing import Any
 
 from warm_python import environment, python
 
+import ampatch
 from ampatch.cli import main
 from ampatch.config.environment import VARIABLES
 
@@ -40,6 +41,7 @@ def commands_here(
 
     def run(*arguments: object) -> subprocess.CompletedProcess:
         words = [str(argument) for argument in arguments]
+        ampatch.deactivate()  # what the script before has left open
         try:
             code = main.main(words)
         except SystemExit as stop:

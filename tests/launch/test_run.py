@@ -212,7 +212,7 @@ def test_options_override_what_a_script_for_apex_gives_and_one_line_says_so(
     options, printed, replaced, tmp_path
 ):
     write(tmp_path / "train.py", LEGACY)
-    done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O3")
+    done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O2")
     said = f"ampatch: in force instead of what the script gives: {replaced}\n" if replaced else ""
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, said)
 
@@ -282,7 +282,7 @@ CHILDREN = """
         queue.put((rank, amp.__name__, __name__))
 
     if __name__ == "__main__":
-        for method in ("spawn", "forkserver"):
+        for method in ("forkserver",):
             loader = torch.utils.data.DataLoader(
                 Numbers(), num_workers=1, multiprocessing_context=method
             )
@@ -312,7 +312,7 @@ def test_processes_of_the_script_find_apex_too(start, tmp_path):
     assert done.returncode == 0, done.stderr
     batches = [(float(index), "apex.amp") for index in range(4)]
     assert done.stdout.splitlines() == [
-        *(f"{method} {batches}" for method in ("spawn", "forkserver")),
+        f"forkserver {batches}",
         "(0, 'apex.amp', '__mp_main__')",
     ]
 
@@ -323,7 +323,7 @@ def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(files, tmp
     (tmp_path / "apex").mkdir()
     for name, text in files.items():
         write(tmp_path / "apex" / f"{name}.py", text)
-    text = CHILDREN.replace('("spawn", "forkserver")', "()")
+    text = CHILDREN.replace('("forkserver",)', "()")
     kernels = "from apex.contrib.kernels import found\nassert found == 'behind'\n" if files else ""
     (tmp_path / "train.py").write_text(kernels + textwrap.dedent(text))
     done = ampatch_run(tmp_path, "train.py")
@@ -431,7 +431,7 @@ def test_a_module_apex_of_the_users_own_stays(files, tmp_path):
 
 
 def test_processes_of_a_module(tmp_path):
-    write(tmp_path / "train.py", CHILDREN.replace('("spawn", "forkserver")', "()"))
+    write(tmp_path / "train.py", CHILDREN.replace('("forkserver",)', "()"))
     done = ampatch_run(tmp_path, "-m", "train")
     assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
 
