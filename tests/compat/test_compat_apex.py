@@ -64,38 +64,6 @@ def test_an_unedited_script_trains(level, half, monkeypatch):
         assert found == {"loss_scale": 256.0, "unskipped": 40}
 
 
-def test_lists_num_losses_and_delay_unscale():
-    scope = run(
-        """
-import torch
-from apex import amp
-torch.manual_seed(0)
-models = [torch.nn.Linear(3, 1) for _ in range(2)]
-optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-models, optimizers = amp.initialize(
-    models, optimizers, opt_level="O1", num_losses=3, loss_scale="128.0", verbosity=0)
-x = torch.randn(16, 3)
-losses = []
-for step in range(20):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    one, two = [(model(x).float() - x.sum(1, keepdim=True)).pow(2).mean() for model in models]
-    with amp.scale_loss(one, optimizers[0], loss_id=0, delay_unscale=True) as scaled:
-        scaled.backward(retain_graph=True)
-    with amp.scale_loss(one, optimizers[0], loss_id=0) as scaled:
-        scaled.backward()
-    with amp.scale_loss(two, optimizers[1], loss_id=1) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    losses.append((one.item(), two.item()))
-"""
-    )
-    first, last = scope["losses"][0], scope["losses"][-1]
-    assert last[0] < 0.3 * first[0] and last[1] < 0.5 * first[1]
-    assert sorted(scope["amp"].state_dict()) == [f"loss_scaler{index}" for index in range(3)]
-
-
 def test_the_signature_is_that_of_apex():
     from apex import amp
 

@@ -36,7 +36,7 @@ def test_adam_is_adamw_or_adam(mode, old_torch, monkeypatch):
     from ampatch.compat.apex.optimizers import adam
 
     if old_torch:  # whose Adam knows no decoupled weight decay
-        monkeypatch.setattr(adam, "_DECOUPLES", False)
+        monkeypatch.setattr(adam, "DECOUPLES", False)
     peer = torch.optim.AdamW if mode else torch.optim.Adam
     ours = run(lambda p: FusedAdam(p, lr=0.1, weight_decay=0.3, adam_w_mode=mode))
     close(ours, run(lambda p: peer(p, lr=0.1, weight_decay=0.3)))
@@ -55,8 +55,10 @@ def test_sgd_and_adagrad_are_torchs(name, options):
     close(ours, theirs)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", ["adam", "lamb", "novograd", "sgd", "adagrad", "larc"])
+@pytest.mark.parametrize(
+    "name, level",
+    zip(("adam", "lamb", "novograd", "sgd", "adagrad", "larc"), ("O1", "O2") * 3),
+)
 def test_every_optimizer_trains_and_skips_under_amp(name, level):
     from apex import amp, optimizers
     from apex.parallel.LARC import LARC

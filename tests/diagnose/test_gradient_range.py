@@ -80,14 +80,6 @@ def test_a_range_too_wide_for_any_scale():
     assert counted([1e6]).static_scale(0.0).scale == 2.0**-4
 
 
-def test_nothing_counted():
-    with ampatch.gradient_range(nn.Linear(1, 1)) as gradients:
-        pass
-    report = gradients.report()
-    assert report.steps == 0 and report.total.counted == 0 and report.suggestion.scale == 1.0
-    assert "0 gradients" in str(report)
-
-
 class Constant(nn.Module):
     """Its weights' gradients are the numbers given."""
 
@@ -100,23 +92,26 @@ class Constant(nn.Module):
         return (self.weight.float() * self.gradients.float()).sum() * x
 
 
-GRADIENTS = [2.0**-9, 2.0**-7, 0.0, 0.25]
+def counted_steps(model, steps=1, loss=lambda model: model(torch.tensor(1.0)), **settings):
+    """The report after some steps, of a plain model or with `initialize(**settings)`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if settings:
+        ampatch.initialize(model, optimizer, verbosity=0, **settings)
+    with ampatch.gradient_range(model) as gradients:
+        for _ in range(steps):
+            with ampatch.scale_loss(loss(model), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients.report()
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0, "dynamic"])
 def test_gradients_are_unscaled_at_every_level(opt_level, loss_scale):
     if opt_level == "O3" and loss_scale == "dynamic":
         loss_scale = 128.0
-    model = Constant(GRADIENTS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ampatch.initialize(model, optimizer, opt_level=opt_level, loss_scale=loss_scale, verbosity=0)
-    with ampatch.gradient_range(model) as gradients:
-        for _ in range(3):
-            with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    report = gradients.report()
+    model = Constant([2.0**-9, 2.0**-7, 0.0, 0.25])
+    report = counted_steps(model, 3, opt_level=opt_level, loss_scale=loss_scale)
     assert report.steps == 3 and report.skipped == 0
     assert report.scale == (65536.0 if loss_scale == "dynamic" else loss_scale)
     assert report.total.bins == {-9: 3, -7: 3, -2: 3} and report.total.kinds["zero"] == 3
@@ -125,13 +120,7 @@ def test_gradients_are_unscaled_at_every_level(opt_level, loss_scale):
 
 def test_the_scale_decides_what_is_flushed_now():
     model = Constant([2.0**-30, 2.0**-20, 1.0, 100.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ampatch.initialize(model, optimizer, opt_level="O1", loss_scale=1024.0, verbosity=0)
-    with ampatch.gradient_range(model) as gradients:
-        with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    report = gradients.report()
+    report = counted_steps(model, opt_level="O1", loss_scale=1024.0)
     assert report.total.share("flushed") == 0.25 and report.total.share("flushed now") == 0
     assert report.total.kinds["subnormal"] == 1 and report.total.kinds["subnormal now"] == 1
     assert report.total.share("over now") == 0.25  # 100 * 1024
@@ -149,38 +138,23 @@ def test_the_scale_decides_what_is_flushed_now():
 )
 def test_what_float16_has_hidden_is_said(level, dtype, floor):
     """At scale 128 nothing below 2**-24 / 128 is left, whatever the model's gradients were."""
-    model = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ampatch.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, loss_scale=128.0, verbosity=0
-    )
-    with ampatch.gradient_range(model) as gradients:
-        with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 2.0**-35, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    report = gradients.report()
+    report = counted_steps(
+        nn.Linear(4, 4, bias=False), loss=lambda model: model(torch.ones(1, 4)).sum() * 2.0**-35,
+        opt_level=level, dtype=dtype, loss_scale=128.0,
+    )  # fmt: skip
     assert report.floor == floor and ("among the zeros" in str(report)) == (floor is not None)
     assert report.total.kinds["zero"] == (0 if floor is None else 16)
 
 
 def test_skipped_steps_are_left_out():
-    model = Constant([1.0, 70000.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level="O1", init_scale=2.0**120,
-                       max_loss_scale=2.0**127, verbosity=0)  # fmt: skip
-    with ampatch.gradient_range(model) as gradients:
-        for _ in range(12):
-            with ampatch.scale_loss(model(torch.tensor(1.0)), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    report = gradients.report()
+    settings = {"opt_level": "O1", "init_scale": 2.0**120, "max_loss_scale": 2.0**127}
+    report = counted_steps(Constant([1.0, 70000.0]), 12, **settings)
     assert report.skipped > 0 and report.steps == 12 - report.skipped
     assert report.total.kinds["not finite"] == 0
     assert report.total.bins == {0: report.steps, 17: report.steps}
 
 
-def test_closures_and_plain_optimizers():
+def test_closures_plain_optimizers_and_sparse_gradients():
     model = Constant([0.5, 0.5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -193,15 +167,9 @@ def test_closures_and_plain_optimizers():
     with ampatch.gradient_range(model) as gradients:
         optimizer.step(closure)
     assert gradients.report().total.bins == {-1: 2}
-
-
-def test_sparse_gradients_count_what_they_hold():
     model = nn.Embedding(100, 4, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ampatch.gradient_range(model) as gradients:
-        model(torch.tensor([3, 5])).sum().backward()
-        optimizer.step()
-    assert gradients.report().total.bins == {0: 8}
+    report = counted_steps(model, loss=lambda model: model(torch.tensor([3, 5])).sum())
+    assert report.total.bins == {0: 8}  # what they hold
 
 
 @pytest.mark.parametrize(
@@ -214,17 +182,21 @@ def test_a_key_bias_that_the_softmax_cancels_is_left_out(settings, left_out):
     """Its gradient is rounding errors of zero, which float16 would flush at any scale."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True, **settings)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, keys = torch.randn(2, 5, 8), torch.randn(2, 5, settings.get("kdim", 8))
-    with ampatch.gradient_range(model) as gradients:
-        model["attention"](x, keys, torch.randn(2, 5, 8))[0].square().sum().backward()
-        optimizer.step()
-    report = gradients.report()
+    seen = []
+
+    def loss(model):
+        bias = model["attention"].in_proj_bias
+        if bias is not None:
+            bias.register_hook(seen.append)
+        return model["attention"](x, keys, torch.randn(2, 5, 8))[0].square().sum()
+
+    report = counted_steps(model, loss=loss)
     name = "attention.in_proj_bias"
     assert report.left_out == report.as_dict()["left_out"] == ([name] if left_out else [])
     assert (f"the part for the keys of {name}" in str(report)) == left_out
     if settings.get("bias", True):
-        key = model["attention"].in_proj_bias.grad[8:16]
+        key = seen[0][8:16]
         assert (key.abs().max().item() < 1e-5) == left_out
         found = report.by_parameter[name]
         assert found.counted + found.kinds["zero"] == (16 if left_out else 24)
@@ -257,12 +229,7 @@ def test_nothing_is_left_behind():
 
 @pytest.fixture
 def report():
-    model = Constant([2.0**-e for e in range(40)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ampatch.gradient_range(model) as gradients:
-        model(torch.tensor(1.0)).backward()
-        optimizer.step()
-    return gradients.report()
+    return counted_steps(Constant([2.0**-e for e in range(40)]))
 
 
 def test_the_text_names_float16s_limits(report):
@@ -274,6 +241,12 @@ def test_the_text_names_float16s_limits(report):
         assert ("zero in float16" in line) == (upper < -24)
         assert ("subnormal in float16" in line) == (-24 <= upper <= -14)
     assert sum(float(line.split("%")[0].split()[-1]) for line in zones) == pytest.approx(100, abs=1)
+
+
+def test_nothing_counted():
+    report = counted_steps(nn.Linear(1, 1), 0)
+    assert report.steps == 0 and report.total.counted == 0 and report.suggestion.scale == 1.0
+    assert "0 gradients" in str(report)
 
 
 def test_json_round_trip(report):

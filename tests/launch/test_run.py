@@ -19,7 +19,6 @@ from warm_python import environment
 import ampatch
 from ampatch.cli import main
 from ampatch.compat import apex as compat
-from ampatch.config import environment as variables
 
 LEGACY = """
     import torch
@@ -260,10 +259,6 @@ def test_variables_count_without_the_command(monkeypatch):
     assert ampatch.loss_scale() == 32.0
 
 
-def test_an_empty_variable_counts_as_not_set():
-    assert variables.read(dict.fromkeys(variables.VARIABLES, " ")) == {}
-
-
 # Processes
 
 
@@ -375,16 +370,6 @@ def test_what_the_folder_for_pythonpath_has_is_no_other_apex(monkeypatch):
     compat.install()  # raises where another one would be hidden
     assert compat.is_installed() and compat.folders_behind() == []
     compat.uninstall()
-
-
-def test_an_installed_apex_with_amp_is_what_the_script_gets(tmp_path):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    (tmp_path / "apex" / "amp.py").write_text("name = 'the real one'\n")
-    write(tmp_path / "train.py", "from apex import amp\nprint(amp.name)\n")
-    done = ampatch_run(tmp_path, "train.py")
-    assert (done.returncode, done.stdout) == (0, "the real one\n"), done.stderr
-    assert "takes the place" not in done.stderr
 
 
 OWN = """

@@ -14,7 +14,7 @@ from .common import Fused, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
 
-_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 class FusedAdam(Fused, torch.optim.Adam):
@@ -52,7 +52,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 "eps_inside_sqrt": eps_inside_sqrt,
             },
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay,
-            **({"decoupled_weight_decay": adam_w_mode} if _DECOUPLES else {}),
+            **({"decoupled_weight_decay": adam_w_mode} if DECOUPLES else {}),
         )  # fmt: skip
         self.adam_w_mode = int(adam_w_mode)
         self.defaults["bias_correction"] = bias_correction
@@ -73,7 +73,7 @@ class FusedAdam(Fused, torch.optim.Adam):
     def _is_plain(self) -> bool:
         """Whether torch's own step does everything that the options ask for."""
         return all(group.get("bias_correction", True) for group in self.param_groups) and (
-            _DECOUPLES or not getattr(self, "adam_w_mode", 0)
+            DECOUPLES or not getattr(self, "adam_w_mode", 0)
         )
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
@@ -97,7 +97,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 self._update_uncorrected(group)
         self.param_groups = corrected
         try:
-            self._step_of_torch(step, bool(self.adam_w_mode) and not _DECOUPLES)
+            self._step_of_torch(step, bool(self.adam_w_mode) and not DECOUPLES)
         finally:
             self.param_groups = groups
 
