@@ -82,7 +82,8 @@ def test_the_operator_dtype_input_and_line(forward, x, level, made, largest, lin
     operator, value, dtype = made.split()
     assert (report.operator, report.value) == (f"aten.{operator}", value)
     assert report.dtype is getattr(torch, dtype)
-    assert (report.module, report.phase, report.largest_input) == ("", "forward", largest)
+    module = "linear" if operator == "_to_copy" else ""
+    assert (report.module, report.phase, report.largest_input) == (module, "forward", largest)
     assert report.input_is_finite == (largest is not None)
     assert "test_debug_operators.py:" in report.location and line in report.location
     assert report.operator in str(report)

@@ -99,8 +99,11 @@ def counted_steps(model, steps=1, loss=lambda model: model(torch.tensor(1.0)), *
         ampatch.initialize(model, optimizer, verbosity=0, **settings)
     with ampatch.gradient_range(model) as gradients:
         for _ in range(steps):
-            with ampatch.scale_loss(loss(model), optimizer) as scaled:
-                scaled.backward()
+            if settings:
+                with ampatch.scale_loss(loss(model), optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss(model).backward()
             optimizer.step()
             optimizer.zero_grad()
     return gradients.report()
