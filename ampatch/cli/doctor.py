@@ -62,11 +62,13 @@ def run(options: argparse.Namespace) -> int:
 def as_dict() -> dict[str, Any]:
     """Everything, for JSON."""
     measured = _measured()
-    return {
-        **facts(),
-        "speed": {device: _by_dtype(speeds) for device, speeds in measured.items()},
-        "fast": {device: list(_fast(speeds)) for device, speeds in measured.items()},
-    }
+    timed: dict[str, Any] = {}
+    for device, speeds in measured.items():
+        for one in speeds:
+            of_dtype = timed.setdefault(device, {}).setdefault(one.name, {})
+            of_dtype[one.operation] = one.as_dict()
+    fast = {device: list(_fast(speeds)) for device, speeds in measured.items()}
+    return {**facts(), "speed": timed, "fast": fast}
 
 
 def _measured() -> dict[str, list[Speed]]:
@@ -154,13 +156,6 @@ def _apex() -> str:
     if spec is None:
         return "not installed"
     return f"importable, from {spec.origin or 'a directory without __init__.py'}"
-
-
-def _by_dtype(speeds: list[Speed]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for one in speeds:
-        found.setdefault(one.name, {})[one.operation] = one.as_dict()
-    return found
 
 
 def speed_lines(device: str, speeds: list[Speed]) -> Iterator[str]:

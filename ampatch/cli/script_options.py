@@ -23,8 +23,8 @@ Options = Mapping[str, dict[str, Any]]
 """What `add_argument` takes, by the flag."""
 
 
-def _setting(name: str) -> Callable[[str], str]:
-    """A type of option: text that is checked like the variable of the same name."""
+def _setting(name: str, metavar: str, words: str) -> dict[str, Any]:
+    """An option that sets the variable of the same name, and is checked as that is."""
 
     def check(text: str) -> str:
         from ampatch.config import environment
@@ -35,27 +35,16 @@ def _setting(name: str) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(str(error).partition("=")[2]) from None
         return text
 
-    return check
+    return {"type": check, "metavar": metavar, "help": f"{words}; sets AMPATCH_{name.upper()}"}
 
 
 SETTINGS: Options = {
-    "--opt-level": {
-        "type": _setting("opt_level"),
-        "metavar": "LEVEL",
-        "help": "O0, O1, O2 or O3; sets AMPATCH_OPT_LEVEL",
-    },
-    "--dtype": {"type": _setting("dtype"), "help": "float16 or bfloat16; sets AMPATCH_DTYPE"},
-    "--loss-scale": {
-        "type": _setting("loss_scale"),
-        "metavar": "SCALE",
-        "help": '"dynamic" or a number; sets AMPATCH_LOSS_SCALE',
-    },
-    "--overrides": {
-        "type": _setting("overrides"),
-        "metavar": "FILE",
-        "help": "modules in another precision, a JSON file as ampatch tune writes it; sets "
-        "AMPATCH_OVERRIDES",
-    },
+    "--opt-level": _setting("opt_level", "LEVEL", "O0, O1, O2 or O3"),
+    "--dtype": _setting("dtype", "DTYPE", "float16 or bfloat16"),
+    "--loss-scale": _setting("loss_scale", "SCALE", '"dynamic" or a number'),
+    "--overrides": _setting(
+        "overrides", "FILE", "modules in another precision, a JSON file as ampatch tune writes it"
+    ),
 }
 """Arguments of the script's `initialize` that are replaced, by the variables."""
 

@@ -1,14 +1,9 @@
-"""The first non-finite value of a training, and where it came from.
-
-    with ampatch.debug(model) as debugger:
-        train(model)
-    print(debugger.report)
+"""The first non-finite value of a training, and where it came from: `ampatch.debug`.
 
 It checks the outputs of modules, the loss, the gradients of parameters and, after a
 step, the weights.  If one is not finite, the report names the operator that made it.
 For that every operator's output is checked and the device is waited for, which is
-much too slow for training.  Overflows of gradients that the dynamic loss scale absorbs
-are no finding: `passed_over` lists them.
+much too slow for training.
 """
 
 from __future__ import annotations

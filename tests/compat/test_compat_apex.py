@@ -1,4 +1,4 @@
-"""Unedited scripts that say `from apex import amp`."""
+"""The `apex` package: its names, what it gives way to, and what it says of missing parts."""
 
 from __future__ import annotations
 
@@ -18,50 +18,6 @@ from warm_python import python
 import ampatch
 from ampatch.compat import apex as compat
 from ampatch.compat.apex.packages import REPLACEMENTS
-
-
-def run(script: str, **names) -> dict:
-    """Run a legacy script; returns its globals."""
-    scope = {"__name__": "legacy", **names}
-    exec(compile(script, "legacy.py", "exec"), scope)
-    return scope
-
-
-LEGACY = """
-import torch
-from apex import amp
-from apex.optimizers import FusedAdam
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-optimizer = FusedAdam(model.parameters(), lr=0.02)
-model, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, verbosity=0)
-amp._amp_state.loss_scalers[0]._loss_scale = 2.0 ** 8
-x = torch.randn(32, 4)
-y = x.sum(1, keepdim=True)
-losses, inner = [], []
-model[0].register_forward_hook(lambda module, args, output: inner.append(output.dtype))
-for step in range(40):
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(x).float(), y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        ratio = scaled_loss.item() / loss.item()
-        scaled_loss.backward()
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 10.0)
-    optimizer.step()
-    losses.append(loss.item())
-"""
-
-
-@pytest.mark.parametrize("level, half", [("O1", "bfloat16"), ("O2", "float16")])
-def test_an_unedited_script_trains(level, half, monkeypatch):
-    monkeypatch.setenv("AMPATCH_DTYPE", half)
-    scope = run(LEGACY, LEVEL=level)
-    assert scope["losses"][-1] < 0.3 * scope["losses"][0]
-    assert set(scope["inner"]) == {getattr(torch, half)}
-    assert scope["ratio"] == 2.0**8  # written into the scaler, a static one in bfloat16
-    if half == "float16":
-        found = scope["amp"].state_dict()["loss_scaler0"]
-        assert found == {"loss_scale": 256.0, "unskipped": 40}
 
 
 def test_the_signature_is_that_of_apex():
@@ -260,15 +216,6 @@ def test_an_apex_with_amp_or_of_the_users_own_is_left_alone(files, tmp_path, mon
         installed_apex(tmp_path, monkeypatch, **files)
     compat.install_unless_real()
     assert not compat.is_installed()
-
-
-def test_the_oldest_api():
-    from apex import amp
-
-    handle = amp.init(enabled=True)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-    handle._deactivate()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_importing_ampatch_registers_nothing():

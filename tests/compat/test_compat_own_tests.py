@@ -189,30 +189,3 @@ def test_models_left_as_they_are(level):
     before = [param.dtype for param in model.parameters()]
     amp.initialize(model, opt_level=level, cast_model_type=False, verbosity=0)
     assert [param.dtype for param in model.parameters()] == before
-
-
-# A second `initialize`
-
-
-def test_a_second_initialize():
-    """Another model: both train, each under its own settings; the scalers asked for are the new."""
-    from apex import amp
-
-    pairs = []
-    for level in ("O1", "O2"):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        pairs.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
-    assert amp._amp_state.opt_properties.opt_level == "O2"
-    for model, optimizer in pairs:
-        before = weights(model)
-        with amp.scale_loss(model(X[None]).sum() * 0.1, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert not any(map(torch.equal, before, weights(model)))
-    assert list(amp.state_dict()) == ["loss_scaler0"]
-    model, optimizer = pairs[0]
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)  # apex: RuntimeError
-    seen = []
-    model.register_forward_pre_hook(lambda module, *call: seen.append(module.weight.dtype))
-    assert model(X[None]).dtype is torch.float32 and seen == [torch.float16]

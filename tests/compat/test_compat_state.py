@@ -303,24 +303,6 @@ def test_allow_incoming_model_not_fp32(caplog):
     assert "without FP32 master weights: weight, bias" in caplog.text
 
 
-def test_masters_written_after_lazy_init_count():
-    """Megatron's way to resume: the masters come from the checkpoint; they are the weights."""
-    from apex import amp
-
-    model, optimizer = start("O2", loss_scale=1.0)
-    optimizer._lazy_init_maybe_master_weights()
-    optimizer._amp_stash.lazy_init_called = True
-    for param in amp.master_params(optimizer):
-        param.data.fill_(3.0)
-    with amp.scale_loss(0.0 * model(SINGLE).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert all(bool((param == 3.0).all()) for param in model.parameters())
-    assert all(
-        bool((param == 3.0).all()) for param in optimizer._amp_stash.all_fp32_from_fp16_params
-    )
-
-
 def test_private_modules():
     import apex.amp._initialize
     from apex.amp._initialize import applier, to_type
