@@ -157,7 +157,8 @@ def _functions(found: CastReport) -> list[str]:
         for name, calls in found.functions.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row[4], row[0]))
-    total = [sum(row[column] for row in rows) for column in range(1, 5)]
+    counted = ("calls", "casts", "cached", "bytes")
+    total = [sum(getattr(c, column) for c in found.functions.values()) for column in counted]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
     lines = _table([head, *rows, ("all", *total, "")], left=(0, 5))
     together = found.batches

@@ -106,8 +106,8 @@ class GradientRange:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
-        mine = [(name, weight.grad) for name, weight in self._mine(optimizer)]
-        mine = [(name, grad) for name, grad in mine if grad is not None]
+        found = [(name, weight.grad) for name, weight in self._mine(optimizer)]
+        mine = [(name, grad) for name, grad in found if grad is not None]
         if not mine:
             return
         session = session_of(optimizer)

@@ -95,8 +95,10 @@ def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
         "counted": found.counted,
         "largest": found.largest,
         "counts": {kind.replace(" ", "_"): count for kind, count in found.kinds.items()},
-        **{f"{kind}_share": found.share(kind) for kind in ("flushed", "subnormal")},
-        **{f"{kind}_share_now": found.share(f"{kind} now") for kind in ("flushed", "subnormal")},
+        "flushed_share": found.share("flushed"),
+        "flushed_share_now": found.share("flushed now"),
+        "subnormal_share": found.share("subnormal"),
+        "subnormal_share_now": found.share("subnormal now"),
     }
 
 

@@ -161,6 +161,10 @@ def test_debug_of_a_healthy_run(tmp_path, here):
     assert done.returncode == 3
     assert done.stderr.startswith("ampatch: no inf or NaN in 3 optimizer steps. ")
     assert "ampatch gradients SCRIPT" in done.stderr
+    nan = "import torch\ntorch.nn.Linear(2, 2)(torch.full((1, 2), float('nan')))\n"
+    write(tmp_path / "last.py", nan)  # no step and no forward comes after it
+    done = here("run", "--debug", "last.py")
+    assert done.returncode == 1 and "First non-finite value (nan)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def replacement(name: str) -> str | None:
 def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
     """A module for each name, with the public names of its source; others are `behind`'s."""
     modules: dict[str, ModuleType] = {}
-    for name, source in contents.items():
+    for name, source in sorted(contents.items(), key=lambda item: item[0]):  # parents first
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
         module = ModuleType(name, getattr(source, "__doc__", None) or "apex, provided by ampatch.")
         public = getattr(source, "__all__", ())
