@@ -131,14 +131,9 @@ def test_it_ends_as_python_would(text, how, tmp_path, both):
     ("text", "code", "out", "err"),
     [
         ("import sys\nsys.exit('no data')\n", 1, "", "no data\n"),
-        (
-            "raise ValueError('bad')\n", 1, "",
-            'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\n'
-            "    raise ValueError('bad')\nValueError: bad\n",
-        ),
         ("import atexit\natexit.register(lambda: print(__file__[-8:]))\n", 0, "train.py\n", ""),
     ],
-    ids=["message", "raise", "atexit"],
+    ids=["message", "atexit"],
 )  # fmt: skip
 def test_endings_from_a_shell(text, code, out, err, tmp_path):
     write(tmp_path / "train.py", text)
@@ -312,14 +307,12 @@ def test_processes_of_the_script_find_apex_too(start, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("files", [{}, {"__init__": "", "contrib/kernels": "found = 'behind'\n"}])
-def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(files, tmp_path):
-    """An empty folder beside the script; today's apex, whose other modules stay reachable."""
-    (tmp_path / "apex").mkdir()
-    for name, text in files.items():
+def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(tmp_path):
+    """Today's apex, whose other modules stay reachable."""
+    for name, text in {"__init__": "", "contrib/kernels": "found = 'behind'\n"}.items():
         write(tmp_path / "apex" / f"{name}.py", text)
     text = CHILDREN.replace('("forkserver",)', "()")
-    kernels = "from apex.contrib.kernels import found\nassert found == 'behind'\n" if files else ""
+    kernels = "from apex.contrib.kernels import found\nassert found == 'behind'\n"
     (tmp_path / "train.py").write_text(kernels + textwrap.dedent(text))
     done = ampatch_run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
