@@ -118,6 +118,14 @@ def four_ranks(tmp_path_factory):
     ranks.stop()
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch, capfd):
+    """Commands of ampatch in this process, in `tmp_path`; see `run_command.commands_here`."""
+    from run_command import commands_here
+
+    yield from commands_here(tmp_path, monkeypatch, capfd)
+
+
 @pytest.fixture(scope="session")
 def native_cache(tmp_path_factory):
     """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""

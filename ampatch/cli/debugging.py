@@ -32,29 +32,29 @@ def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
 
 
 def _lines(debugger: Debugger) -> Iterator[str]:
-    passed = debugger.passed_over
+    passed, unseen = debugger.passed_over, debugger.unseen_skips
     if passed:
-        steps = f"{len(passed)} step{'s' if len(passed) > 1 else ''}"
         yield (
             f"ampatch: passed over, because the dynamic loss scale absorbs them: overflows in "
-            f"{steps} (--stop-at any stops there)."
+            f"{_steps(len(passed))} (--stop-at any stops there)."
         )
-        for report in passed[:SHOWN]:
-            yield f"  {report.in_short()}"
+        yield from (f"  {report.in_short()}" for report in passed[:SHOWN])
         if len(passed) > SHOWN:
             yield f"  ... and {len(passed) - SHOWN} more"
-    if debugger.unseen_skips:
-        steps = f"{debugger.unseen_skips} step{'s' if debugger.unseen_skips > 1 else ''}"
+    if unseen:
         yield (
-            f"ampatch: skipped {steps} because of an inf or NaN that no backward pass made: look "
-            "at what the script writes to .grad."
+            f"ampatch: skipped {_steps(unseen)} because of an inf or NaN that no backward pass "
+            "made: look at what the script writes to .grad."
         )
     if debugger.report is not None:
         yield f"ampatch: {debugger.report}"
         return
-    other = "no other" if passed or debugger.unseen_skips else "no"
     yield (
-        f"ampatch: {other} inf or NaN in {debugger.step} optimizer steps. Where training goes "
-        "wrong all the same, gradients may be too small for float16: ampatch gradients SCRIPT "
-        "shows what is lost of them."
+        f"ampatch: {'no other' if passed or unseen else 'no'} inf or NaN in {debugger.step} "
+        "optimizer steps. Where training goes wrong all the same, gradients may be too small for "
+        "float16: ampatch gradients SCRIPT shows what is lost of them."
     )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"

@@ -2,8 +2,7 @@
 and build.
 
 Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
-when it runs, so that a wrong option is refused at once.  `exit_codes` has what each
-one's help says of its exit code.
+when it runs, so that a wrong option is refused at once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import itertools
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from ampatch._version import __version__
@@ -30,7 +28,6 @@ from ampatch.cli import (
     tune,
 )
 from ampatch.cli.ending import end_quietly
-from ampatch.cli.exit_codes import OF_ALL, exit_status
 from ampatch.cli.script_options import split
 from ampatch.errors import did_you_mean
 
@@ -39,9 +36,26 @@ SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, 
 NAMES = tuple(one.__name__.rpartition(".")[2].replace("_", "-") for one in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and those of the script."""
-WITH_SCRIPT_LAST = ("run", "gradients", "explain")
-"""Subcommands that give the script all that follows it."""
+WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": explain.OPTIONS}
+"""Subcommands that give the script all that follows it, and their options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+
+_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 where the reader of its output ended"
+_OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
+_ENDINGS = {
+    "sweep": "0; 1 where no run went well or the sweep could not go on; 143 after SIGTERM",
+    "tune": "0; 1 where nothing brings the level back, or that cannot be told; 143 after SIGTERM",
+    "report": "0; 1 where something cannot be written",
+    "run": "the script's own; 1 if an exception or --debug ends it",
+    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
+    "a MODULE that cannot be imported",
+    "gradients": _OF_SCRIPTS,
+    "explain": _OF_SCRIPTS,
+    "doctor": "0; 1 where torch cannot be imported",
+    "build": "0 where there is a build that loads, or after --clean; 1 where it cannot be made or "
+    "does not load",
+}
+"""The exit codes of a command, as its help says them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +71,7 @@ def _run(argv: list[str]) -> int:
     _check_command(parser, own)
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        options.parser.error(_unrecognized(own, options, unknown))
+        options.parser.error(_unrecognized(own[0], options, unknown))
     options.own, options.arguments, options.given = own, script_arguments, argv
     code: int = options.command(options)
     return code
@@ -73,31 +87,18 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
     parser.error(f"there is no command {own[0]!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
 
 
-def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
-    command = own[0]
-    known = re.findall(r"--[\w-]+", options.parser.format_help())
+def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str]) -> str:
+    known = {*re.findall(r"--[\w-]+", options.parser.format_help())} - {"--help"}
     meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if command in WITH_SEPARATOR:
-        program = [options.script or "SCRIPT"]
-        if options.module:  # SCRIPT is then an argument of the module, or the value of one
-            program, unknown = ["-m", options.module], [*unknown, *filter(None, [options.script])]
-        of_script = _as_given(unknown, own)
+        of_script = "ARGUMENTS" if options.module else shlex.join(unknown)
+        program = ["-m", options.module] if options.module else [options.script or "SCRIPT"]
         message += (
             "\nThe script's own arguments go behind --: "
-            f"ampatch {command} {shlex.join(program)} -- {shlex.join(of_script)}"
+            f"ampatch {command} {shlex.join(program)} -- {of_script}"
         )
     return message
-
-
-def _as_given(words: list[str], given: list[str]) -> list[str]:
-    """The words in their order among those `given`."""
-    left, found = Counter(words), []
-    for word in reversed(given):
-        if left[word]:
-            left[word] -= 1
-            found.append(word)
-    return found[::-1]
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -108,21 +109,17 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     ampatch run ...` puts it in front of `run`.
     """
     rest = list(itertools.dropwhile(_LOCAL_RANK.fullmatch, argv))
-    if rest and rest[0] in (*WITH_SCRIPT_LAST, *WITH_SEPARATOR):
-        own, of_script = _split_of_command(rest)
-        ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
-        return [word for word in own if word not in ranks], [*ranks, *of_script]
-    return argv, []
-
-
-def _split_of_command(argv: list[str]) -> tuple[list[str], list[str]]:
-    if argv[0] in WITH_SCRIPT_LAST:
-        own, rest = split(argv[1:])
-        return [argv[0], *own], rest
-    if "--" in argv:
-        cut = argv.index("--")
-        return argv[:cut], argv[cut + 1 :]
-    return argv, []
+    if not rest or rest[0] not in (*WITH_SCRIPT_LAST, *WITH_SEPARATOR):
+        return argv, []
+    if rest[0] in WITH_SCRIPT_LAST:
+        options = WITH_SCRIPT_LAST[rest[0]]
+        with_value = [flag for flag, given in options.items() if "action" not in given]
+        own, of_script = split(rest, with_value)
+    else:
+        cut = rest.index("--") if "--" in rest else len(rest)
+        own, of_script = rest[:cut], rest[cut + 1 :]
+    ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
+    return [word for word in own if word not in ranks], [*ranks, *of_script]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -130,12 +127,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampatch",
         description="Automatic mixed precision for PyTorch, by patching it.",
-        epilog=f"Exit status: that of the command, see COMMAND --help; {OF_ALL}.",
+        epilog=f"Exit status: that of the command, see COMMAND --help; {_CODES}.",
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(commands)
     for name, command in commands.choices.items():
-        command.epilog = " ".join(filter(None, [command.epilog, exit_status(name)]))
+        codes = f"Exit status: {_ENDINGS.get(name, '0; 1 if it fails')}; {_CODES}."
+        command.epilog = f"{command.epilog} {codes}" if command.epilog else codes
     return parser

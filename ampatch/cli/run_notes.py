@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import ampatch
@@ -15,11 +16,14 @@ from ampatch.session.facade import open_sessions
 
 
 class RunNotes:
-    """Observer of the sessions of a script; `script` is its name as the command line has it."""
+    """Observer of the sessions of a script; `script` is its name as the command line has it.
 
-    def __init__(self, script: str, given: dict[str, str | None]) -> None:
+    `given` are the arguments of `initialize` that options replace.
+    """
+
+    def __init__(self, script: str, given: Iterable[str]) -> None:
         self._script = script
-        self._given = [option for option, value in given.items() if value is not None]
+        self._given = [f"--{name.replace('_', '-')}" for name in given]
         self._is_initialized = False
         self._has_children = False
         self._said: set[str] = set()

@@ -1,13 +1,16 @@
-"""What commands share that run a script: naming it, and what `gradients` and `explain` need."""
+"""What commands share that run a script: their options, each declared once, and naming the script.
+
+`run`, `gradients` and `explain` give the script all that follows it; `sweep` and `tune` have `--`
+between their own arguments and the script's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli.option_types import positive_count
@@ -16,27 +19,83 @@ from ampatch.errors import AmpatchError
 if TYPE_CHECKING:
     from ampatch.launch.program import Program
 
+Options = Mapping[str, dict[str, Any]]
+"""What `add_argument` takes, by the flag."""
+
+
+def _setting(name: str, metavar: str, words: str) -> dict[str, Any]:
+    """An option that sets the variable of the same name, and is checked as that is."""
+
+    def check(text: str) -> str:
+        from ampatch.config import environment
+
+        try:
+            getattr(environment, name)(f"--{name.replace('_', '-')}", text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).partition("=")[2]) from None
+        return text
+
+    return {"type": check, "metavar": metavar, "help": f"{words}; sets AMPATCH_{name.upper()}"}
+
+
+SETTINGS: Options = {
+    "--opt-level": _setting("opt_level", "LEVEL", "O0, O1, O2 or O3"),
+    "--dtype": _setting("dtype", "DTYPE", "float16 or bfloat16"),
+    "--loss-scale": _setting("loss_scale", "SCALE", '"dynamic" or a number'),
+    "--overrides": _setting(
+        "overrides", "FILE", "modules in another precision, a JSON file as ampatch tune writes it"
+    ),
+}
+"""Arguments of the script's `initialize` that are replaced, by the variables."""
+
 DEFAULT_STEPS = 20
-_WITH_VALUE = (
-    *("--opt-level", "--dtype", "--loss-scale", "--overrides", "--stop-at"),
-    *("--steps", "--lost", "--plot"),
-)
-"""Options of the commands that take what follows SCRIPT as the script's."""
+WATCHED: Options = {
+    "--steps": {
+        "type": positive_count,
+        "default": DEFAULT_STEPS,
+        "metavar": "N",
+        "help": f"end the script after N optimizer steps (default: {DEFAULT_STEPS})",
+    },
+    "--json": {"action": "store_true", "help": "the answer as JSON"},
+    **SETTINGS,
+}
+"""For commands that run the script for some steps and print an answer."""
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments up to SCRIPT or `-m MODULE`, and the script's own after it."""
-    cut = 0
-    while cut < len(argv) and argv[cut].startswith("-") and argv[cut] != "-m":
-        cut += 2 if argv[cut] in _WITH_VALUE else 1
-    cut += 2 if argv[cut : cut + 1] == ["-m"] else 1
-    return list(argv[:cut]), list(argv[cut:])
+def add_script_command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], options: Options,
+    **texts: str,
+) -> None:  # fmt: skip
+    """Add a command that runs SCRIPT, which gets all that follows it."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        usage=f"ampatch {name} [options] SCRIPT [SCRIPT ARGUMENTS]\n"
+        f"       ampatch {name} [options] -m MODULE [SCRIPT ARGUMENTS]",
+        allow_abbrev=False,
+        **{**texts, "description": f"{texts['description']} Options come before SCRIPT."},
+    )
+    for flag, given in options.items():
+        parser.add_argument(flag, **given)
+    add_program(parser)
+    parser.set_defaults(command=command, parser=parser)
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add SCRIPT, and `-m MODULE` in its place."""
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     parser.add_argument("script", nargs="?", metavar="SCRIPT")
+
+
+def split(argv: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
+    """The command with its arguments up to SCRIPT or `-m MODULE`, and the script's own after it.
+
+    `with_value` are the options that the next argument belongs to.
+    """
+    cut = 1
+    while cut < len(argv) and argv[cut].startswith("-") and argv[cut] != "-m":
+        cut += 2 if argv[cut] in with_value else 1
+    cut += 2 if argv[cut : cut + 1] == ["-m"] else 1
+    return list(argv[:cut]), list(argv[cut:])
 
 
 def program_of(options: argparse.Namespace) -> Program:
@@ -57,85 +116,55 @@ def refuse_launcher(options: argparse.Namespace, program: Program, advice: str =
     """End the command if what it is to run is a launcher; `advice` follows `ampatch COMMAND`."""
     from ampatch.launch import launchers
 
-    if launchers.put_first(program, options.arguments, ()) is None:
-        return
-    command = options.parser.prog
-    script = shlex.join(launchers.trained_by(program, options.arguments))
-    options.parser.error(
-        f"{program}: it starts other processes, which {command} does not see.\nExpected the script "
-        f"that it starts: {command} {script}{advice}"
-    )
+    if launchers.put_first(program, options.arguments, ()) is not None:
+        command = options.parser.prog
+        options.parser.error(
+            f"{program}: it starts other processes, which {command} does not see.\nExpected the "
+            f"script that it starts: {command} SCRIPT{advice}"
+        )
 
 
-def add_script_command(
-    commands: Any,
-    name: str,
-    title: str,
-    description: str,
-    command: Callable[[argparse.Namespace], int],
-) -> argparse.ArgumentParser:
-    """Add a command that runs SCRIPT for some optimizer steps and prints an answer."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=title,
-        usage=f"ampatch {name} [options] SCRIPT [SCRIPT ARGUMENTS]\n"
-        f"       ampatch {name} [options] -m MODULE [SCRIPT ARGUMENTS]",
-        description=f"{description} The output of SCRIPT goes to the standard error. Options come "
-        "before SCRIPT.",
-        allow_abbrev=False,
-    )
-    add_program(parser)
-    parser.add_argument(
-        "--steps",
-        type=positive_count,
-        default=DEFAULT_STEPS,
-        metavar="N",
-        help=f"end the script after N optimizer steps (default: {DEFAULT_STEPS})",
-    )
-    parser.add_argument("--opt-level", metavar="LEVEL", help="sets AMPATCH_OPT_LEVEL")
-    parser.add_argument("--dtype", help="sets AMPATCH_DTYPE: float16 or bfloat16")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
-    parser.set_defaults(command=command, parser=parser)
-    return parser
+def apply_settings(options: argparse.Namespace, program: Program, auto: bool = False) -> None:
+    """Set the variables of SETTINGS; what is wrong with them or the program ends the command."""
+    from ampatch.launch import children
 
-
-def apply_settings(options: argparse.Namespace) -> None:
-    """Check script and settings, then set the variables; a wrong one ends the command."""
-    from ampatch.config import environment
-
-    options.program = program_of(options)
-    refuse_launcher(options, options.program)
-    given = {"AMPATCH_OPT_LEVEL": options.opt_level, "AMPATCH_DTYPE": options.dtype}
+    os.environ.update({f"AMPATCH_{name.upper()}": text for name, text in settings(options).items()})
     try:
-        options.program.file()
-        if options.opt_level is not None:
-            environment.opt_level("--opt-level", options.opt_level)
-        if options.dtype is not None:
-            environment.dtype("--dtype", options.dtype)
-        environment.read()
+        children.check(auto)
+        program.file()
     except (AmpatchError, ImportError, OSError, ValueError) as error:
         options.parser.error(str(error))
-    os.environ.update({name: value for name, value in given.items() if value is not None})
 
 
-def run_steps(options: argparse.Namespace) -> tuple[int, int]:
-    """Run the script; returns the exit code of the command and the optimizer steps taken."""
-    from ampatch.diagnose.running import run_watched
+def settings(options: argparse.Namespace) -> dict[str, str]:
+    """Those of SETTINGS that stand on the command line, by the names of arguments."""
+    names = [flag[2:].replace("-", "_") for flag in SETTINGS]
+    return {name: text for name in names if (text := getattr(options, name)) is not None}
 
-    program = options.program
-    ending, steps = run_watched(program, options.arguments, options.steps)
+
+def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[int, int, Any]:
+    """Run the script while `watch()` counts; returns the command's exit code, the optimizer steps
+    taken, and the watch.
+    """
+    program = program_of(options)
+    refuse_launcher(options, program)
+    apply_settings(options, program)
+    from ampatch.diagnose.running import run_steps
+
+    counting = watch()
+    ending, steps = run_steps(program, options.arguments, options.steps)
+    counting.remove()
     if ending.exit_code:
         reason = f": {ending.error}" if ending.error else ""
         message = f"{program} failed after {steps} optimizer steps{reason}."
     elif steps == options.steps:
         message = f"Ended {program} after {steps} optimizer steps (--steps)."
-    elif not steps:
-        message = f"{program} never stepped an optimizer: there is no training to look at."
     else:
-        message = ""
+        none = f"{program} never stepped an optimizer: there is no training to look at."
+        message = "" if steps else none
     if message:
         print(message, file=sys.stderr)
-    return ending.exit_code or (0 if steps else 1), steps
+    return ending.exit_code or (0 if steps else 1), steps, counting
 
 
 def print_answer(options: argparse.Namespace, answer: Any) -> None:

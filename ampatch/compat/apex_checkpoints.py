@@ -4,8 +4,8 @@ At O2 apex saved torch's own layout over the masters, which needs nothing.  Diff
 
 * its FusedAdam and FusedAdagrad, which count steps per group, where torch's Adam, AdamW and
   Adagrad count per parameter;
-* `FP16_Optimizer`: the inner optimizer's state beside the masters, either one
-  tensor each (`fp32_from_fp16`) or one flat tensor per group (`fp32_groups_flat`).
+* `FP16_Optimizer`: the inner optimizer's state beside the masters (`fp32_from_fp16`).  That of
+  `apex.contrib`, with a flat tensor per group (`fp32_groups_flat`), is refused.
 
 Other optimizers count in their groups too (LAMB, NovoGrad and many by other makers), under the
 same name.  So steps move only into an optimizer of these three classes of torch.
@@ -13,7 +13,6 @@ same name.  So steps move only into an optimizer of these three classes of torch
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,9 +52,8 @@ def torch_layout(
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
     `optimizer` is to load it, `is_in_half` tells which of its weights the model computes with in
-    half: apex had masters of these.  A state
-    in torch's layout, or of an optimizer that is not torch's, comes back as it is.  Raises
-    `ValueError` if apex's masters are not as many, or not as large.
+    half: apex had masters of these.  A state in torch's layout, or of an optimizer that is not
+    torch's, comes back as it is.  Raises `ValueError` if apex's masters do not fit.
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
@@ -63,12 +61,11 @@ def torch_layout(
         values = _listed(state[_LISTED], groups, is_in_half)
         state = state[_INNER]
     elif _INNER in state and _FLAT in state:
-        parts = [
-            _split(flat, group["params"]) for flat, group in _zipped(state[_FLAT], groups, _FLAT)
-        ]
-        for group, part in zip(groups, parts, strict=True):
-            values += zip(group["params"], part, strict=True)
-        state = _unflattened(state[_INNER], groups)
+        raise ValueError(
+            f"optimizer.load_state_dict(state): state[{_FLAT!r}] is a checkpoint of apex.contrib's "
+            "FP16_Optimizer, which is not read. Load the weights of the model, and start the "
+            "optimizer anew."
+        )
     layout = _COUNTED_IN_GROUPS.get(type(optimizer))
     if layout is not None and _is_of(layout, state):
         state = _steps_per_parameter(state, groups)
@@ -108,37 +105,6 @@ def _listed(
             )
         values += zip(params, tensors, strict=True)
     return values
-
-
-def _split(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    sizes = [param.numel() for param in params]
-    if flat.numel() != sum(sizes):
-        raise ValueError(
-            f"optimizer.load_state_dict(state): a flat tensor of {flat.numel()} elements for "
-            f"parameters of {sum(sizes)}."
-        )
-    parts = flat.flatten().split(sizes)
-    return [part.reshape(param.shape) for part, param in zip(parts, params, strict=True)]
-
-
-def _unflattened(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """One entry per parameter, where there was one per group."""
-    entries: dict[int, dict[str, Any]] = {}
-    made, first = [], 0
-    for saved, group in _zipped(state["param_groups"], groups, _INNER):
-        params = group["params"]
-        (key,) = saved["params"]
-        numbers = list(range(first, first + len(params)))
-        first += len(params)
-        made.append({**saved, "params": numbers})
-        flat = state["state"].get(key, {})
-        size = sum(param.numel() for param in params)
-        for name, value in flat.items():
-            split = isinstance(value, Tensor) and value.numel() == size and value.dim() > 0
-            parts = _split(value, params) if split else [copy.deepcopy(value) for _ in params]
-            for number, part in zip(numbers, parts, strict=True):
-                entries.setdefault(number, {})[name] = part
-    return {**state, "state": entries, "param_groups": made}
 
 
 def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any]:

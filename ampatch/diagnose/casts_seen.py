@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from ampatch.casting.tables import BUILTINS
 from ampatch.session import facade
 
-from .storages import StorageNotes
-from .trees import tensors_in
+from .tensors import StorageNotes, tensors_in
 
 
 @dataclasses.dataclass
@@ -99,8 +98,9 @@ class CastWatch:
         name, dtype = name_of(function), after.dtype
         calls = self.functions[name]
         calls.to[dtype] = calls.to.get(dtype, 0) + 1
-        size = after.numel() * after.element_size()
-        if type(before) is Parameter and not self._is_new(after):
+        size = after.nbytes
+        is_new = any(after is new for new in self._thread.new_copies)
+        if type(before) is Parameter and not is_new:
             calls.cached += 1
         else:
             calls.casts += 1
@@ -125,10 +125,7 @@ class CastWatch:
         self.batches.batches += 1
         for half in halves:
             self.batches.weights += 1
-            self.batches.bytes += half.numel() * half.element_size()
-
-    def _is_new(self, half: Tensor) -> bool:
-        return any(half is new for new in self._thread.new_copies)
+            self.batches.bytes += half.nbytes
 
 
 def name_of(original: Any) -> str:

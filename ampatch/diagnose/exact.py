@@ -35,7 +35,8 @@ def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
         result = func(*_widened(args), **_widened(kwargs))
     except (RuntimeError, TypeError):  # no float64 here; NotImplementedError is a RuntimeError
         return None
-    return max((_largest(tensor) for tensor in _outputs(result)), default=0.0)
+    items = result if isinstance(result, (list, tuple)) else [result]
+    return max(map(_largest, filter(torch.is_tensor, items)), default=0.0)
 
 
 def _widened(value: Any) -> Any:
@@ -51,12 +52,7 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _outputs(result: Any) -> list[Tensor]:
-    items = result if isinstance(result, (list, tuple)) else [result]
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    return [item for item in tensors if item.is_floating_point() or item.is_complex()]
-
-
 def _largest(tensor: Tensor) -> float:
-    value = tensor.abs().max().item() if tensor.numel() else 0.0
+    is_checked = tensor.is_floating_point() or tensor.is_complex()
+    value = tensor.abs().max().item() if is_checked and tensor.numel() else 0.0
     return math.inf if math.isnan(value) else value

@@ -9,7 +9,7 @@ print(casts)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ import ampatch
 from ampatch import native
 
 from .casts_seen import CastWatch
-from .dtype_names import dtype_name
 from .models import Models, check_model
-from .trees import tensors_in
+from .tensors import dtype_name, tensors_in
 
 HALVES = {torch.float16, torch.bfloat16}
 SHOWN = 10  # at most so many bounces are named
@@ -100,29 +99,47 @@ class CastReport:
 
     def advice(self) -> list[str]:
         """Which casts could be saved, or that nothing is in half."""
-        return [*_bounces(self), *_nothing_in_half(self)]
+        pairs = sorted(self.bounces.items(), key=lambda pair: -pair[1].bytes)
+        found = [
+            f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
+            f"{bounce.times} times, {bounce.bytes} bytes. Where float16's range and precision do, "
+            f'overrides={{{source}: "half"}} saves both casts.'
+            for (source, target), bounce in pairs[:SHOWN]
+        ]
+        if self.modules and not self.used:
+            found.append(
+                'Nothing ran in a half type: ampatch.initialize(..., opt_level="O1") was not '
+                "called, or is at O0, or casts are off."
+            )
+        return found
 
     def __str__(self) -> str:
-        return _as_text(self)
+        """Functions, modules, advice and the native part, separated by empty lines."""
+        tips = [f"- {tip}" for tip in self.advice()]
+        parts = [
+            _functions(self),
+            _modules(self),
+            ["Where time could be won:", *tips]
+            if tips
+            else ["Nothing was found where time could be won."],
+            [f"Native part: {native.status().reason}"],
+        ]
+        return "\n\n".join("\n".join(part) for part in parts)
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; `bytes` are the bytes that casts wrote."""
         return {
             "functions": {
-                name: {**dataclasses.asdict(calls), "to": _named(calls.to)}
+                name: {**vars(calls), "to": {dtype_name(t): n for t, n in calls.to.items()}}
                 for name, calls in self.functions.items()
             },
-            "batches": dataclasses.asdict(self.batches),
+            "batches": vars(self.batches),
             "bounces": [
-                {"from": source, "to": target, **dataclasses.asdict(bounce)}
+                {"from": source, "to": target, **vars(bounce)}
                 for (source, target), bounce in self.bounces.items()
             ],
             "modules": {
-                name: {
-                    **dataclasses.asdict(use),
-                    "takes": sorted(map(dtype_name, use.takes)),
-                    "gives": sorted(map(dtype_name, use.gives)),
-                }
+                name: {**vars(use), "takes": _names(use.takes), "gives": _names(use.gives)}
                 for name, use in self.modules.items()
             },
             "advice": self.advice(),
@@ -130,43 +147,20 @@ class CastReport:
         }
 
 
-def _named(counts: dict[torch.dtype, int]) -> dict[str, int]:
-    return {dtype_name(dtype): n for dtype, n in counts.items()}
-
-
-def _as_text(found: CastReport) -> str:
-    """Four parts, separated by empty lines."""
-    parts = [
-        _functions(found),
-        _modules(found),
-        _tips(found),
-        [f"Native part: {native.status().reason}"],
-    ]
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
 def _functions(found: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
     if not found.functions:
         return ["No patched function was called (O2 and O3 run the model in half; see below)."]
-    ordered = sorted(found.functions.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
     rows = [
-        (
-            name,
-            calls.calls,
-            calls.casts,
-            calls.cached,
-            calls.bytes,
-            ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()),
-        )
-        for name, calls in ordered
-    ]
-    total = [
-        sum(getattr(calls, column) for _, calls in ordered)
-        for column in ("calls", "casts", "cached", "bytes")
-    ]
+        (name, calls.calls, calls.casts, calls.cached, calls.bytes,
+         ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()))
+        for name, calls in found.functions.items()
+    ]  # fmt: skip
+    rows.sort(key=lambda row: (-row[4], row[0]))
+    counted = ("calls", "casts", "cached", "bytes")
+    total = [sum(getattr(c, column) for c in found.functions.values()) for column in counted]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
-    lines = _table([head, *rows, ("all", *total, "")])
+    lines = _table([head, *rows, ("all", *total, "")], left=(0, 5))
     together = found.batches
     if together.batches:
         lines.append(
@@ -181,25 +175,18 @@ def _modules(found: CastReport) -> list[str]:
     if not found.modules:
         return ["No module was called."]
     rows = [
-        (name or "(the model)", use.kind, use.calls, _dtypes(use.takes), _dtypes(use.gives))
+        (name or "(the model)", use.kind, use.calls,
+         ", ".join(_names(use.takes)) or "-", ", ".join(_names(use.gives)) or "-")
         for name, use in sorted(found.modules.items())
-    ]
+    ]  # fmt: skip
     return _table([("module", "class", "calls", "takes", "gives"), *rows], left=(0, 1, 3, 4))
 
 
-def _tips(found: CastReport) -> list[str]:
-    """Where time could be won."""
-    given = found.advice()
-    if not given:
-        return ["Nothing was found where time could be won."]
-    return ["Where time could be won:", *(f"- {tip}" for tip in given)]
+def _names(dtypes: set[torch.dtype]) -> list[str]:
+    return sorted(map(dtype_name, dtypes))
 
 
-def _dtypes(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(map(dtype_name, dtypes))) or "-"
-
-
-def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> list[str]:
+def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...]) -> list[str]:
     """Aligned columns; those in `left` are aligned to the left."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -210,21 +197,3 @@ def _table(rows: Sequence[Sequence[object]], left: tuple[int, ...] = (0, 5)) -> 
         ).rstrip()
         for row in texts
     ]
-
-
-def _bounces(found: CastReport) -> Iterator[str]:
-    pairs = sorted(found.bounces.items(), key=lambda pair: -pair[1].bytes)
-    for (source, target), bounce in pairs[:SHOWN]:
-        yield (
-            f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
-            f"{bounce.times} times, {bounce.bytes} bytes. Where float16's range and precision do, "
-            f'overrides={{{source}: "half"}} saves both casts.'
-        )
-
-
-def _nothing_in_half(found: CastReport) -> Iterator[str]:
-    if found.modules and not found.used:
-        yield (
-            'Nothing ran in a half type: ampatch.initialize(..., opt_level="O1") was not called, '
-            "or is at O0, or casts are off."
-        )

@@ -59,47 +59,40 @@ class Report:
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", on rank {self.rank}"
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
-        first = (
+        lines = [
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
             f"{self._made()}. Largest finite input: {largest}. Noticed in the {self.where}."
-        )
-        lines = [first]
+        ]
         if not self.input_is_finite:
             lines.append("What went into it was not finite either: look at the data or the loss.")
         if self.loss_scale is not None and self.phase == "backward":
-            lines.append(f"The loss scale was {self.loss_scale:g}{self._at_1()}.")
+            at_1 = (
+                ""
+                if self.at_scale_1 is None
+                else f"; at scale 1 the value is {self.at_scale_1:.3g}"
+            )
+            if self.at_scale_1 == math.inf:
+                at_1 = "; the value is finite at no scale"
+            lines.append(f"The loss scale was {self.loss_scale:g}{at_1}.")
         if self.parameters:
             left = len(self.parameters) - SHOWN
             more = f" and {left} more" if left > 0 else ""
             what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
             lines.append(f"{what}: {', '.join(self.parameters[:SHOWN])}{more}.")
-        if self.advice:
-            lines.append(self.advice)
-        return " ".join(lines)
+        return " ".join(filter(None, [*lines, self.advice]))
 
     def in_short(self) -> str:
         """Step, loss scale, value and operator, for a list."""
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
         return f"step {self.step}{scale}: {self.value} {self._made()}"
 
-    def _at_1(self) -> str:
-        if self.at_scale_1 is None:
-            return ""
-        if math.isinf(self.at_scale_1):
-            return "; the value is finite at no scale"
-        return f"; at scale 1 the value is {self.at_scale_1:.3g}"
-
     def _made(self) -> str:
         made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
-        at = f" at {self.location}" if self.location else ""
-        return f"{made} in {self.dtype}, {self._module()}{at}"
-
-    def _module(self) -> str:
-        if self.phase == "step" and self.module is None:
-            return "in the optimizer's step"
+        module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
-            return "outside of the model"
-        return f"in {self.module or 'the model'} ({self.module_class})"
+            module = "in the optimizer's step" if self.phase == "step" else "outside of the model"
+        at = f" at {self.location}" if self.location else ""
+        return f"{made} in {self.dtype}, {module}{at}"
 
 
 def location(code: CodeType | None, line: int) -> str:

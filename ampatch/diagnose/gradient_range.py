@@ -25,7 +25,7 @@ from ampatch.session.facade import session_of
 from .gradient_report import GradientReport
 from .histogram import SMALLEST, Counts, Histogram
 from .models import Models, check_model
-from .storages import values
+from .tensors import values
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
@@ -80,17 +80,10 @@ class GradientRange:
         """
         by_parameter = {name: counts.read() for name, counts in self._counts.items()}
         total = sum(by_parameter.values(), Histogram())
-        suggestion = total.static_scale(lost)
         return GradientReport(
-            self.steps,
-            self.skipped,
-            self._scale,
-            self._floor,
-            total,
-            by_parameter,
-            suggestion,
-            sorted(self._left_out),
-        )
+            self.steps, self.skipped, self._scale, self._floor, total, by_parameter,
+            total.static_scale(lost), sorted(self._left_out),
+        )  # fmt: skip
 
     # Called by ampatch and by torch's optimizers
 
@@ -113,22 +106,17 @@ class GradientRange:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
-        found = [
-            (self._models.name_of(weight), weight.grad)
-            for group in optimizer.param_groups
-            for weight in group["params"]
-            if weight.grad is not None
-        ]
+        found = [(name, weight.grad) for name, weight in self._mine(optimizer)]
+        mine = [(name, grad) for name, grad in found if grad is not None]
+        if not mine:
+            return
         session = session_of(optimizer)
-        scale = 1.0 if session is None else session.scalers[0].get()
-        mine = [(name, grad) for name, grad in found if name is not None]
+        self._scale = scale = 1.0 if session is None else session.scalers[0].get()
+        self.steps += 1
         for name, grad in mine:
             self._counts.setdefault(name, Counts()).add(self._without_key_bias(name, grad), scale)
-        if mine:
-            self.steps += 1
-            self._scale = scale
-            if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
-                self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
+        if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
+            self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
 
     def _without_key_bias(self, name: str, gradient: Tensor) -> Tensor:
         """The numbers of a gradient; those of an attention's key bias are left out.
@@ -148,12 +136,11 @@ class GradientRange:
             return torch.cat([query, value])
         return values(gradient)
 
-    def _mine(self, optimizer: Any) -> bool:
-        return any(
-            self._models.name_of(weight) is not None
-            for group in optimizer.param_groups
-            for weight in group["params"]
-        )
+    def _mine(self, optimizer: Any) -> list[tuple[str, Tensor]]:
+        """The parameters of the watched models in an optimizer, by name."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        named = [(self._models.name_of(weight), weight) for weight in weights]
+        return [(name, weight) for name, weight in named if name is not None]
 
 
 def _in_float16(session: Any) -> bool:

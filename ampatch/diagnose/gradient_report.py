@@ -43,7 +43,28 @@ class GradientReport:
         return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
 
     def __str__(self) -> str:
-        return _as_text(self)
+        """The histogram with float16's limits, the shares, and the suggested scale."""
+        kinds = self.total.kinds
+        skipped = f" ({self.skipped} more were skipped)" if self.skipped else ""
+        lines = [
+            f"{self.total.counted} gradients that are not zero, over {self.steps} optimizer steps"
+            f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} not finite.",
+            *_bars(self.total),
+            *_shares(self),
+            str(self.suggestion),
+        ]
+        if self.floor is not None:
+            lines.append(
+                f"These were computed in float16: what was smaller than {self.floor:.3g} is among "
+                "the zeros, and no scale computed from the rest brings it back. The whole range is "
+                'seen at opt_level="O0".'
+            )
+        if self.left_out:
+            lines.append(
+                "Left out, because the softmax cancels it and its gradient is rounding errors of "
+                f"zero: the part for the keys of {', '.join(self.left_out)}."
+            )
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; keys of `bins` are exponents of upper ends, shares are 0 to 1."""
@@ -52,51 +73,33 @@ class GradientReport:
             "skipped_steps": self.skipped,
             "loss_scale": self.scale,
             "floor": self.floor,
-            "suggestion": self.suggestion.as_dict(),
+            "suggestion": dataclasses.asdict(self.suggestion),
             "left_out": self.left_out,
             **_histogram_as_dict(self.total),
-            "parameters": {
-                name: _histogram_as_dict(found) for name, found in self.by_parameter.items()
-            },
+            "parameters": {name: _histogram_as_dict(h) for name, h in self.by_parameter.items()},
         }
 
     def plot(self, path: Any) -> None:
         """Write the histogram as a picture, in the format of the suffix of `path`.
 
-        Raises `ImportError` without matplotlib, `OSError` if `path` cannot be written.
+        Raises `ImportError` without matplotlib, `OSError` or `ValueError` if `path` cannot be
+        written.
         """
+        check_plot(path)
         _draw(self, path)
 
 
 def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
-    kinds = {kind.replace(" ", "_"): count for kind, count in found.kinds.items()}
     return {
         "bins": {str(e): n for e, n in sorted(found.bins.items())},
         "counted": found.counted,
         "largest": found.largest,
-        "counts": kinds,
+        "counts": {kind.replace(" ", "_"): count for kind, count in found.kinds.items()},
         "flushed_share": found.share("flushed"),
         "flushed_share_now": found.share("flushed now"),
         "subnormal_share": found.share("subnormal"),
         "subnormal_share_now": found.share("subnormal now"),
     }
-
-
-def _as_text(report: GradientReport) -> str:
-    """The histogram with float16's limits, the shares, and the suggested scale."""
-    total = report.total
-    return "\n".join(
-        [
-            f"{total.counted} gradients that are not zero, over {report.steps} optimizer steps"
-            + (f" ({report.skipped} more were skipped)" if report.skipped else "")
-            + f"; {total.kinds['zero']} are zero, {total.kinds['not finite']} not finite.",
-            *_bars(total),
-            *_shares(report),
-            str(report.suggestion),
-            *_floor(report),
-            *_left_out(report),
-        ]
-    )
 
 
 def _bars(found: Histogram) -> Iterator[str]:
@@ -110,14 +113,10 @@ def _bars(found: Histogram) -> Iterator[str]:
     most = max(n for _, n in groups)
     yield "absolute value         share"
     for edge, n in groups:
-        bar = "#" * -(-BAR * n // most)
-        upper = edge + width - 1
+        bar, upper = "#" * -(-BAR * n // most), edge + width - 1
+        share = percent(n / found.counted) if n else "-"
         ends = f"2^{edge - 1:<4} to 2^{upper:<4}"
-        yield f"{ends} {_share(n, found):>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
-
-
-def _share(n: int, found: Histogram) -> str:
-    return percent(n / found.counted) if n else "-"
+        yield f"{ends} {share:>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
 
 
 def _zone(upper: int) -> str:
@@ -147,96 +146,53 @@ def _shares(report: GradientReport) -> Iterator[str]:
         yield f"Flushed most at scale 1: {', '.join(worst)}."
 
 
-def _floor(report: GradientReport) -> Iterator[str]:
-    """A note for gradients that were computed in float16 already."""
-    if report.floor is not None:
-        yield (
-            f"These were computed in float16: what was smaller than {report.floor:.3g} is among "
-            "the zeros, and no scale computed from the rest brings it back. The whole range is "
-            "seen at "
-            'opt_level="O0".'
-        )
-
-
-def _left_out(report: GradientReport) -> Iterator[str]:
-    """A note for gradients that are zero by mathematics."""
-    if report.left_out:
-        yield (
-            "Left out, because the softmax cancels it and its gradient is rounding errors of zero: "
-            f"the part for the keys of {', '.join(report.left_out)}."
-        )
-
-
-def check_plot() -> None:
-    """Raise `ImportError` if matplotlib is missing."""
+def check_plot(path: Any) -> None:
+    """Raise `ImportError` without matplotlib, else an error if no picture can be written there."""
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError(
             "A plot of gradients needs matplotlib, which is not installed: "
             'pip install matplotlib, or pip install "ampatch[sweep]".'
         ) from error
-
-
-def check_path(path: Any) -> None:
-    """Raise `OSError` or `ValueError` unless a picture can be written to `path`."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    directory, suffix = Path(path).absolute().parent, Path(path).suffix[1:]
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise OSError(f"{path}: {directory} is no directory that can be written to.")
+    folder, suffix = Path(path).absolute().parent, Path(path).suffix[1:].lower()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OSError(f"{path}: {folder} is no directory that can be written to.")
     kinds = FigureCanvasBase.get_supported_filetypes()
-    if suffix and suffix.lower() not in kinds:
+    if suffix and suffix not in kinds:
         raise ValueError(f"{path}: unknown kind of picture; expected one of {', '.join(kinds)}.")
 
 
 def _draw(report: GradientReport, path: Any) -> None:
-    """Write the picture to `path`; raises `ImportError` and `OSError`."""
-    check_plot()
+    """Bars over the ranges of float16, and where flushing ends at other loss scales."""
     from matplotlib.figure import Figure  # no pyplot: the script may have a backend of its own
     from matplotlib.ticker import LogLocator
 
+    total = report.total
+    shares = {2.0**e: 100 * n / total.counted for e, n in sorted(total.bins.items())}
+    low = min([*shares, 2.0 ** (SMALLEST - 4)]) / 4
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    low = _draw_bars(axes, report.total)
-    _draw_limits(axes, report, low)
-    axes.xaxis.set_major_locator(LogLocator(numticks=12))
-    axes.set_xlabel("absolute value of the gradient")
-    axes.set_ylabel("share of the gradients that are not zero, %")
-    axes.set_title(f"Gradients over {report.steps} steps, largest {report.total.largest:.3g}")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
-def _draw_bars(axes: Any, total: Histogram) -> float:
-    """A bar for each power of two; returns the lowest value that is shown."""
-    shares = {2.0**e: 100 * n / total.counted for e, n in total.bins.items()}
-    uppers = sorted(shares)
+    lower = [upper / 2 for upper in shares]
     axes.bar(
-        [upper / 2 for upper in uppers],
-        [shares[upper] for upper in uppers],
-        width=[upper / 2 for upper in uppers],
-        align="edge",
-        color="#3b6ea5",
-        edgecolor="white",
-        linewidth=0.5,
-    )
-    axes.set_ylim(min(shares.values(), default=1.0) / 2, 100)
-    return min([*uppers, 2.0 ** (SMALLEST - 4)]) / 4
-
-
-def _draw_limits(axes: Any, report: GradientReport, low: float) -> None:
-    """What float16 flushes and makes subnormal at scale 1, and where flushing ends at others."""
+        lower, list(shares.values()), lower,
+        align="edge", color="#3b6ea5", edgecolor="white", linewidth=0.5,
+    )  # fmt: skip
     flushed, normal = 2.0 ** (SMALLEST - 1), 2.0**SMALLEST_NORMAL
     axes.axvspan(low, flushed, color="#c0392b", alpha=0.15, label="zero in float16")
     axes.axvspan(flushed, normal, color="#e0a030", alpha=0.2, label="subnormal in float16")
-    for scale, name, style in (
-        (report.scale, "present", "--"),
-        (report.suggestion.scale, "suggested", ":"),
-    ):
+    of_suggestion = report.suggestion.scale
+    for scale, name, style in (report.scale, "present", "--"), (of_suggestion, "suggested", ":"):
         if scale != 1 and flushed / scale > low:  # further left there are no gradients
             label = f"zero below, at the {name} loss scale {scale:g}"
             axes.axvline(flushed / scale, linestyle=style, color="#333333", label=label)
     axes.set_xlim(left=low)
+    axes.set_ylim(min(shares.values(), default=1.0) / 2, 100)
+    axes.xaxis.set_major_locator(LogLocator(numticks=12))
+    axes.set_xlabel("absolute value of the gradient")
+    axes.set_ylabel("share of the gradients that are not zero, %")
+    axes.set_title(f"Gradients over {report.steps} steps, largest {total.largest:.3g}")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -8,7 +8,6 @@ moves them into it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +48,11 @@ class Counts:
             ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
-        if self._counted is None:
-            self._counted = bins, kinds, largest
-        else:
-            earlier_bins, earlier_kinds, earlier_largest = self._counted
-            self._counted = (
-                earlier_bins.add_(bins),
-                earlier_kinds.add_(kinds),
-                torch.maximum(earlier_largest, largest),
-            )
+        if self._counted is not None:
+            earlier, kinds_before, largest_before = self._counted
+            bins, kinds = bins + earlier, kinds + kinds_before
+            largest = torch.maximum(largest, largest_before)
+        self._counted = bins, kinds, largest
 
     def read(self) -> Histogram:
         """What was counted so far; waits for the device."""
@@ -155,9 +150,6 @@ class Suggestion:
             f"which loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 "
             "has float32's range."
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def percent(share: float) -> str:

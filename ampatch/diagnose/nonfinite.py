@@ -1,21 +1,16 @@
-"""The first non-finite value of a training, and where it came from.
-
-    with ampatch.debug(model) as debugger:
-        train(model)
-    print(debugger.report)
+"""The first non-finite value of a training, and where it came from: `ampatch.debug`.
 
 It checks the outputs of modules, the loss, the gradients of parameters and, after a
 step, the weights.  If one is not finite, the report names the operator that made it.
 For that every operator's output is checked and the device is waited for, which is
-much too slow for training.  Overflows of gradients that the dynamic loss scale absorbs
-are no finding: `passed_over` lists them.
+much too slow for training.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +25,10 @@ import ampatch
 
 from ..config.optimizer_eps import lost_eps
 from ..types import StopAt
-from .absorbing import LossScale
 from .finding import Report, location
 from .models import Models, check_model
 from .operators import CHECKED, Operators, Origin, Place, is_finite, largest, values
-from .trees import tensors_in
+from .tensors import tensors_in
 
 logger = logging.getLogger("ampatch")
 
@@ -81,7 +75,7 @@ class Debugger:
         self.is_active = True
         self._is_logged = is_logged
         self._passes_over = stop_at == "unabsorbed"
-        self._loss_scale = LossScale()
+        self._scaler: Any = None  # of the `scale_loss` block that runs
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
@@ -137,15 +131,15 @@ class Debugger:
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
         """A `scale_loss` block begins."""
-        self._check("loss", tensors_in(loss), Place(None, None, 0), [])
+        self._check("loss", tensors_in(loss))
 
     def on_block(self, scaler: Any) -> None:
         """A `scale_loss` block begins, with its scaler."""
-        self._loss_scale.enter(scaler)
+        self._scaler = scaler
 
     def on_backward(self, loss_id: int = 0) -> None:
         """Its backward pass has ended."""
-        self._loss_scale.leave()
+        self._scaler = None
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
@@ -168,22 +162,15 @@ class Debugger:
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
-        if self.report is None:
-            advice = lost_eps(optimizer) or ""
-            for name, weight in self._weights_of(optimizer):
-                place = Place(None, None, 0)
-                if self._check(f"weight {name}", [weight], place, [], "step", advice):
-                    if self.report is not None:  # the check has just made it
-                        self.report.parameters.append(name)
-                    break
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for weight in weights if self.report is None else ():
+            name = self._models.name_of(weight)
+            where, advice = f"weight {name}", lost_eps(optimizer) or ""
+            if name is not None and self._check(where, [weight], phase="step", advice=advice):
+                if self.report is not None:  # the check has just made it
+                    self.report.parameters.append(name)
+                break
         self._count(optimizer)
-
-    def _weights_of(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                name = self._models.name_of(weight)
-                if name is not None:
-                    yield name, weight
 
     def _count(self, optimizer: Any) -> None:
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
@@ -191,9 +178,8 @@ class Debugger:
     # Forward and backward
 
     def _look(self, module: nn.Module, args: tuple, output: Any) -> None:
-        place = Place(module, None, 0)
         name = self._models.names[module] or "the model"
-        self._check(f"output of {name}", tensors_in(output), place, tensors_in(args))
+        self._check(f"output of {name}", tensors_in(output), module, tensors_in(args))
 
     def _hook_parameter(self, parameter: Tensor) -> None:
         if parameter.requires_grad:
@@ -205,8 +191,8 @@ class Debugger:
         name = self._models.name_of(parameter)
         if name is None:
             return
-        place = Place(self._models.owner(name), None, 0)
-        self._check(f"gradient of the parameter {name}", [gradient], place, [], "backward")
+        owner = self._models.owner(name)
+        self._check(f"gradient of the parameter {name}", [gradient], owner, phase="backward")
         for report in (self.report, *self.passed_over[-1:]):
             if report is not None and report.step == self.step:
                 if name not in report.parameters:
@@ -219,12 +205,12 @@ class Debugger:
         self,
         where: str,
         tensors: list[Tensor],
-        place: Place,
-        inputs: list[Tensor],
+        module: nn.Module | None = None,
+        inputs: Sequence[Tensor] = (),
         phase: str = "forward",
         advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `place` and `phase` count if its maker is unknown.
+        """Report the first non-finite tensor; `module` and `phase` count if its maker is unknown.
 
         `advice` is for what the optimizer's step has made.
         """
@@ -233,11 +219,7 @@ class Debugger:
         for tensor in tensors:
             if tensor.dtype not in CHECKED or is_finite(tensor):
                 continue
-            origin = self._operators.origin_of(tensor)
-            if origin is None:
-                origin = _unseen(
-                    tensor, place, [one for one in inputs if one.dtype in CHECKED], phase
-                )
+            origin = self._operators.origin_of(tensor) or _unseen(tensor, module, inputs, phase)
             if origin.is_written:
                 continue
             if phase == "backward" and self._pass_over(origin, where):
@@ -251,7 +233,7 @@ class Debugger:
 
     def _pass_over(self, origin: Origin, where: str) -> bool:
         """Note an overflow that the loss scale absorbs; False for any other value."""
-        if not self._passes_over or not self._loss_scale.absorbs(origin):
+        if not self._passes_over or not origin.is_absorbed(self._scaler):
             return False
         if not self.passed_over or self.passed_over[-1].step != self.step:
             self.passed_over.append(self._made_report(origin, where))
@@ -272,8 +254,8 @@ class Debugger:
             origin.operator,
             location(code, line),
             _rank(),
-            self._loss_scale.value,
-            self._loss_scale.at_1(origin),
+            None if self._scaler is None else self._scaler.get(),
+            origin.at_scale_1(self._scaler),
         )
 
 
@@ -299,10 +281,13 @@ def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterato
         yield parameter.register_post_accumulate_grad_hook(stays)
 
 
-def _unseen(tensor: Tensor, place: Place, inputs: list[Tensor], phase: str) -> Origin:
+def _unseen(
+    tensor: Tensor, module: nn.Module | None, inputs: Sequence[Tensor], phase: str
+) -> Origin:
     value = "nan" if bool(torch.isnan(values(tensor)).any()) else "inf"
-    fine = all(map(is_finite, inputs))
-    return Origin("", phase, place, tensor.dtype, value, largest(inputs), fine, False, 0)
+    given = [one for one in inputs if one.dtype in CHECKED]
+    fine, place = all(map(is_finite, given)), Place(module, None, 0)
+    return Origin("", phase, place, tensor.dtype, value, largest(given), fine, False, 0)
 
 
 def _rank() -> int | None:

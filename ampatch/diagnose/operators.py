@@ -24,7 +24,7 @@ from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import COPY
 
 from .exact import largest_exact
-from .storages import StorageNotes, storage_key, values
+from .tensors import StorageNotes, storage_key, values
 
 CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -63,6 +63,26 @@ class Origin:
     is_written: bool  # an inf that the code itself put there
     order: int
     exact: float | None = None
+
+    def at_scale_1(self, scaler: Any) -> float | None:
+        """What the operator gives at loss scale 1, where that is known.
+
+        Gradients are proportional to the scale.  `scaler` is that of the `scale_loss` block that
+        runs, None outside of one; its scale waits for the device.
+        """
+        return None if scaler is None or self.exact is None else self.exact / scaler.get()
+
+    def is_absorbed(self, scaler: Any) -> bool:
+        """Whether a smaller scale, of 1 or more and its own floor, makes this a finite number.
+
+        True also where that could not be computed: it shows when the scale has come down to 1.
+        """
+        if self.phase != "backward" or scaler is None or not scaler.is_dynamic:
+            return False
+        scale, lowest = scaler.get(), max(1.0, scaler.settings.min_loss_scale)
+        if scale <= lowest:
+            return False
+        return self.exact is None or self.exact * lowest / scale <= torch.finfo(self.dtype).max
 
 
 class Operators(dispatch_modes.TorchDispatchMode):

@@ -42,13 +42,6 @@ class AfterSteps:
             self._call(optimizer)
 
 
-class FoundEnough(SystemExit):
-    """Raised in the script when what it was run for is found; its exit code is 1."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-
 class EndAtFinding:
     """Ends the script when `debugger` has a report, after the step or before the next forward.
 
@@ -71,10 +64,10 @@ class EndAtFinding:
 
     def _end(self, optimizer: Any = None) -> None:
         if self._debugger.report is not None:
-            raise FoundEnough
+            raise SystemExit(1)
 
 
-def run_watched(
+def run_steps(
     program: Program, arguments: Sequence[str], steps: int | None = None
 ) -> tuple[Ending, int]:
     """Run `program` for up to `steps` optimizer steps; returns its ending and the steps taken.

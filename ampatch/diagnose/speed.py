@@ -22,7 +22,7 @@ import torch
 import ampatch
 from ampatch.torch_private.devices import device_types, is_owned_by_host, wait_for
 
-from .dtype_names import dtype_name
+from .tensors import dtype_name
 
 ROUNDS = 12  # at least so many
 LONGEST = 1.0  # seconds for the rounds of an operation
@@ -57,9 +57,16 @@ class Speed:
             return "slower"
         return "tie"
 
-    def shown(self) -> str:
-        """The figure; how much slower than a tenth is nobody's question."""
-        return f"under {SMALLEST:g}x" if self.high < SMALLEST else f"{self.ratio:.2f}x"
+    @property
+    def name(self) -> str:
+        """The dtype's name."""
+        return dtype_name(self.dtype)
+
+    def figure(self) -> str:
+        """The ratio and its range; how much slower than a tenth is nobody's question."""
+        if self.high < SMALLEST:
+            return f"under {SMALLEST:g}x"
+        return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
     def as_dict(self) -> dict[str, Any]:
         """Ratio, range and verdict, for JSON."""
@@ -87,24 +94,15 @@ def half_types(device: str | None = None) -> HalfTypes:
     `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
     """
     speeds = measure(device or device_types()[-1])
-    ratios = {dtype: [s.ratio for s in speeds if s.dtype is dtype] for dtype in HALF_TYPES}
-    return HalfTypes(
-        fast(speeds),
-        *(
-            {dtype_name(dtype): which(ratios[dtype]) for dtype in HALF_TYPES}
-            for which in (min, max)
-        ),
-    )
+    ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_TYPES}
+    lowest, highest = ({n: which(found) for n, found in ratios.items()} for which in (min, max))
+    return HalfTypes(fast(speeds), lowest, highest)
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
     """Names of the half types that are faster in some operation, and slower in none."""
-    verdicts = {dtype: [s.verdict for s in speeds if s.dtype is dtype] for dtype in HALF_TYPES}
-    return tuple(
-        dtype_name(dtype)
-        for dtype, found in verdicts.items()
-        if "faster" in found and "slower" not in found
-    )
+    verdicts = {dtype_name(t): {s.verdict for s in speeds if s.dtype is t} for t in HALF_TYPES}
+    return tuple(n for n, found in verdicts.items() if "faster" in found and "slower" not in found)
 
 
 def measure(device: str) -> list[Speed]:

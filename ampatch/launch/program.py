@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from ampatch.launch.script import Ending, ModuleMissing, check_script, run_module, run_script
+from ampatch.launch.script import Ending, run_module, run_script
+
+
+class ModuleMissing(ImportError):
+    """There is no module of this name to run."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Program:
         return ["-m", self.name] if self.is_module else [self.name]
 
     def run(self, arguments: Sequence[str]) -> Ending:
-        """Run it as `__main__` of this process.  Raises `ModuleMissing` for no module."""
+        """Run it as `__main__` of this process.  Raises what `file` raises."""
+        self.file()
         return (run_module if self.is_module else run_script)(self.name, arguments)
 
     def file(self) -> Path:
@@ -41,16 +47,34 @@ class Program:
 
         Raises `FileNotFoundError` or `ValueError` for no script, `ModuleMissing` for no module.
         """
-        if self.is_module:
-            return _file_of_module(self.name)
-        check_script(self.name)
-        return Path(self.name)
+        return _file_of_module(self.name) if self.is_module else _file_of_script(self.name)
+
+
+def _file_of_script(script: str) -> Path:
+    path = Path(script)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{script}: there is no such script.\n"
+            f"Expected the path of a Python file, seen from {Path.cwd()}."
+        )
+    if not path.is_file():
+        raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
+    if path.suffix.lower() == ".ipynb":
+        raise ValueError(
+            f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
+            f"script {shlex.quote(script)}` writes one; lines of % and ! have to leave it."
+        )
+    return path
 
 
 def _file_of_module(module: str) -> Path:
-    spec = _spec(module)
+    first, *rest = module.split(".")
+    spec = PathFinder.find_spec(first, [os.getcwd()])
+    spec = spec or (importlib.util.find_spec(first) if first else None)
+    for end in range(2, len(rest) + 2):
+        spec = _below(spec, ".".join([first, *rest][:end]))
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = PathFinder.find_spec(f"{module}.__main__", spec.submodule_search_locations)
+        spec = _below(spec, f"{module}.__main__")
     if spec is None or not spec.has_location or spec.origin is None:
         raise ModuleMissing(
             f"-m {module}: there is no such module.\nExpected a module, or a package with a "
@@ -59,14 +83,7 @@ def _file_of_module(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _spec(module: str) -> ModuleSpec | None:
-    first, *rest = module.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd()])
-    spec = spec or (importlib.util.find_spec(first) if first else None)
-    name = first
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
-    return spec
+def _below(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    if package is None or package.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(name, package.submodule_search_locations)

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import os
 import select
-import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -38,29 +37,11 @@ class EnoughSteps(SystemExit):
         super().__init__(0)
 
 
-def check_script(script: str) -> None:
-    """Raise `FileNotFoundError` or `ValueError` unless `script` is a file to run."""
-    path = Path(script)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{script}: there is no such script.\n"
-            f"Expected the path of a Python file, seen from {Path.cwd()}."
-        )
-    if not path.is_file():
-        raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")
-    if path.suffix.lower() == ".ipynb":
-        raise ValueError(
-            f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
-            f"script {shlex.quote(script)}` writes one; lines of % and ! have to leave it."
-        )
-
-
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
     """Run `script` as `__main__`, and report an exception as Python does.
 
     A `BrokenPipeError` is raised where nobody reads the standard output any more.
     """
-    check_script(script)
     _set_path(str(Path(script).resolve().parent))
     sys.argv[:] = [script, *arguments]
     main = _become_main(os.path.abspath(script))  # as Python has it
@@ -68,55 +49,20 @@ def run_script(script: str, arguments: Sequence[str]) -> Ending:
     return _run(main, lambda: compile(Path(script).read_bytes(), main.__file__, "exec"))
 
 
-class ModuleMissing(ImportError):
-    """There is no module of this name to run."""
-
-
 def run_module(module: str, arguments: Sequence[str]) -> Ending:
-    """Run a module, or a package's `__main__`, as `python -m` would.
-
-    Raises `ModuleMissing` if there is none.
-    """
-    if Path(module).is_file():
-        raise ModuleMissing(f"-m {module}: this is a file. Run it without -m.")
+    """Run a module, or a package's `__main__`, as `python -m` would."""
     _set_path(os.getcwd())
     sys.argv[:] = ["-m", *arguments]  # the value that Python shows to parent packages
     install_apex()
     try:
-        spec = _spec(module)
-    except ModuleMissing:
-        raise
+        spec: Any = importlib.util.find_spec(module)
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
     except BaseException as error:  # a parent package runs code of its own
         return _ended_by(error)
     sys.argv[0] = str(spec.origin)
     main = _become_main(spec.origin, spec)
     return _run(main, lambda: spec.loader.get_code(spec.name))
-
-
-def _spec(module: str) -> ModuleSpec:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a package was found and imports something that is missing
-        spec = None
-    except (ValueError, ImportError):  # an empty name, a relative one
-        spec = None
-    if spec is not None and spec.submodule_search_locations is not None:
-        if module.endswith(".__main__"):
-            raise ModuleMissing(f"-m {module}: a package, and not a module to run.")
-        try:
-            return _spec(f"{module}.__main__")
-        except ModuleMissing:
-            raise ModuleMissing(
-                f"-m {module}: a package without a module __main__ cannot be run."
-            ) from None
-    if spec is None or not hasattr(spec.loader, "get_code"):
-        raise ModuleMissing(
-            f"-m {module}: there is no such module.\n"
-            f"Expected a module or package found from {os.getcwd()} or installed, without .py."
-        )
-    return spec
 
 
 def install_apex() -> None:
@@ -156,16 +102,18 @@ def _become_main(file: str | None, spec: ModuleSpec | None = None) -> types.Modu
 def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
     try:
         exec(code(), main.__dict__)
-    except SystemExit as stop:
-        return _exited(stop.code)
     except BaseException as error:  # every exception ends the script and is reported
         return _ended_by(error)
     return Ending(0)
 
 
 def _ended_by(error: BaseException) -> Ending:
+    """What `sys.exit` means, with a number, None or a message; else what Python shows."""
     if isinstance(error, SystemExit):
-        return _exited(error.code)
+        if error.code is None or isinstance(error.code, int):
+            return Ending(error.code or 0)
+        print(error.code, file=sys.stderr)
+        return Ending(1, str(error.code))
     if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
         raise error  # `| head` has enough: no news of the script
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -181,16 +129,6 @@ def _has_lost_its_reader(stream: Any) -> bool:
     poll = select.poll()
     poll.register(stream, 0)
     return bool(poll.poll(0))
-
-
-def _exited(code: object) -> Ending:
-    """The ending that `sys.exit(code)` means; `code` is a number, None or a message."""
-    if code is None:
-        return Ending(0)
-    if isinstance(code, int):
-        return Ending(code)
-    print(code, file=sys.stderr)
-    return Ending(1, str(code))
 
 
 def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:

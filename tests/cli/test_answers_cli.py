@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 from quick_speed import measure_quickly
+from run_command import write
 from warm_python import environment, on_a_terminal, python
 
-from ampatch.cli import main, script_options
-from ampatch.cli import run as run_module
-from ampatch.diagnose import doctor, running
-from ampatch.launch import program
+from ampatch.diagnose.tables import content
 
 TRAINING = """
     import sys
@@ -77,18 +73,12 @@ ABSORBED = """
 
 @pytest.fixture
 def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(TRAINING))
-    return path
-
-
-def run(*arguments, cwd):
-    return python("-m", "ampatch", *arguments, cwd=cwd, env=environment(COLUMNS="120"))
+    return write(tmp_path / "train.py", TRAINING)
 
 
 def test_gradients_piped_as_json_with_a_plot(script, tmp_path):
-    done = run("gradients", "--steps", 3, "--json", "--plot", "g.png", "--opt-level", "O2",
-               "train.py", 10, cwd=tmp_path)  # fmt: skip
+    words = "gradients --steps 3 --json --plot g.png --opt-level O2 train.py 10"
+    done = python("-m", "ampatch", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # nothing of the script's own output
     assert found["steps"] == 3
@@ -116,80 +106,47 @@ def test_explain_in_a_terminal(script, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["explain", "gradients"])
-def test_a_module_as_by_python_m(command, tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text(
-        f"from . import steps_of\n{textwrap.dedent(TRAINING)}assert __package__ == 'package'\n"
-    )
-    (tmp_path / "package" / "__init__.py").write_text("steps_of = int\n")
-    done = run(command, "--json", "-m", "package.train", 4, "--steps", 1, cwd=tmp_path)
+def test_a_module_as_by_python_m(command, tmp_path, here):
+    write(tmp_path / "package/train.py", TRAINING + "    assert __package__ == 'package'\n")
+    write(tmp_path / "package/__init__.py", "")
+    done = here(command, "--json", "-m", "package.train", 4, "--steps", 1)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) and "step 3" in done.stderr
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Scripts run here, which is quicker than in a process of their own."""
-
-    def execute(script, arguments):
-        try:
-            exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "__main__"})
-        except AssertionError as error:
-            return running.Ending(1, f"AssertionError: {error}")
-        return running.Ending(0)
-
-    monkeypatch.setattr(program, "run_script", execute)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+PLAIN = """
+    import torch
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
-def test_a_script_that_fails_midway_still_gets_its_answer(script, in_this_process, capsys):
-    script.write_text(
-        script.read_text().replace('print("step", step)', "assert step < 2, 'broken'")
-    )
-    assert main.main(["gradients", str(script)]) == 1
-    done = capsys.readouterr()
-    assert "over 3 optimizer steps" in done.out and "A static loss scale of" in done.out
-    assert "failed after 3 optimizer steps: AssertionError: broken." in done.err
+def test_the_answer_where_a_script_fails_never_steps_or_has_no_ampatch(tmp_path, here):
+    failing = TRAINING.replace('print("step", step)', "assert step < 2, 'broken'")
+    write(tmp_path / "failing.py", failing)
+    done = here("gradients", "failing.py")
+    assert done.returncode == 1
+    assert "over 3 optimizer steps" in done.stdout and "A static loss scale of" in done.stdout
+    assert "failed after 3 optimizer steps: AssertionError: broken." in done.stderr
 
+    write(tmp_path / "hello.py", "print('hello')")
+    done = here("gradients", "hello.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "hello.py never stepped an optimizer" in done.stderr
 
-@pytest.mark.parametrize("text, points", ((OVERFLOWING, True), (TRAINING, False)))
-def test_explain_points_to_tune_where_most_steps_overflow(tmp_path, text, points):
-    (tmp_path / "train.py").write_text(textwrap.dedent(text))
-    arguments = ["--x", "1 2"] if points else []
-    done = python("-m", "ampatch", "explain", "train.py", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("ampatch tune train.py --opt-level LEVEL -- --x '1 2'\n" in done.stderr) == points
-    assert ("ampatch tune" in done.stderr) == points
-
-
-def test_a_script_that_never_steps(tmp_path, in_this_process, capsys):
-    (tmp_path / "hello.py").write_text("print('hello')")
-    assert main.main(["gradients", str(tmp_path / "hello.py")]) == 1
-    done = capsys.readouterr()
-    assert done.out == "" and "hello.py never stepped an optimizer" in done.err
-
-
-def test_a_script_without_ampatch(tmp_path, in_this_process, capsys):
-    plain = """
-        import torch
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    """
-    (tmp_path / "plain.py").write_text(textwrap.dedent(plain))
-    assert main.main(["gradients", "--json", str(tmp_path / "plain.py")]) == 0
-    assert json.loads(capsys.readouterr().out)["bins"] == {"0": 18}
-    assert main.main(["explain", "--json", str(tmp_path / "plain.py")]) == 0
-    found = json.loads(capsys.readouterr().out)
+    write(tmp_path / "plain.py", PLAIN)
+    assert json.loads(here("gradients", "--json", "plain.py").stdout)["bins"] == {"0": 18}
+    found = json.loads(here("explain", "--json", "plain.py").stdout)
     assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
 
 
 def test_run_under_debug(tmp_path):
-    (tmp_path / "net.py").write_text(textwrap.dedent(OVERFLOWING))
-    done = run("run", "--debug", "net.py", cwd=tmp_path)
+    write(tmp_path / "net.py", OVERFLOWING)
+    done = python("-m", "ampatch", "run", "--debug", "net.py", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert done.stderr.count("First non-finite value") == 1
@@ -198,11 +155,16 @@ def test_run_under_debug(tmp_path):
     assert "Largest finite input: 100000." in last
 
 
-def test_debug_of_a_healthy_run(capsys):
-    assert run_module.run_debugged(lambda: 3, "unabsorbed") == 3
-    said = capsys.readouterr().err
-    assert said.startswith("ampatch: no inf or NaN in 0 optimizer steps. ")
-    assert "ampatch gradients SCRIPT" in said
+def test_debug_of_a_healthy_run(tmp_path, here):
+    write(tmp_path / "fine.py", PLAIN + "    raise SystemExit(3)\n")
+    done = here("run", "--debug", "fine.py")
+    assert done.returncode == 3
+    assert done.stderr.startswith("ampatch: no inf or NaN in 3 optimizer steps. ")
+    assert "ampatch gradients SCRIPT" in done.stderr
+    nan = "import torch\ntorch.nn.Linear(2, 2)(torch.full((1, 2), float('nan')))\n"
+    write(tmp_path / "last.py", nan)  # no step and no forward comes after it
+    done = here("run", "--debug", "last.py")
+    assert done.returncode == 1 and "First non-finite value (nan)" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -210,10 +172,10 @@ def test_debug_of_a_healthy_run(capsys):
     [("unabsorbed", 9, "step 8, in forward: made by aten.log"), ("any", 1, "step 0, in backward")],
 )
 def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
-    stop_at, steps, found, tmp_path
+    stop_at, steps, found, tmp_path, here
 ):
-    (tmp_path / "net.py").write_text(textwrap.dedent(ABSORBED))
-    done = run("run", "--debug", "--stop-at", stop_at, "net.py", cwd=tmp_path)
+    write(tmp_path / "net.py", ABSORBED)
+    done = here("run", "--debug", "--stop-at", stop_at, "net.py")
     assert (done.returncode, done.stdout.split()) == (1, [str(step) for step in range(steps)])
     *listed, last = done.stderr.splitlines()
     assert found in last and "net.py:" in last
@@ -222,48 +184,21 @@ def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
     assert passed == list(scales)[:6]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("gradients", "missing.py"), "there is no such script"),
-        (("explain", "."), "not a file"),
-        (("gradients",), "the following arguments are required: SCRIPT"),
-        (("explain", "--lr", "train.py"), "unrecognized arguments: --lr"),
-        (("gradients", "--steps", "0", "train.py"), "0 is not above 0"),
-        (("gradients", "--lost", "100", "train.py"), "100 is not at least 0 and below 100"),
-        (("explain", "--opt-level", "O7", "train.py"), "--opt-level=O7: not understood"),
-        (("explain", "--dtype", "float8", "train.py"), "--dtype=float8: not understood"),
-        (("gradients", "--plot", "no/such/g.png", "train.py"), "no directory"),
-        (("gradients", "--plot", "g.xyz", "train.py"), "unknown kind of picture"),
-    ],
-)
-def test_wrong_command_lines(arguments, message, script, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_plot_without_matplotlib_is_refused_before_the_run(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_plot_without_matplotlib_is_refused_before_the_run(script, here, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        main.main(["gradients", "--plot", "g.png", "train.py"])
-    assert "pip install matplotlib" in capsys.readouterr().err
+    done = here("gradients", "--plot", "g.png", "train.py")
+    assert done.returncode == 2 and "pip install matplotlib" in done.stderr
 
 
-def test_doctor_as_json_says_what_the_text_says(monkeypatch, capsys):
+def test_doctor_as_json_says_what_the_text_says(monkeypatch, here):
     measure_quickly(monkeypatch)
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
     monkeypatch.setenv("AMPATCH_OPTLEVEL", "O1")  # misspelt: shown, so that it is seen
-    assert main.main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(here("doctor", "--json").stdout)
     assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
     assert found["environment"]["AMPATCH_DTYPE"] == "bfloat16"
-    assert found["environment"]["AMPATCH_OPT_LEVEL"] is None
     assert found["environment"]["AMPATCH_OPTLEVEL"] == "O1"
     speeds = found["speed"]["cpu"]
     assert set(speeds) == {"float32", "float16", "bfloat16"}
@@ -271,17 +206,12 @@ def test_doctor_as_json_says_what_the_text_says(monkeypatch, capsys):
     assert set(speeds["bfloat16"]["matmul"]) == {"ratio", "low", "high", "verdict"}
     assert set(found["fast"]["cpu"]) <= {"float16", "bfloat16"}
     assert found["extras"]["matplotlib"] and found["apex"] == "not installed"
-    assert found["missing_in_torch"] == doctor.content.missing()
-    assert main.main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert "Faster than FP32 on cpu: " in text
-    for name in (*found["extras"], *found["environment"]):
-        assert f"\n{name} " in text
-
-
-def test_every_new_command_is_listed(capsys):
-    with pytest.raises(SystemExit):
-        main.main(["--help"])
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("gradients", "explain", "doctor"))
-    assert script_options.DEFAULT_STEPS == 20
+    assert found["missing_in_torch"] == content.missing()
+    lines = here("doctor").stdout.splitlines()
+    rows = {line[:22].strip(): line[22:] for line in lines}
+    assert rows["torch"].startswith(torch.__version__.partition("+")[0])
+    assert rows["AMPATCH_DTYPE"] == "bfloat16" and "  Faster than FP32 on cpu: " in "\n".join(lines)
+    assert rows.keys() >= {*found["extras"], *found["environment"]}
+    timed = [line.split() for line in lines if "matmul" in line]
+    assert [line[1] for line in timed] == ["float16", "bfloat16", "float32"]
+    assert all(line[-1] in ("faster", "slower", "tie") for line in timed[:2])

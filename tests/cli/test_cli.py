@@ -1,22 +1,18 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
 import json
+import shlex
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
-import torch
-from quick_speed import measure_quickly
-from warm_python import environment, on_a_terminal, python
+from run_command import ampatch_run, write
+from warm_python import environment, on_a_terminal
 
 from ampatch._version import __version__
-from ampatch.casting import tables
 from ampatch.cli import main
 
 TRAINING = """
-    import sys
     import torch
     import ampatch as amp
 
@@ -34,101 +30,33 @@ TRAINING = """
 
 @pytest.fixture
 def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(TRAINING))
-    return str(path)
-
-
-def ampatch_command(*arguments, cwd):
-    return python("-m", "ampatch", *arguments, cwd=cwd)
+    return write(tmp_path / "train.py", TRAINING)
 
 
 # sweep
 
 
-def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
-    done = ampatch_command(
-        "sweep",
-        "train.py",
-        "--levels",
-        "O0,O1",
-        "--dtypes",
-        "bfloat16",
-        "--no-autocast",
-        "--rounds",
-        "1",
-        cwd=tmp_path,
-    )
-
-    assert done.returncode == 0
+def test_a_piped_sweep_writes_plain_lines(script, tmp_path, here, warm_trials):
+    words = "sweep train.py --levels O0,O1 --dtypes bfloat16 --no-autocast --rounds 1"
+    done = here(*words.split())
+    assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
-    table, parts, verdicts = done.stdout.split("\n\n")
-    head, _line, first, second, *notes = table.splitlines()
-    assert head.split() == [
-        "level",
-        "dtype",
-        "step",
-        "ms",
-        "CPU",
-        "ms",
-        "speed",
-        "memory",
-        "MiB",
-        "first",
-        "loss",
-        "last",
-        "loss",
-        "accuracy",
-        "skips",
-        "scale",
-        "status",
-    ]
-    assert "resident set" in notes[-1]
-    assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
-    assert second.split()[6].endswith("x\N{DAGGER}") and first.split()[-4:] == [
-        "0.7500",
-        "0/10",
-        "1",
-        "ok",
-    ]
-    assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
-    of_o0, of_o1, kind, checked, native_part, threads, load, scaling, recommended, written = (
-        verdicts.splitlines()
-    )
-    assert kind == "Script: calls initialize of ampatch or apex."
-    assert checked.startswith("Checked: O0 had no torch.autocast and no GradScaler, and FP32 prod")
-    assert native_part == "Native part: not in force."
-    assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
-    assert of_o0 == "O0 float32: the baseline"
-    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
-    assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
-    assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
-    progress = done.stderr.splitlines()
-    assert progress[0] == "[1/2] O0 seed 0: started"
-    assert progress[1] == "Note: train.py calls initialize of ampatch or apex."
-    assert progress[5].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
+    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()]
+    assert rows[0][:2] == ["level", "dtype"] and "accuracy" in rows[0] and rows[0][-1] == "status"
+    assert [row[:2] for row in rows[2:4]] == [["O0", "float32"], ["O1", "bfloat16"]]
+    assert rows[2][-4:] == ["0.7500", "0/10", "1", "ok"]
+    assert "Recommendation: " in done.stdout
+    assert "Written to ampatch-sweep/train: report.html, " in done.stdout.splitlines()[-1]
+    assert done.stderr.splitlines()[0] == "[1/2] O0 seed 0: started"
     rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
     assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
 
 
-def test_arguments_after_two_dashes_are_the_scripts(script, tmp_path):
-    Path(script).write_text("import sys\nprint(sys.argv[1:])\n")
-    done = ampatch_command(
-        "sweep",
-        "--levels=O0",
-        "train.py",
-        "--out",
-        "here",
-        "--",
-        "--levels",
-        "x",
-        "--",
-        "y",
-        cwd=tmp_path,
-    )
-    assert (
-        tmp_path / "here/runs/O0.seed0.repeat0.log"
-    ).read_text() == "['--levels', 'x', '--', 'y']\n"
+def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials):
+    write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
+    done = here(*"sweep --levels=O0 train.py --out here -- --levels x -- y".split())
+    log = tmp_path / "here/runs/O0.seed0.repeat0.log"
+    assert log.read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
     assert "never steps an optimizer of torch.optim, nor calls initialize" in done.stderr
 
@@ -143,150 +71,158 @@ def test_on_a_terminal_a_sweep_shows_a_bar_and_a_coloured_table(script, tmp_path
     assert text.index("\x1b[?25h") < text.index("\x1b[32mok")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "the following arguments are required: COMMAND"),
-        (("sweep",), "the following arguments are required: SCRIPT"),
-        (("sweep", "gone.py"), "gone.py: there is no such script"),
-        (("sweep", "."), ".: not a file"),
-        *(
-            ((command, "notebook.ipynb"), "jupyter nbconvert --to script notebook.ipynb")
-            for command in ("run", "sweep", "explain", "gradients")
-        ),
-        (("run", "MY BOOK.IPYNB"), "jupyter nbconvert --to script 'MY BOOK.IPYNB'"),
-        *(
-            (("sweep", "-m", name), f"-m {name}: there is no such module")
-            for name in ("gone", "train.py", "train.gone", ".train", "email")
-        ),
-        (("explain", "-m", "gone"), "-m gone: there is no such module"),
-        (("sweep", "train.py", "-m", "train"), "SCRIPT (train.py) and -m train: expected one"),
-        (("sweep", "-m", "train", "--lr", "1"), "behind --: ampatch sweep -m train -- --lr 1"),
-        *(
-            (("sweep", "-m", "train", *words.split()), f"sweep -m train -- {words}")
-            for words in ("x y", "--lr 1 x", "x --lr 1")
-        ),
-        (("sweep", "--seeds", "2", "train.py", "--tag", "a b"), "train.py -- --tag 'a b'"),
-        (("sweep", "train.py", "--levels", "O0,O5x"), "unknown level 'O5x'"),
-        (("sweep", "train.py", "--epochs", "2"), "behind --: ampatch sweep train.py -- --epochs 2"),
-        (("sweep", "train.py", "--timeout", "-1"), "--timeout -1.0: must be above 0"),
-        (("sweep", "train.py", "--timeout", "soon"), "argument --timeout: "),
-        (
-            ("sweep", "train.py", "--out", "train.py/x"),
-            "train.py/x: cannot be written: Not a directory",
-        ),
-        (("sweep", "train.py", "--dtypes", "half"), "unknown dtype 'half'"),
-        (("sweep", "train.py", "--seeds", "0"), "--seeds 0: expected at least 1"),
-        (("sweep", "train.py", "--with", "O2"), "--with 'O2': expected an opt level and settings"),
-        (("sweep", "train.py", "--with", "O2 loss_scale=-1"), "must be above 0"),
-        (("sweep", "train.py", "--with", "O2 lr=1"), "initialize has no setting 'lr'"),
-        (("sweep", "train.py", "--with", "O1 master_weights=True"), "are their own masters"),
-        (("sweep", "train.py", "--metric", "acc"), "'acc': expected NAME=VALUE"),
-        (("sweep", "train.py", "--metric", "acc=[("), "no regular expression"),
-        (("sweep", "train.py", "--metric", r"acc=\d+"), "expected one group in parentheses"),
-        (("sweep", "train.py", "--better", "acc=up"), "expected lower or higher"),
-        (("sweep", "train.py", "--resume"), "there is no sweep to resume"),
-        (("sweep", "train.py", "--", "--steps", "{steps}"), "give --steps N as well"),
-        (("run",), "the following arguments are required: SCRIPT"),
-        (("run", "gone.py"), "gone.py: there is no such script"),
-        (("tables", "--rule", "quarter"), "unknown rule 'quarter'; expected one of half"),
-        (("doctor", "--fast"), "unrecognized arguments: --fast"),
-        (("polish",), "there is no command 'polish'"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments, message, script, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+# What is refused
+
+NO_SCRIPT = "the following arguments are required: SCRIPT"
+WATCHES = "Expected the script that it starts: ampatch"
+WRONG = [
+    ("", "the following arguments are required: COMMAND"),
+    ("polish", "there is no command 'polish'.\nExpected one of sweep, "),
+    ("swep train.py", "there is no command 'swep'. Did you mean \"sweep\"?"),
+    ("train.py", "To run a script: ampatch run train.py"),
+    ("doctor --fast", "unrecognized arguments: --fast"),
+    ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
+    ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
+    ("tables --check torch --rule half", "goes with no other option"),
+    # what is to run
+    *((command, NO_SCRIPT) for command in ("run", "sweep", "explain", "gradients")),
+    *((f"{command} gone.py", "gone.py: there is no such script") for command in ("run", "sweep")),
+    ("gradients gone.py", "gone.py: there is no such script"),
+    ("explain .", ".: not a file"),
+    ("sweep notebook.ipynb", "jupyter nbconvert --to script notebook.ipynb"),
+    ("run 'MY BOOK.IPYNB'", "jupyter nbconvert --to script 'MY BOOK.IPYNB'"),
+    *(
+        (f"{command} -m {name}", f"-m {name}: there is no such module")
+        for command in ("run", "sweep", "explain")
+        for name in ("gone", "train.py", "train.gone", ".train", "package")
+    ),
+    ("run -m", "argument -m: expected one argument"),
+    ("sweep train.py -m train", "SCRIPT (train.py) and -m train: expected one"),
+    # a launcher
+    ("run --auto torchrun --standalone train.py",
+     "Expected the launcher first: torchrun [OPTIONS] -m ampatch run --auto SCRIPT [ARGUMENTS]"),
+    ("run -m torch.distributed.launch train.py",
+     "python -m torch.distributed.launch [OPTIONS] -m ampatch run SCRIPT"),
+    ("run accelerate launch train.py", "accelerate launch [OPTIONS] -m ampatch run SCRIPT"),
+    ("run accelerate config", "there is no such script"),
+    ("run deepspeed train.py", "deepspeed [OPTIONS] --module ampatch run SCRIPT"),
+    ("run link train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
+    ("run distributed/run.py train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
+    ("explain torchrun train.py", f"{WATCHES} explain SCRIPT"),
+    ("gradients -m torch.distributed.run train.py", f"{WATCHES} gradients SCRIPT"),
+    ("sweep torchrun -- train.py", f"{WATCHES} sweep SCRIPT --nproc-per-node N"),
+    # options
+    ("run --fast train.py", "unrecognized arguments: --fast"),
+    ("run --opt O1 train.py", "unrecognized arguments: --opt"),
+    ("run --opt-level O9 train.py", "argument --opt-level: O9: not understood. Expected O0"),
+    ("explain --opt-level O9 train.py", "argument --opt-level: O9: not understood. Expected O0"),
+    ("run --dtype=float32 train.py", "for FP32 use opt level O0"),
+    ("gradients --dtype float8 train.py", "argument --dtype: float8: not understood"),
+    ("run --loss-scale -1 train.py", "argument --loss-scale: -1: not understood"),
+    ("run --loss-scale=1e60 train.py", "argument --loss-scale: 1e60: not understood"),
+    ("run --loss-scale", "argument --loss-scale: expected one argument"),
+    ("run --stop-at any train.py", "--stop-at goes with --debug"),
+    *(
+        (f"run --auto --opt-level {level} train.py", f"--auto with opt level {level}: it converts")
+        for level in ("O2", "O3", "O5")
+    ),
+    ("gradients --steps 0 train.py", "0 is not above 0"),
+    ("gradients --steps few train.py", "--steps: 'few': expected a whole number"),
+    ("gradients --lost 100 train.py", "100 is not at least 0 and below 100"),
+    ("gradients --lost much train.py", "--lost: 'much': expected percent, a number"),
+    ("gradients --plot no/such/g.png train.py", "no directory"),
+    ("gradients --plot g.xyz train.py", "unknown kind of picture"),
+    ("explain --lr train.py", "unrecognized arguments: --lr"),
+    ("sweep -m train --lr 1", "behind --: ampatch sweep -m train -- ARGUMENTS"),
+    ("sweep --seeds 2 train.py --tag 'a b'", "train.py -- --tag 'a b'"),
+    ("sweep train.py --timeout soon", "argument --timeout: invalid float value: 'soon'"),
+    ("sweep train.py --timeout -1", "--timeout -1.0: must be above 0"),
+    ("sweep train.py --levels O0,O5x", "unknown level 'O5x'"),
+    ("sweep train.py --out train.py/x", "train.py/x: cannot be written: Not a directory"),
+    ("sweep train.py --dtypes half", "unknown dtype 'half'"),
+    ("sweep train.py --seeds 0", "--seeds 0: expected at least 1"),
+    ("sweep train.py --with O2", "--with 'O2': expected an opt level and settings"),
+    ("sweep train.py --with 'O2 loss_scale=-1'", "must be above 0"),
+    ("sweep train.py --with 'O2 lr=1'", "initialize has no setting 'lr'"),
+    ("sweep train.py --with 'O1 master_weights=True'", "are their own masters"),
+    ("sweep train.py --metric acc", "'acc': expected NAME=VALUE"),
+    ("sweep train.py --metric 'acc=[('", "no regular expression"),
+    (r"sweep train.py --metric 'acc=\d+'", "expected one group in parentheses"),
+    ("sweep train.py --resume", "there is no sweep to resume"),
+    ("sweep train.py -- --steps {steps}", "give --steps N as well"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_command_line_is_refused(line, message, script, tmp_path, here):
+    """In one message, that names nothing internal, and before anything starts."""
     for name in ("notebook.ipynb", "MY BOOK.IPYNB"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(SystemExit) as stop:
-        main.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    write(tmp_path / "package/__init__.py", "")
+    (tmp_path / "link").symlink_to(tmp_path / "bin" / "torchrun")
+    write(tmp_path / "torch" / "distributed" / "run.py", "")
+    (tmp_path / "distributed").symlink_to(tmp_path / "torch" / "distributed")
+    done = here(*shlex.split(line))
+    assert (done.returncode, done.stdout) == (2, "")
+    said = done.stderr.partition("error: ")[2]
+    assert message in said
+    assert "invalid _" not in said and "Traceback" not in done.stderr
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main.main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"ampatch {__version__}\n"
+def test_a_wrong_command_line_from_a_shell(tmp_path):
+    done = ampatch_run(tmp_path, "gone.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]")
+    assert "ampatch run: error: gone.py: there is no such script" in done.stderr
 
 
-# run
+def test_version(here):
+    done = here("--version")
+    assert (done.returncode, done.stdout) == (0, f"ampatch {__version__}\n")
 
 
-def test_run_is_python_with_the_variables_set(script, tmp_path):
-    Path(script).write_text(
-        textwrap.dedent("""
-        import os, sys
-        print(__name__, sys.argv, os.environ["AMPATCH_OPT_LEVEL"], os.environ["AMPATCH_DTYPE"])
-        print(sys.path[0] == os.path.dirname(os.path.realpath(__file__)))
-        sys.exit(5)
-    """)
-    )
-    done = ampatch_command(
-        "run",
-        "--opt-level",
-        "O2",
-        "--dtype",
-        "bfloat16",
-        "train.py",
-        "--opt-level",
-        "mine",
-        "--",
-        "x",
-        cwd=tmp_path,
-    )
-    assert done.stdout.splitlines() == [
-        "__main__ ['train.py', '--opt-level', 'mine', '--', 'x'] O2 bfloat16",
-        "True",
-    ]
-    assert (done.returncode, done.stderr) == (5, "")
+@pytest.mark.parametrize("command", main.NAMES)
+def test_each_help_documents_the_exit_codes(command, here):
+    done = here(command, "--help")
+    shown = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert "Exit status: " in shown and "2 for a wrong command line" in shown
+    assert "130 after Ctrl-C" in shown
 
 
-def test_run_overrides_what_the_script_gives(script, tmp_path):
-    with open(script, "a") as file:
-        file.write("print(next(model.parameters()).dtype)\n")
-    done = ampatch_command("run", "--opt-level", "O3", "--dtype", "bfloat16", script, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "torch.bfloat16\n")
+@pytest.mark.parametrize("rank", ["--local-rank=1", "--local_rank=1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RANK run --opt-level O1 train.py --lr 1",
+        "run RANK --opt-level=O1 train.py --lr 1",
+        "run --opt-level O1 RANK -m train --lr 1",
+        "RANK explain train.py --lr 1",
+    ],
+)
+def test_the_rank_that_a_launcher_hands_over_is_the_scripts(line, rank, tmp_path, here):
+    write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
+    done = here(*line.replace("RANK", rank).split())
+    assert f"{[rank, '--lr', '1']}\n" in done.stdout + done.stderr
 
 
-def test_run_takes_scripts_written_for_apex(script, tmp_path):
-    pytest.importorskip("ampatch.compat.apex")
-    text = Path(script).read_text().replace("import ampatch as amp", "from apex import amp")
-    Path(script).write_text(text.partition("amp.log_metrics")[0] + "print(amp.__name__)\n")
-    done = ampatch_command("run", "--opt-level", "O1", "--dtype", "bfloat16", script, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "apex.amp\n")
+@pytest.mark.parametrize(
+    "line, of_script",
+    [
+        ("run train.py --dtype x", "--dtype x"),
+        ("run --dtype float16 train.py -m y", "-m y"),
+        ("run --dtype=float16 -m train -m y", "-m y"),
+        ("run --auto -m train -- x", "-- x"),
+        ("gradients --lost 1 --json train.py --lost 2", "--lost 2"),
+    ],
+)
+def test_where_the_scripts_arguments_begin(line, of_script, tmp_path, here):
+    write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
+    done = here(*line.split())
+    assert f"{of_script.split()}\n" in done.stdout + done.stderr
 
 
-def test_a_crash_in_run_reads_as_pythons_own(script, tmp_path):
-    Path(script).write_text("def f():\n    raise ValueError('too late')\n\nf()\n")
-    ours = ampatch_command("run", "train.py", cwd=tmp_path)
-    theirs = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ours.returncode == theirs.returncode == 1
-    assert ours.stderr.replace(str(tmp_path), "") == theirs.stderr.replace(str(tmp_path), "")
-
-
-# tables and doctor
-
-
-def test_tables_say_where_what_and_why(capsys):
-    assert main.main(["tables"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    for name in ("WHITELIST", "BLACKLIST", "PROMOTE", "BANNED"):
-        for row in getattr(tables, name):
-            assert f"{row.rule.value}: {row.where}" in out
-            assert " ".join(row.why.split()) in out
-            assert " ".join(row.names) in out
-    assert "lacks" in out
-
-
-def test_tables_of_one_rule(capsys):
-    assert main.main(["tables", "--rule", "banned"]) == 0
-    out = capsys.readouterr().out
-    assert "binary_cross_entropy" in out
-    assert "half: " not in out and "WHITELIST" not in out
+# Without torch
 
 
 @pytest.mark.parametrize(
@@ -308,19 +244,3 @@ def test_what_is_said_where_torch_cannot_be_imported(arguments, code, said, tmp_
     assert done.returncode == code
     assert all(words in done.stdout + done.stderr for words in said)
     assert ("Traceback" in done.stderr) == (arguments == "uses.py")
-
-
-def test_doctor_measures_and_reports(monkeypatch, capsys):
-    measure_quickly(monkeypatch)
-    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
-    assert main.main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    facts = dict(
-        line.split(maxsplit=1) for line in lines if line.startswith(("torch  ", "AMPATCH"))
-    )
-    assert facts["torch"].startswith(torch.__version__.partition("+")[0])
-    assert facts["AMPATCH_DTYPE"] == "bfloat16"
-    assert facts["AMPATCH_OPT_LEVEL"] == "not set"
-    speeds = [line.split() for line in lines if "matmul" in line]
-    assert [line[:2] for line in speeds[:2]] == [["cpu", "float16"], ["cpu", "bfloat16"]]
-    assert all(line[-1] in ("faster", "slower", "tie") for line in speeds[:2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler
 from native_runs import needs_compiler
+from run_command import write
 from warm_python import environment
 
 import ampatch.sweep
@@ -18,117 +20,84 @@ from ampatch.errors import AmpatchError
 from ampatch.native import building, loading
 
 TO_BUILD = native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
-BEFORE = "The run goes on in Python, with the same results; AMPATCH_NATIVE=0 does not try.\n"
-
-
-@pytest.fixture
-def state(tmp_path, monkeypatch):
-    """No build, an empty cache and all that a build needs."""
-    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
-    monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "_status", TO_BUILD)
-    monkeypatch.setattr(building, "missing", lambda: None)
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """`made` tells what was built."""
-    calls = []
-
-    def make(target, verbose):
-        calls.append(target)
-        target.write_text("a library")
-
-    monkeypatch.setattr(building, "_make", make)
-    return calls
-
-
 BEGUN = "ampatch: compiling the native part, about 30 s, for all runs from now on\n"
 
 
-def test_a_line_says_that_it_begins_and_one_that_it_was_built(state, made, capsys):
+@pytest.fixture
+def built(monkeypatch):
+    """There is no build, and all that one needs; the calls that would make it."""
+    calls = []
+    monkeypatch.setattr(native, "status", lambda: TO_BUILD)
+    monkeypatch.setattr(native, "missing", lambda: None)
+    monkeypatch.setattr(building, "build", lambda **how: calls.append(how))
+    return calls
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_line_says_that_it_begins_and_one_that_it_was_built(rank, built, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
     assert native_first.build()
-    out, said = capsys.readouterr()
-    assert said == (
-        BEGUN + "ampatch: native part built in 0 s (AMPATCH_NATIVE=0 runs without it).\n"
-    )
-    assert out == "" and made == [loading.built_file()]
-
-
-def test_a_build_that_another_has_made_meanwhile_is_taken(state, made):
-    loading.cache().mkdir(parents=True)
-    loading.built_file().write_text("a library")
-    assert native_first.build() and made == []
+    ended = "ampatch: native part built in 0 s (AMPATCH_NATIVE=0 runs without it).\n"
+    assert capsys.readouterr() == ("", BEGUN + ended if rank == "0" else "")
+    assert built == [{"again": False}]  # what another has made meanwhile is taken
 
 
 @pytest.mark.parametrize(
-    "status",
+    "status, lacks",
     [
-        native.Status(True, "in force"),
-        native.Status(False, "off (AMPATCH_NATIVE=0)"),
-        native.Status(False, "x does not load", is_fault=True),
+        (native.Status(True, "in force"), None),
+        (native.Status(False, "off (AMPATCH_NATIVE=0)"), None),
+        (native.Status(False, "x does not load", is_fault=True), None),
+        (TO_BUILD, "there is no C++ compiler 'c++'."),
     ],
-    ids=lambda status: status.reason,
 )
-def test_nothing_is_tried_where_a_build_is_not_what_lacks(state, made, monkeypatch, capsys, status):
-    monkeypatch.setattr(native, "_status", status)
+def test_nothing_is_tried_or_said_where_a_build_is_not_what_lacks_or_cannot_be_made(
+    status, lacks, built, monkeypatch, capsys
+):
+    monkeypatch.setattr(native, "status", lambda: status)
+    monkeypatch.setattr(native, "missing", lambda: lacks)
     assert not native_first.build()
-    assert capsys.readouterr().err == "" and made == []
+    assert capsys.readouterr().err == "" and built == []
 
 
-def test_nothing_is_said_where_there_is_no_compiler(state, made, monkeypatch, capsys):
-    monkeypatch.setattr(building, "missing", lambda: "there is no C++ compiler 'c++'.")
-    assert not native_first.build()
-    assert capsys.readouterr().err == "" and made == []
-
-
-def test_a_failure_is_one_line_and_no_advice_follows(state, monkeypatch, capsys, caplog):
-    def make(target, verbose):
+def test_a_failure_is_one_line_and_noted(built, monkeypatch, capsys):
+    def fail(**how):
         raise AmpatchError("ampatch build: it does not compile.\nThe last lines:\nmuch")
 
-    monkeypatch.setattr(building, "_make", make)
+    noted = []
+    monkeypatch.setattr(building, "build", fail)
+    monkeypatch.setattr(native, "note_failure", noted.append)
     assert not native_first.build()
-    said = f"ampatch: no native part: it does not compile. {BEFORE}"
-    assert capsys.readouterr().err == BEGUN + said
-    assert native.status() == native.Status(False, "not built: it does not compile.")
-    with caplog.at_level("INFO", logger="ampatch"):
-        native.say_what_a_build_gives()
-    assert caplog.messages == []
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(state, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "file"))
-    assert not native_first.build()
-    [_, line] = capsys.readouterr().err.splitlines()
-    assert " cannot be written: " in line and "Set AMPATCH_CACHE to a folder that can." in line
-
-
-def test_rank_0_speaks_for_all(state, made, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    assert native_first.build()
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == (
+        f"{BEGUN}ampatch: no native part: it does not compile. The run goes on in Python, with the "
+        "same results; AMPATCH_NATIVE=0 does not try.\n"
+    )
+    assert noted == ["it does not compile."]
 
 
 def test_only_the_command_itself_is_started_again(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ampatch", "run", "train.py"])
+    command = ["-m", "ampatch", "run", "train.py"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
     assert native_first.may_restart(["run", "train.py"])
     assert not native_first.may_restart(["run", "other.py"])
     assert not native_first.may_restart([])
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
+    native_first.restart()
+    assert started == [(sys.executable, [sys.executable, *command])]
     monkeypatch.setattr(sys, "executable", "")
     assert not native_first.may_restart(["run", "train.py"])
 
 
-def test_a_program_that_calls_the_command_goes_on(state, made, tmp_path, capsys):
+def test_a_program_that_calls_the_command_goes_on(built, tmp_path, here):
     """It could not be started again: nothing is built for it."""
-    script = tmp_path / "script.py"
-    script.write_text("print('ran')")
-    assert main.main(["run", str(script)]) == 0
-    assert capsys.readouterr().out == "ran\n" and made == []
+    write(tmp_path / "script.py", "print('ran')")
+    done = here("run", "script.py")
+    assert (done.returncode, done.stdout, built) == (0, "ran\n", [])
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
-def test_a_sweep_builds_before_its_first_trial(state, tmp_path, monkeypatch, earlier):
+def test_a_sweep_builds_before_its_first_trial(tmp_path, monkeypatch, earlier):
     """And not when it goes on: all of its trials have the same."""
     events = []
 
@@ -142,9 +111,7 @@ def test_a_sweep_builds_before_its_first_trial(state, tmp_path, monkeypatch, ear
     monkeypatch.setattr(ampatch.sweep, "Sweep", Sweep)
     monkeypatch.setattr(native_first, "build", lambda: events.append("build"))
     monkeypatch.setattr("ampatch.cli.sweep._report", lambda *given: 0)
-    script = tmp_path / "script.py"
-    script.write_text("")
-    assert main.main(["sweep", str(script)]) == 0
+    assert main.main(["sweep", str(write(tmp_path / "script.py", ""))]) == 0
     assert events == ["trials"] if earlier else ["build", "trials"]
 
 
@@ -159,11 +126,12 @@ print(native.status().in_force, sys.argv[1:])
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_two_ranks_that_start_at_once_build_once_and_both_have_it(native_cache, tmp_path):
     """The fake compiler gives the build of the tests: what is real is all around it."""
     library = Path(native_cache, "ampatch", "native", loading.built_file().name)
     compiler = FakeCompiler(tmp_path, library)
-    Path(tmp_path, "train.py").write_text(SCRIPT)
+    write(tmp_path / "train.py", SCRIPT)
     command = [sys.executable, "-m", "ampatch", "run", "train.py", "--lr", "1"]
     own = {"AMPATCH_CACHE": str(tmp_path), "AMPATCH_NATIVE": "", "CXX": str(compiler.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}

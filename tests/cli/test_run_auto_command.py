@@ -175,23 +175,6 @@ def test_ranks_that_the_script_spawns(tmp_path):
     assert norm == pytest.approx(expected.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_levels_that_need_the_model(level, tmp_path, capsys, monkeypatch):
-    from ampatch.cli import main
-
-    write(tmp_path / "plain.py", "print('started')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "AMPATCH_OPT_LEVEL", "O1"
-    )  # which the option overrides, and monkeypatch undoes
-    with pytest.raises(SystemExit) as stop:
-        main.main(["run", "--auto", "--opt-level", level, "plain.py"])
-    written = capsys.readouterr()
-    assert stop.value.code == 2 and written.out == ""
-    assert f"--auto with opt level {level}: it converts a model's weights" in written.err
-    assert "Expected --opt-level O1 (or O0)" in written.err
-
-
 def test_a_script_with_amp_code_of_its_own(tmp_path):
     write(
         tmp_path / "mixed.py",

@@ -30,7 +30,6 @@ from ampatch.casting.tables import (
     WHITELIST,
     Rule,
 )
-from ampatch.cli import main
 from ampatch.diagnose.tables import content, differences, formats
 
 ROOT = Path(ampatch.__file__).parents[1]
@@ -40,40 +39,36 @@ ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
 # What is printed
 
 
-def test_the_document_is_fresh(capsys):
+def test_the_document_is_fresh(here):
     """To make it: ampatch tables --format markdown > docs/op_tables.md"""
-    assert main.main(["tables", "--format", "markdown"]) == 0
-    assert capsys.readouterr().out == (ROOT / "docs" / "op_tables.md").read_text(encoding="utf-8")
+    assert here("tables", "--format", "markdown").stdout == (
+        ROOT / "docs" / "op_tables.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_every_rule_has_a_legend():
     assert set(content.RULES) == set(Rule)
 
 
-def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, capsys):
-    main.main(["tables", "--format", "markdown"])
-    here = capsys.readouterr().out
+def test_the_document_does_not_depend_on_the_torch_at_hand(monkeypatch, here):
+    shown = here("tables", "--format", "markdown").stdout
     monkeypatch.delattr(torch, "linalg")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    main.main(["tables", "--format", "markdown"])
-    assert capsys.readouterr().out == here
+    assert here("tables", "--format", "markdown").stdout == shown
 
 
-def test_json_holds_every_row(capsys):
-    assert main.main(["tables", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_text_and_json_hold_every_row(here):
+    found = json.loads(here("tables", "--format", "json").stdout)
     shown = {(row["where"], name, row["rule"]) for row in found["rows"] for name in row["names"]}
-    assert shown == {
-        (r.where, name, r.rule.value) for r in (*ROWS, *EVERY_LEVEL, *APEX) for name in r.names
-    }
+    rows = (*ROWS, *EVERY_LEVEL, *APEX)
+    assert shown == {(r.where, name, r.rule.value) for r in rows for name in r.names}
     assert found["torch"] == torch.__version__
     assert found["missing"] == content.missing()
-    assert {entry["name"] for entry in found["beside"]} == {
-        "check_input",
-        "get_fastpath_enabled",
-        "multi_head_attention_forward",
-        "checkpoint",
-    }
+    assert {(entry["where"], entry["name"]) for entry in found["beside"]} == set(content.PARTS)
+    text = " ".join(here("tables").stdout.split())
+    for row in rows:
+        assert f"{row.rule.value}: {row.where}" in text
+        assert " ".join(row.why.split()) in text and " ".join(row.names) in text
 
 
 def test_what_is_patched_beside_the_tables_is_named():
@@ -90,19 +85,17 @@ def test_what_is_patched_beside_the_tables_is_named():
         (["torch.special.*soft*"], {"torch.special.log_softmax", "torch.special.softmax"}),
         (["cross_entropy_l"], {"torch._C._nn.cross_entropy_loss"}),
         (["lo[gs]", "--rule", "float"], {"torch.log", "torch.Tensor.log"}),
+        (["relu", "--rule", "banned"], set()),
     ],
 )
-def test_rows_are_asked_for_by_name(arguments, names, capsys):
-    code = main.main(["tables", "--format", "json", *arguments])
-    out, err = capsys.readouterr()
-    found = json.loads(out)["rows"] if out else []
+def test_rows_are_asked_for_by_name(arguments, names, here):
+    done = here("tables", "--format", "json", *arguments)
+    found = json.loads(done.stdout)["rows"] if names else []
     assert {f"{row['where']}.{name}" for row in found for name in row["names"]} == names
-    assert code == (0 if names else 1) and bool(err) == (not names)
-
-
-def test_an_unknown_name_says_so(capsys):
-    assert main.main(["tables", "relu", "--rule", "banned"]) == 1
-    assert "No row with the rule 'banned' names 'relu'" in capsys.readouterr().err
+    assert done.returncode == (0 if names else 1)
+    by_rule = f" with the rule {arguments[-1]!r}" if len(arguments) > 1 else ""
+    said = f"No row{by_rule} names {arguments[0]!r}"
+    assert done.stderr.startswith("" if names else said)
 
 
 def test_text_is_plain_and_narrow_when_piped():
@@ -114,11 +107,11 @@ def test_text_is_plain_and_narrow_when_piped():
     assert "RNNBase.check_input" in done.stdout
 
 
-def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, capsys):
+def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, here):
     row = tables.Row("torch.nn.functional", ("linear", "no_such"), Rule.HALF, "Because.")
     monkeypatch.setattr(tables, "WHITELIST", (row,))
-    main.main(["tables", "--rule", "half"])
-    out = capsys.readouterr().out
+    out = here("tables", "--rule", "half").stdout
+    assert "BLACKLIST" not in out
     assert "missing in this torch: no_such\n" in out
     assert out.endswith("lacks torch.nn.functional.no_such.\n")
 

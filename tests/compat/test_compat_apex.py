@@ -1,4 +1,4 @@
-"""Unedited scripts that say `from apex import amp`."""
+"""The `apex` package: its names, what it gives way to, and what it says of missing parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import types
 
@@ -16,97 +17,7 @@ from warm_python import python
 
 import ampatch
 from ampatch.compat import apex as compat
-
-
-@pytest.fixture(autouse=True)
-def apex_package():
-    """Installed for the test, gone after it."""
-    compat.install()
-    yield
-    compat.uninstall()
-    assert not [name for name in sys.modules if name.partition(".")[0] == "apex"]
-
-
-def run(script: str, **names) -> dict:
-    """Run a legacy script; returns its globals."""
-    scope = {"__name__": "legacy", **names}
-    exec(compile(script, "legacy.py", "exec"), scope)
-    return scope
-
-
-LEGACY = """
-import torch
-from apex import amp
-from apex.optimizers import FusedAdam
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-optimizer = FusedAdam(model.parameters(), lr=0.02)
-model, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, verbosity=0)
-amp._amp_state.loss_scalers[0]._loss_scale = 2.0 ** 8
-x = torch.randn(32, 4)
-y = x.sum(1, keepdim=True)
-losses, inner = [], []
-model[0].register_forward_hook(lambda module, args, output: inner.append(output.dtype))
-for step in range(40):
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(x).float(), y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        ratio = scaled_loss.item() / loss.item()
-        scaled_loss.backward()
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 10.0)
-    optimizer.step()
-    losses.append(loss.item())
-"""
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_unedited_script_trains(level):
-    scope = run(LEGACY, LEVEL=level)
-    assert scope["losses"][-1] < 0.3 * scope["losses"][0]
-    assert set(scope["inner"]) == {torch.float16}
-    assert scope["ratio"] == 2.0**8
-    assert scope["amp"].state_dict()["loss_scaler0"] == {"loss_scale": 256.0, "unskipped": 40}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_in_bfloat16_by_the_environment(level, monkeypatch):
-    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
-    scope = run(LEGACY, LEVEL=level)
-    assert scope["losses"][-1] < 0.3 * scope["losses"][0]
-    assert set(scope["inner"]) == {torch.bfloat16}
-    assert scope["ratio"] == 2.0**8  # written into a static scaler
-
-
-def test_lists_num_losses_and_delay_unscale():
-    scope = run(
-        """
-import torch
-from apex import amp
-torch.manual_seed(0)
-models = [torch.nn.Linear(3, 1) for _ in range(2)]
-optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-models, optimizers = amp.initialize(
-    models, optimizers, opt_level="O1", num_losses=3, loss_scale="128.0", verbosity=0)
-x = torch.randn(16, 3)
-losses = []
-for step in range(20):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    one, two = [(model(x).float() - x.sum(1, keepdim=True)).pow(2).mean() for model in models]
-    with amp.scale_loss(one, optimizers[0], loss_id=0, delay_unscale=True) as scaled:
-        scaled.backward(retain_graph=True)
-    with amp.scale_loss(one, optimizers[0], loss_id=0) as scaled:
-        scaled.backward()
-    with amp.scale_loss(two, optimizers[1], loss_id=1) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    losses.append((one.item(), two.item()))
-"""
-    )
-    first, last = scope["losses"][0], scope["losses"][-1]
-    assert last[0] < 0.3 * first[0] and last[1] < 0.5 * first[1]
-    assert sorted(scope["amp"].state_dict()) == [f"loss_scaler{index}" for index in range(3)]
+from ampatch.compat.apex.packages import REPLACEMENTS
 
 
 def test_the_signature_is_that_of_apex():
@@ -193,21 +104,16 @@ def test_specs_and_version():
 def test_what_is_missing_names_a_replacement():
     import apex
 
-    with pytest.raises(ImportError, match="FusedLAMB"):
-        from apex.optimizers import FusedMixedPrecisionLamb  # noqa: F401
-    with pytest.raises(ImportError, match="scaled_dot_product_attention"):
-        importlib.import_module("apex.contrib.multihead_attn")
-    for name, says in (
-        ("", "AdamW.*ZeroRedundancyOptimizer"),
-        ("fused_adam", r"AdamW\(fused=True\)"),
-        ("fp16_optimizer", "FP16_Optimizer from apex.fp16_utils"),
-        ("distributed_fused_lamb", "FusedLAMB from apex.optimizers"),
-    ):
-        with pytest.raises(ImportError, match=says):
-            importlib.import_module(f"apex.contrib.optimizers.{name or 'unheard_of'}")
-    with pytest.raises(ImportError, match=r"torch\.nn") as error:
-        importlib.import_module("apex.contrib.bottleneck")
-    assert "attention" not in str(error.value)
+    for name, says in REPLACEMENTS.items():
+        module, _, attribute = name.rpartition(".")
+        if name in sys.modules:  # of which we have other parts
+            module, attribute = name, "unheard_of"
+        with pytest.raises(ImportError, match=re.escape(says)):
+            exec(f"from {module} import {attribute}")
+        if attribute[:1].islower() and name not in sys.modules and not name.startswith("amp_C"):
+            with pytest.raises(ImportError, match=re.escape(says)):
+                importlib.import_module(name)
+            assert name not in sys.modules
     with pytest.raises(AttributeError, match="clip=False"):
         _ = apex.optimizers.FusedLARS
     assert not hasattr(apex.amp, "nonsense")
@@ -310,57 +216,6 @@ def test_an_apex_with_amp_or_of_the_users_own_is_left_alone(files, tmp_path, mon
         installed_apex(tmp_path, monkeypatch, **files)
     compat.install_unless_real()
     assert not compat.is_installed()
-
-
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_fused_adam_is_adamw_unless_told_otherwise(adam_w_mode):
-    from apex.optimizers import FusedAdam
-
-    peer = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    weights = [nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2)]
-    ours = FusedAdam([weights[0]], lr=0.1, weight_decay=0.2, adam_w_mode=adam_w_mode)
-    theirs = peer([weights[1]], lr=0.1, weight_decay=0.2)
-    for _ in range(3):
-        for weight, optimizer in zip(weights, (ours, theirs), strict=True):
-            optimizer.zero_grad()
-            weight.pow(3).sum().backward()
-            optimizer.step()
-    assert torch.equal(*weights)
-    with pytest.raises(RuntimeError, match="amsgrad"):
-        FusedAdam([weights[0]], amsgrad=True)
-
-
-def test_other_optimizers_norms_and_parallel():
-    import apex
-    from apex.multi_tensor_apply import multi_tensor_applier
-    from apex.normalization import MixedFusedLayerNorm
-    from apex.normalization.fused_layer_norm import FusedLayerNorm, FusedRMSNorm
-
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optimizer = apex.optimizers.FusedSGD([weight], lr=0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert torch.equal(weight, torch.full((2,), 0.5)) and torch.equal(weight.grad, torch.zeros(2))
-    assert isinstance(apex.optimizers.FusedAdagrad([weight]), torch.optim.Adagrad)
-    x = torch.randn(3, 4)
-    assert torch.equal(FusedLayerNorm(4)(x), nn.LayerNorm(4)(x))
-    assert torch.equal(FusedRMSNorm(4)(x), nn.RMSNorm(4, eps=1e-5)(x))
-    assert MixedFusedLayerNorm(4)(x.half()).dtype is torch.float32
-    assert multi_tensor_applier.available is False
-    model = apex.parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(4)))
-    assert isinstance(model[0], apex.parallel.SyncBatchNorm)
-    assert isinstance(apex.parallel.SyncBatchNorm(4, fuse_relu=True).eval()(x), torch.Tensor)
-    assert issubclass(apex.parallel.DistributedDataParallel, nn.parallel.DistributedDataParallel)
-
-
-def test_the_oldest_api():
-    from apex import amp
-
-    handle = amp.init(enabled=True)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-    handle._deactivate()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_importing_ampatch_registers_nothing():

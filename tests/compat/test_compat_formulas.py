@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from apex_optimizers import START, apex_package, close, gradients, parameters, run  # noqa: F401
+from apex_optimizers import START, close, gradients, parameters, run
 
 
 def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):

@@ -15,13 +15,6 @@ RANKS = 2
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
 
-@pytest.fixture(autouse=True)
-def apex_package():
-    compat.install()
-    yield
-    compat.uninstall()
-
-
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -341,40 +334,26 @@ def test_ddp_refuses_what_apex_refused():
         DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
-@pytest.mark.parametrize("name", ["FusedLayerNorm", "MixedFusedLayerNorm"])
-def test_layer_norms(name):
+@pytest.mark.parametrize("mixed", ["", "Mixed"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms(kind, mixed):
     import apex
 
-    x = torch.randn(3, 4) * 5
-    ours, theirs = getattr(apex.normalization, name)(4, eps=1e-3), nn.LayerNorm(4, eps=1e-3)
+    make = getattr(apex.normalization, f"{mixed}Fused{kind}")
+    x = torch.randn(3, 2, 4) * 5
+    ours, theirs = make((2, 4), eps=1e-3), getattr(nn, kind)((2, 4), eps=1e-3)
     with torch.no_grad():
         for norm in (ours, theirs):
-            norm.weight.copy_(torch.arange(1.0, 5.0))
-            norm.bias.copy_(torch.arange(4.0))
+            for number, param in enumerate(norm.parameters(), 1):
+                param.copy_(torch.arange(number, number + 8.0).reshape(2, 4))
     torch.testing.assert_close(ours(x), theirs(x))
     assert list(ours.state_dict()) == list(theirs.state_dict())  # checkpoints go both ways
-    if name.startswith("Mixed"):
-        ours.half()
-        assert ours(x).dtype is torch.float16  # FP32 input, half weights: the weights' dtype
+    assert make(4).eps == 1e-5  # apex's, not torch's
+    if mixed:
         assert ours.float()(x.half()).dtype is torch.float32
+        assert ours.half()(x).dtype is torch.float16  # FP32 input, half weights: the weights' dtype
         with pytest.raises(RuntimeError, match="FusedLayerNorm"):
-            apex.normalization.MixedFusedLayerNorm(4, elementwise_affine=False)
-
-
-@pytest.mark.parametrize("name", ["FusedRMSNorm", "MixedFusedRMSNorm"])
-def test_rms_norms(name):
-    import apex
-
-    x = torch.randn(3, 2, 4) * 5
-    ours = getattr(apex.normalization, name)((2, 4), eps=1e-3)
-    with torch.no_grad():
-        ours.weight.copy_(torch.arange(1.0, 9.0).reshape(2, 4))
-    mean = x.double().square().mean((1, 2), keepdim=True)
-    expected = x.double() / (mean + 1e-3).sqrt() * ours.weight.double()
-    torch.testing.assert_close(ours(x), expected.float())
-    assert getattr(apex.normalization, name)(4).eps == 1e-5  # apex's, not torch's
-    if name.startswith("Mixed"):
-        assert ours.half()(x).dtype is torch.float16
+            make(4, elementwise_affine=False)
 
 
 def test_norms_as_functions():
@@ -395,14 +374,14 @@ def test_norms_as_functions():
     assert torch.equal(fused_rms_norm(x, 4), F.rms_norm(x, [4], eps=1e-6))
 
 
-def test_a_norm_s_forward_is_registered_as_bert_does_it(monkeypatch):
+def test_a_norm_s_forward_is_registered_as_bert_does_it():
     import apex
     from apex import amp
 
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", {})
     amp.register_half_function(apex.normalization.FusedLayerNorm, "forward")
     norm = apex.normalization.FusedLayerNorm(4).half()
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert norm(torch.randn(2, 4)).dtype is torch.float32  # layer_norm itself is in FP32
     ampatch.deactivate()
     assert "forward" not in vars(apex.normalization.FusedLayerNorm)
+    ampatch.unregister_function(apex.normalization.FusedLayerNorm, "forward")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ampatch
+from ampatch.diagnose.histogram import Histogram
 
 
 class Exponential(nn.Module):
@@ -45,15 +46,18 @@ def linear(weight: float) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_linear_that_overflows_float16_is_named(level, caplog):
     model = nn.Sequential(linear(1.0), nn.Sequential(linear(300.0)))
     ampatch.initialize(model, opt_level=level, verbosity=1)
     caplog.clear()
     with ampatch.debug(model) as debugger:
         model(torch.full((1, 4), 100.0))  # 4 * 100, then 4 * 400 * 300 > 65504
-        model(torch.full((1, 4), 100.0))
+        model(torch.full((1, 4), 100.0)).sum().backward()
     report = debugger.report
+    if level == "O0":
+        assert report is None
+        return
     assert (report.module, report.module_class, report.phase) == ("1.0", "Linear", "forward")
     assert (report.dtype, report.value, report.step) == (torch.float16, "inf", 0)
     assert report.largest_input == 400.0 and report.input_is_finite
@@ -61,44 +65,18 @@ def test_a_linear_that_overflows_float16_is_named(level, caplog):
     assert len(errors) == 1 and "1.0 (Linear)" in errors[0].getMessage()
 
 
-def test_the_same_model_at_o0_has_no_report():
-    model = nn.Sequential(linear(1.0), linear(300.0))
-    ampatch.initialize(model, opt_level="O0", verbosity=0)
-    with ampatch.debug(model) as debugger:
-        model(torch.full((1, 4), 100.0)).sum().backward()
-    assert debugger.report is None
-
-
-def test_exp_on_a_plain_model():
+def test_a_plain_model_and_what_comes_from_outside():
     model = nn.Sequential(nn.Identity(), Exponential())
     with ampatch.debug(model) as debugger:
         model(torch.tensor([1.0, 100.0]))
-    assert debugger.report.module_class == "Exponential"
-    assert debugger.report.module == "1" and debugger.report.largest_input == 100.0
-
-
-def test_a_nan_in_the_data_is_said_to_come_from_outside():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with ampatch.debug(model) as debugger:
-        model(torch.tensor([[1.0, float("nan")]]))
+        report = debugger.report
+        assert (report.module, report.module_class, report.largest_input) == (
+            *("1", "Exponential", 100.0),
+        )
+        debugger.reset()
+        assert debugger.report is None
+        model(torch.tensor([1.0, float("nan")]))
     assert debugger.report.value == "nan" and not debugger.report.input_is_finite
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_gradient_overflow_through_the_scale(level):
-    model = nn.Sequential(linear(0.5), GradientBomb(), linear(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with ampatch.debug(model, stop_at="any") as debugger:
-        loss = model(torch.ones(1, 4)).sum()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert ampatch.step_was_skipped(optimizer)
-    report = debugger.report
-    assert report.phase == "backward" and report.step == 0
-    assert "0.weight" in report.parameters
-    assert debugger.step == 1
 
 
 def test_the_module_whose_backward_overflows_is_blamed():
@@ -141,19 +119,20 @@ def test_nothing_is_left_behind(end):
     assert debugger.report is None
 
 
-def test_reset_looks_again():
-    model = nn.Sequential(Exponential())
-    with ampatch.debug(model) as debugger:
-        model(torch.tensor([100.0]))
-        debugger.reset()
-        assert debugger.report is None
-        model(torch.tensor([float("nan")]))
-    assert debugger.report.value == "nan"
-
-
-def test_only_modules():
-    with pytest.raises(TypeError, match="ampatch.debug"):
-        ampatch.debug("model")
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        *(
+            (lambda name=name: getattr(ampatch, name)("model"), TypeError, f"ampatch.{name}")
+            for name in ("debug", "report", "gradient_range")
+        ),
+        (lambda: ampatch.debug(stop_at="first"), ValueError, '\'first\'.*"unabsorbed" or "any"'),
+        (lambda: Histogram().static_scale(1.5), ValueError, "lost=1.5"),
+    ],
+)
+def test_wrong_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 # What the dynamic loss scale absorbs
@@ -181,13 +160,13 @@ class Backward(nn.Module):
         return Function.apply(x)
 
 
-def debugged_steps(function, count, *, lr=0.0, **settings):
+def debugged_steps(function, count, *, lr=0.0, stop_at="unabsorbed", **settings):
     """The debugger after `count` steps of a small model with `function` in its backward."""
     model = nn.Sequential(linear(0.5), Backward(function), linear(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     settings = {"opt_level": "O2", "init_scale": 2.0**10, **settings}
     ampatch.initialize(model, optimizer, verbosity=0, **settings)
-    with ampatch.debug(model) as debugger:
+    with ampatch.debug(model, stop_at=stop_at) as debugger:
         for _ in range(count):
             optimizer.zero_grad()
             loss = model(torch.ones(1, 4)).sum()
@@ -206,6 +185,10 @@ def test_overflows_that_the_scale_absorbs_are_listed_and_no_finding(level):
     assert found == [(step, 2.0 ** (10 - step), "inf", 2000.0) for step in range(5)]
     assert debugger.passed_over[0].operator == "aten.mul"
     assert debugger.passed_over[0].parameters == ["0.weight"]
+    ampatch.deactivate()
+    debugger = debugged_steps(lambda gradient: gradient * 1000, 1, opt_level=level, stop_at="any")
+    assert (debugger.report.phase, debugger.report.step, debugger.step) == ("backward", 0, 1)
+    assert debugger.passed_over == [] and "0.weight" in debugger.report.parameters
 
 
 @pytest.mark.parametrize(
@@ -279,11 +262,6 @@ def test_a_step_that_breaks_the_weights_is_reported_after_absorbed_overflows():
     debugger = debugged_steps(lambda gradient: gradient * 1000, 8, lr=1e38)
     assert len(debugger.passed_over) == 5
     assert (debugger.report.step, debugger.report.phase) == (5, "step")
-
-
-def test_only_known_ways_to_stop():
-    with pytest.raises(ValueError, match='stop_at=\'first\'.*"unabsorbed" or "any"'):
-        ampatch.debug(stop_at="first")
 
 
 @pytest.mark.parametrize("level, operator", [("O1", "_to_copy"), ("O2", "_to_copy"), ("O3", "mm")])

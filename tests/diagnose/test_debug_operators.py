@@ -39,43 +39,73 @@ def found(forward, x, *, level=None, backward=False):
     return debugger.report
 
 
+def becomes_nan(module, x):
+    big = torch.mm(x, x.new_full((4, 4), 300.0))
+    return (big - big).view(-1).detach().softmax(0)
+
+
+def two_origins(module, x):
+    first = torch.exp(x * 100)
+    return torch.log(x * 0) + first
+
+
+def masked(module, x):
+    return x.masked_fill(torch.ones(2, 4, dtype=torch.bool), float("-inf")).softmax(-1)
+
+
+ONE, HUNDRED = torch.ones(2, 4), torch.full((2, 4), 200.0)
+CAST = "_to_copy inf float16"
+FOUND = {  # forward, input, level, operator with its value and dtype, largest input, line
+    **{
+        f"exp at {level}": (lambda m, x: torch.exp(x).relu() * 2 + 1, HUNDRED, level,
+                            f"exp inf {dtype}", 200.0, "torch.exp(x)")
+        for level, dtype in zip(("O0", "O1", "O2", "O3"), ("float32",) * 2 + ("float16",) * 2)
+    },
+    **{
+        f"cast at {level}": (lambda m, x: m.linear(x), ONE * 1e5, level, CAST, 1e5, "")
+        for level in ("O1", "O2", "O3")
+    },
+    **{
+        f"inf and then nan at {level}": (becomes_nan, HUNDRED, level, "mm inf float16", 300.0,
+                                         "torch.mm")
+        for level in ("O1", "O2", "O3")
+    },
+    "the earlier of two": (two_origins, ONE, None, "exp inf float32", 100.0, "torch.exp"),
+    "in place": (lambda m, x: x.clone().exp_(), HUNDRED, None, "exp_ inf float32", 200.0, "exp_"),
+    "nan of a mask": (masked, ONE, None, "_softmax nan float32", None, "softmax(-1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward, x, level, made, largest, line", FOUND.values(), ids=FOUND)
+def test_the_operator_dtype_input_and_line(forward, x, level, made, largest, line):
+    report = found(forward, x, level=level)
+    operator, value, dtype = made.split()
+    assert (report.operator, report.value) == (f"aten.{operator}", value)
+    assert report.dtype is getattr(torch, dtype)
+    module = "linear" if operator == "_to_copy" else ""
+    assert (report.module, report.phase, report.largest_input) == (module, "forward", largest)
+    assert report.input_is_finite == (largest is not None)
+    assert "test_debug_operators.py:" in report.location and line in report.location
+    assert report.operator in str(report)
+    assert f"Largest finite input: {'unknown' if largest is None else f'{largest:g}'}" in str(
+        report
+    )
+
+
+MASK = torch.tensor([[True, False, False, False]])
+
+
 @pytest.mark.parametrize(
-    "level, operator, dtype",
-    [("O0", "aten.exp", torch.float32), ("O1", "aten.exp", torch.float32)]
-    + [(level, "aten.exp", torch.float16) for level in ("O2", "O3")],
+    "forward",
+    [
+        lambda m, x: x.masked_fill(MASK, float("-inf")),
+        lambda m, x: (x + torch.full((4,), -torch.inf)) * 2,
+        lambda m, x: torch.empty(1000).fill_(1.0) + x.sum(),
+        lambda m, x: torch.log(x * 0).clamp(min=-5.0),  # it never comes out
+    ],
 )
-def test_the_operator_dtype_input_and_line(level, operator, dtype):
-    report = found(lambda m, x: torch.exp(x).relu() * 2 + 1, torch.full((2, 4), 200.0), level=level)
-    assert (report.operator, report.dtype, report.value) == (operator, dtype, "inf")
-    assert (report.module, report.phase, report.largest_input) == ("", "forward", 200.0)
-    assert "test_debug_operators.py:" in report.location and "torch.exp(x)" in report.location
-    assert "aten.exp" in str(report) and "Largest finite input: 200" in str(report)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_cast_that_overflows_is_the_operator(level):
-    report = found(lambda m, x: m.linear(x), torch.full((2, 4), 1e5), level=level)
-    assert report.operator == "aten._to_copy" and report.dtype == torch.float16
-    assert report.largest_input == 1e5 and report.input_is_finite
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_the_overflow_is_blamed_and_not_the_nan_it_becomes(level):
-    def forward(module, x):
-        big = torch.mm(x, x.new_full((4, 4), 300.0))
-        return (big - big).view(-1).detach().softmax(0)
-
-    report = found(forward, torch.full((2, 4), 200.0), level=level)
-    assert (report.operator, report.value) == ("aten.mm", "inf")
-    assert "torch.mm" in report.location
-
-
-def test_of_two_origins_the_earlier_is_named():
-    def forward(module, x):
-        first = torch.exp(x * 100)
-        return torch.log(x * 0) + first
-
-    assert found(forward, torch.ones(2, 4)).operator == "aten.exp"
+def test_what_the_code_writes_itself_and_what_never_comes_out_is_no_finding(forward):
+    assert found(forward, ONE) is None
 
 
 def test_memory_that_was_never_written_is_named():
@@ -89,36 +119,6 @@ def test_memory_that_was_never_written_is_named():
         assert report.operator == "aten.exp_" and report.input_is_finite
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def test_a_mask_of_inf_is_no_finding():
-    mask = torch.tensor([[True, False, False, False]])
-    assert found(lambda m, x: x.masked_fill(mask, float("-inf")), torch.ones(2, 4)) is None
-    assert found(lambda m, x: (x + torch.full((4,), -torch.inf)) * 2, torch.ones(2, 4)) is None
-    assert found(lambda m, x: torch.empty(1000).fill_(1.0) + x.sum(), torch.ones(2, 4)) is None
-
-
-def test_a_nan_made_of_a_mask_is_one():
-    def forward(module, x):
-        return x.masked_fill(torch.ones(2, 4, dtype=torch.bool), float("-inf")).softmax(-1)
-
-    report = found(forward, torch.ones(2, 4))
-    assert (report.operator, report.value, report.input_is_finite) == (
-        "aten._softmax",
-        "nan",
-        False,
-    )
-
-
-def test_what_never_comes_out_is_no_finding():
-    """log(0) on the way to a finite output."""
-    assert found(lambda m, x: torch.log(x).clamp(min=-5.0), torch.zeros(2, 4)) is None
-
-
-def test_in_place_operators_are_asked_for_what_they_found():
-    report = found(lambda m, x: x.clone().exp_(), torch.full((2, 4), 100.0))
-    assert report.operator == "aten.exp_" and report.largest_input == 100.0
-    assert report.input_is_finite
 
 
 def test_a_torch_that_does_not_number_nodes(monkeypatch):

@@ -36,29 +36,55 @@ def test_a_linear_at_o1():
     assert (batches.batches, batches.weights, batches.bytes) == (1, 2, 2 * (4 * 8 + 8))
 
 
-def test_a_weight_used_twice_in_one_forward():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
 
-        def forward(self, x):
-            return F.linear(F.linear(x, self.weight), self.weight)
+    def forward(self, x):
+        return F.linear(F.linear(x, self.weight), self.weight)
 
-    model = initialized(Tied())
+
+@ampatch.half_function
+def doubled(x):
+    """A function of the user's, which Dynamo traces."""
+    return x * 2
+
+
+def outside_of_a_forward(model):
+    for _ in range(3):
+        F.linear(torch.ones(1, 4), model.weight)
+
+
+def three_exps(model):
+    torch.exp(torch.ones(4, dtype=HALF))
+    torch.exp(torch.ones(4))
+    with ampatch.disable_casts():
+        torch.exp(torch.ones(4, dtype=HALF))
+
+
+def banned(model):
+    F.binary_cross_entropy(torch.full((4,), 0.5, dtype=HALF), torch.ones(4, dtype=HALF))
+
+
+COUNTED = {  # the model, what is called, the function, and its calls, casts, cached and bytes
+    "a weight twice": (Tied, lambda m: m(torch.ones(1, 4)), "linear", (2, 2, 1, 40)),
+    "outside": (lambda: nn.Linear(4, 4), outside_of_a_forward, "linear", (3, 6, 0, 120)),
+    "to FP32": (Tied, three_exps, "torch.exp", (3, 1, 0, 16)),
+    "promoted": (Tied, lambda m: torch.addcmul(torch.ones(4, dtype=HALF), *torch.ones(2, 4)),
+                 "addcmul", (1, 1, 0, 16)),
+    "banned": (Tied, banned, "binary_cross_entropy", (1, 2, 0, 32)),
+    "the user's": (Tied, lambda m: doubled(torch.ones(4)), "doubled", (1, 1, 0, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make, call, name, counts", COUNTED.values(), ids=COUNTED)
+def test_calls_casts_and_bytes(make, call, name, counts):
+    model = initialized(make())
     with ampatch.report(model) as found:
-        model(torch.ones(1, 4))
-    calls = found.functions["torch.nn.functional.linear"]
-    assert (calls.calls, calls.casts, calls.cached) == (2, 2, 1)
-
-
-def test_outside_of_a_forward_nothing_is_cached():
-    model = initialized(nn.Linear(4, 4))
-    with ampatch.report(model) as found:
-        for _ in range(3):
-            F.linear(torch.ones(1, 4), model.weight)
-    calls = found.functions["torch.nn.functional.linear"]
-    assert (calls.calls, calls.casts, calls.cached) == (3, 6, 0)
+        call(model)
+    [calls] = [calls for key, calls in found.functions.items() if key.endswith(name)]
+    assert (calls.calls, calls.casts, calls.cached, calls.bytes) == counts
 
 
 def test_the_numbers_agree_with_the_cache_and_the_dtypes_on_the_way():
@@ -80,44 +106,6 @@ def test_the_numbers_agree_with_the_cache_and_the_dtypes_on_the_way():
     cached = sum(calls.cached for calls in found.functions.values())
     assert found.batches.batches == 2  # the second forward begins with one, and the third
     assert cached == after.hits - before.hits == 8
-
-
-def test_functions_under_float_promote_and_no_policy():
-    initialized(nn.Linear(1, 1))
-    half, single = torch.ones(4, dtype=HALF), torch.ones(4)
-    with ampatch.report() as found:
-        torch.exp(half)
-        torch.exp(single)
-        with ampatch.disable_casts():
-            torch.exp(half)
-        torch.addcmul(half, single, half)
-        torch.stack([half, single])
-    exp = found.functions["torch.exp"]
-    assert (exp.calls, exp.casts, exp.bytes, exp.to) == (3, 1, 16, {torch.float32: 1})
-    stack = found.functions.get("torch.stack")
-    assert stack is None or (stack.calls, stack.casts) == (1, 1)
-
-
-def test_a_banned_function_is_one_call():
-    initialized(nn.Linear(1, 1))
-    probability, target = torch.full((4,), 0.5, dtype=HALF), torch.ones(4, dtype=HALF)
-    with ampatch.report() as found:
-        F.binary_cross_entropy(probability, target)
-    (name,) = [name for name in found.functions if "binary_cross_entropy" in name]
-    calls = found.functions[name]
-    assert (calls.calls, calls.casts) == (1, 2)
-
-
-def test_functions_of_the_users_own():
-    @ampatch.half_function
-    def mine(x):
-        return x * 2
-
-    initialized(nn.Linear(1, 1))
-    with ampatch.report() as found:
-        mine(torch.ones(4))
-    (name,) = [name for name in found.functions if name.endswith("mine")]
-    assert found.functions[name].casts == 1 and found.functions[name].bytes == 8
 
 
 def test_a_bounce_is_found_also_through_a_view():
@@ -197,8 +185,6 @@ def test_off_nothing_is_left(monkeypatch):
     found.remove()
     model(torch.ones(1, 2))
     assert not found.functions and not found.modules
-    with pytest.raises(TypeError, match="ampatch.report"):
-        ampatch.report("model")
 
 
 def test_an_exception_in_a_call_does_not_shift_the_counts():
@@ -245,12 +231,6 @@ def test_two_reports_beside_a_profiler_see_the_same():
     before = str(first.functions)
     model(x)
     assert str(first.functions) == before
-
-
-@ampatch.half_function
-def doubled(x):
-    """A function of the user's, which Dynamo traces."""
-    return x * 2
 
 
 def test_code_that_is_compiled_under_a_report_runs_as_without():

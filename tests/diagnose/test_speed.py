@@ -61,23 +61,20 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     )
 
 
-def test_a_type_that_is_slower_in_one_operation_is_not_called_fast():
-    def both(*ratios):
-        names = ("matmul", "conv2d")
-        return [speed.Speed(name, BFLOAT16, r, r, r) for name, r in zip(names, ratios)]
-
-    assert speed.fast(both(3.0, 1.0)) == ("bfloat16",)
-    assert speed.fast(both(3.0, 0.5)) == ()
-
-
-def test_a_range_that_reaches_across_1_is_a_tie():
-    assert speed.Speed("matmul", BFLOAT16, 2.0, 0.8, 3.0).verdict == "tie"
-    assert speed.Speed("matmul", BFLOAT16, 0.5, 0.4, 1.2).verdict == "tie"
-
-
-def test_no_figure_is_smaller_than_a_tenth():
-    assert speed.Speed("matmul", FLOAT16, 0.007, 0.006, 0.008).shown() == "under 0.1x"
-    assert speed.Speed("matmul", FLOAT16, 0.5, 0.4, 0.6).shown() == "0.50x"
+@pytest.mark.parametrize(
+    "ratio, low, high, verdict, figure",
+    [
+        (2.0, 0.8, 3.0, "tie", "2.00x (0.80 to 3.00)"),  # its range reaches across 1
+        (0.5, 0.4, 1.2, "tie", "0.50x (0.40 to 1.20)"),
+        (0.5, 0.4, 0.6, "slower", "0.50x (0.40 to 0.60)"),
+        (0.007, 0.006, 0.008, "slower", "under 0.1x"),
+    ],
+)
+def test_verdicts_and_figures(ratio, low, high, verdict, figure):
+    one = speed.Speed("matmul", BFLOAT16, ratio, low, high)
+    assert (one.verdict, one.figure()) == (verdict, figure)
+    fast = speed.Speed("conv2d", BFLOAT16, 3.0, 3.0, 3.0)
+    assert speed.fast([one, fast]) == (("bfloat16",) if verdict == "tie" else ())
 
 
 def test_torch_is_measured_and_not_the_casts(monkeypatch):

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
-
-from ampatch.compat import apex as compat
-
-
-@pytest.fixture(autouse=True)
-def apex_package():
-    compat.install()
-    yield
-    compat.uninstall()
-
 
 START = [torch.linspace(-1, 1, 6).reshape(2, 3), torch.tensor([0.5, -2.0]), torch.zeros(3)]
 

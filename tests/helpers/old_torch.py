@@ -17,32 +17,10 @@ LACKING = {
             "test_overrides": r"test_overrides_of_functions_at_every_level\[O[23]\]",
         },
         "torch 2.4's Dynamo cannot trace a list in a threading.local, nor a dataclass": {
-<<<<<<< HEAD
             "test_compile": r"test_a_compiled_function_that_calls_the_model.*"
             r"|test_a_model_at_o0_beside_one_at_o1.*",
-            "test_overrides": r"test_overrides_in_overrides_are_compiled\[.*-O[123]\]"
-            r"|test_a_part_of_an_override_that_the_models_own_code_calls\[O[123]\]",
+            "test_overrides": r"test_a_part_of_an_override_that_the_models_own_code_calls\[O[123]\]",
             "test_ways_of_running": r"test_compile_of_a_model\[.*eager-after\]",
-=======
-            "test_compile": """
-                test_a_compiled_function_that_calls_the_model[eager]
-                test_a_compiled_function_that_calls_the_model[aot_eager]
-                test_an_overridden_submodule[eager]
-                test_an_overridden_submodule[aot_eager]
-                test_a_model_at_o0_beside_one_at_o1[eager]
-                test_a_model_at_o0_beside_one_at_o1[aot_eager]
-            """,
-            "test_overrides": """
-                test_a_part_of_an_override_that_the_models_own_code_calls[O1]
-                test_a_part_of_an_override_that_the_models_own_code_calls[O2]
-                test_a_part_of_an_override_that_the_models_own_code_calls[O3]
-            """,
-            "test_ways_of_running": """
-                test_compile_of_a_model[eager-after]
-                test_compile_of_a_model[aot_eager-after]
-                test_export
-            """,
->>>>>>> w-modelt
         },
         "torch 2.4's AOTAutograd calls torch's functions below autograd, where casts act": {
             "test_compile": r"test_compiled_equals_eager\[aot_eager-before-O1\]"

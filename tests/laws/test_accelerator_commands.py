@@ -14,7 +14,8 @@ from small_training import step
 from torch import nn
 
 import ampatch
-from ampatch.diagnose import doctor, speed
+from ampatch.cli import doctor
+from ampatch.diagnose import speed
 from ampatch.torch_private import devices
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]

@@ -12,8 +12,7 @@ from warm_python import environment
 
 import ampatch
 from ampatch import native
-from ampatch.cli import main
-from ampatch.diagnose import doctor
+from ampatch.cli import doctor, main
 from ampatch.errors import AmpatchError
 from ampatch.native import building, loading
 
@@ -129,7 +128,7 @@ def test_doctor_and_report_say_which_is_in_force(status, monkeypatch, capsys):
     monkeypatch.setattr(native, "_status", status)
     monkeypatch.setattr(building, "missing", lambda: "there is no C++ compiler 'c++'.")
     measure_quickly(monkeypatch)
-    assert dict(doctor.facts())["native part"] == status.reason
+    assert doctor.facts()["native_part"] == status.reason
     assert main.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["native_part"] == status.reason

@@ -31,7 +31,7 @@ def told():
         import torch, torch.nn.functional as F
         logging.basicConfig(level="INFO", stream=sys.stdout)
         import ampatch, ampatch.cli.main
-        from ampatch.diagnose import doctor
+        from ampatch.cli import doctor
         REMOVALS
         net, mm = torch.nn.Linear(2, 2), torch.mm
         ampatch.initialize(net, dtype="bfloat16", overrides={torch.relu: "float"})
@@ -40,7 +40,7 @@ def told():
         assert torch.mm is mm and net(torch.ones(2, 2)).dtype is torch.float32
         ampatch.init()  # the rows of apex's flavour, too
         ampatch.deactivate()
-        print("doctor:", dict(doctor.facts())["not in this torch"])
+        print("doctor:", doctor.facts()["missing_in_torch"])
         print("TABLES")
         assert ampatch.cli.main.main(["tables"]) == 0
     """).replace("REMOVALS", textwrap.dedent(REMOVALS))

@@ -22,15 +22,15 @@ from ampatch import (
     load_state_dict,
     master_params,
     promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
     scale_loss,
     state_dict,
 )
-from ampatch import register_float_function as _register_float_function
-from ampatch import register_half_function as _register_half_function
-from ampatch import register_promote_function as _register_promote_function
 
 from ...session import facade as engine
-from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel, Owner
+from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
 from . import lists
 from .state import Stash, _amp_state
 
@@ -141,21 +141,6 @@ def init(
     """`ampatch.init`; edits of `amp.lists` count here too."""
     engine.edit_tables(lists.edits())
     return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
-
-
-def register_half_function(module: Owner, name: str) -> None:
-    """Have `module.name` cast its floating arguments to the half type."""
-    _register_half_function(module, name)
-
-
-def register_float_function(module: Owner, name: str) -> None:
-    """Have `module.name` cast its half arguments to FP32."""
-    _register_float_function(module, name)
-
-
-def register_promote_function(module: Owner, name: str) -> None:
-    """Have `module.name` cast its floating arguments to the widest dtype among them."""
-    _register_promote_function(module, name)
 
 
 _ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")

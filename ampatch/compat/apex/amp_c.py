@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampatch.torch_private import foreach
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
+__all__ = ["multi_tensor_l2norm", "multi_tensor_scale"]
 
 
 @torch.no_grad()
@@ -22,26 +22,12 @@ def multi_tensor_scale(
 ) -> None:
     """`out = given * scale` for `[given, out]`, two lists; notes what is not finite in `given`."""
     given, out = tensor_lists
-    _note(noop_flag, given)
-    _put(out, foreach.mul(_wide(given), scale))
-
-
-@torch.no_grad()
-def multi_tensor_axpby(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Sequence[list[Tensor]],
-    a: float,
-    b: float,
-    arg_to_check: int,
-) -> None:
-    """`out = a * x + b * y` for `[x, y, out]`, three lists.
-
-    Notes what is not finite in `x` (`arg_to_check` is 0), `y` (1) or both (-1).
-    """
-    x, y, out = tensor_lists
-    _note(noop_flag, {0: x, 1: y, -1: [*x, *y]}[arg_to_check])
-    _put(out, foreach.add(foreach.mul(_wide(x), a), foreach.mul(_wide(y), b)))
+    filled = [tensor for tensor in given if tensor.numel()]
+    if filled:
+        largest = torch.stack([one.float() for one in foreach.norm(filled, float("inf"))])
+        noop_flag.masked_fill_(~largest.isfinite().all(), 1)
+    if out:
+        foreach.copy_(out, foreach.mul(_wide(given), scale))
 
 
 @torch.no_grad()
@@ -63,15 +49,3 @@ def multi_tensor_l2norm(
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.float() for tensor in tensors]
-
-
-def _put(out: list[Tensor], values: list[Tensor]) -> None:
-    if values:
-        foreach.copy_(out, values)
-
-
-def _note(noop_flag: Tensor, tensors: list[Tensor]) -> None:
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled:
-        largest = torch.stack([one.float() for one in foreach.norm(filled, float("inf"))])
-        noop_flag.masked_fill_(~largest.isfinite().all(), 1)

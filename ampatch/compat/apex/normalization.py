@@ -63,8 +63,8 @@ class FusedLayerNormAffineFunction:
     apply = staticmethod(fused_layer_norm_affine)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`.  `memory_efficient` is accepted and changes nothing."""
+class _Norm:
+    """apex's arguments, for a layer of torch.  `memory_efficient` changes nothing."""
 
     def __init__(
         self,
@@ -73,22 +73,16 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
         self.memory_efficient = memory_efficient
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`.  `memory_efficient` is accepted and changes nothing."""
+class FusedLayerNorm(_Norm, nn.LayerNorm):
+    """`torch.nn.LayerNorm`."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+
+class FusedRMSNorm(_Norm, nn.RMSNorm):
+    """`torch.nn.RMSNorm`."""
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

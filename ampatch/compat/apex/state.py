@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...session import facade as engine
 
-__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print"]
 
 
 class AmpState:
@@ -46,6 +46,16 @@ class AmpState:
         return sessions[-1]
 
 
+def _setting(name: str, default: Any, kind: type) -> Any:
+    """A setting of a dynamic scaler under apex's name; a static one has none to change."""
+
+    def written(scaler: LossScaler, value: Any) -> None:
+        if scaler.dynamic:
+            scaler._scaler.change("loss scaler", {name: kind(value)})
+
+    return property(lambda scaler: getattr(scaler._scaler.settings, name, default), written)
+
+
 class LossScaler:
     """A loss scaler under apex's names."""
 
@@ -76,33 +86,9 @@ class LossScaler:
     def dynamic(self) -> bool:
         return self._scaler.is_dynamic
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return getattr(self._scaler.settings, "growth_interval", 2000)
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._change(growth_interval=int(value))
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return getattr(self._scaler.settings, "max_loss_scale", 2.0**24)
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._change(max_loss_scale=float(value))
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return getattr(self._scaler.settings, "min_loss_scale", None)
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float) -> None:
-        self._change(min_loss_scale=float(value))
-
-    def _change(self, **settings: Any) -> None:
-        if self.dynamic:  # a static scale has none
-            self._scaler.change("loss scaler", settings)
+    _scale_seq_len = _setting("growth_interval", 2000, int)
+    _max_loss_scale = _setting("max_loss_scale", 2.0**24, float)
+    _min_loss_scale = _setting("min_loss_scale", None, float)
 
 
 class OptProperties:
@@ -185,13 +171,6 @@ def maybe_print(message: str, rank0: bool = False) -> None:
     """Print a message, at verbosity above 0."""
     if _amp_state.verbosity > 0:
         print(message)
-
-
-def warn_or_err(message: str) -> None:
-    """Raise `RuntimeError`, or with `_amp_state.hard_override` print the warning."""
-    if not _amp_state.hard_override:
-        raise RuntimeError(message)
-    maybe_print(f"Warning: {message}")
 
 
 def master_params(optimizer: Any) -> Any:

@@ -6,9 +6,11 @@ no longer found was rebound; one that is still found is out of reach.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -118,50 +120,44 @@ def places(module: types.ModuleType, functions: dict[int, str]) -> Iterator[Plac
     The search follows containers, partials, the module's own functions and classes,
     and the attributes of instances, torch.nn modules among them.
     """
-    search = _Search(module.__name__, functions)
+    seen: set[int] = set()
+
+    def look(value: Any, path: str, kind: str, depth: int = 0) -> Iterator[Place]:
+        if id(value) in functions:
+            yield Place(module.__name__, path, kind, functions[id(value)])
+        elif id(value) not in seen and depth < _DEEPEST:
+            seen.add(id(value))
+            for part, name, part_kind in _parts(value, module.__name__):
+                yield from look(part, path + name, part_kind, depth + 1)
+
     for name, value in list(vars(module).items()):
         if not name.startswith("__"):
-            yield from search.look(value, name, GLOBAL, 0)
+            yield from look(value, name, GLOBAL)
 
 
-class _Search:
-    def __init__(self, module: str, functions: dict[int, str]) -> None:
-        self._module = module
-        self._functions = functions
-        self._seen: set[int] = set()
-
-    def look(self, value: Any, path: str, kind: str, depth: int) -> Iterator[Place]:
-        """The places at and below `value`, which is at `path`."""
-        if id(value) in self._functions:
-            yield Place(self._module, path, kind, self._functions[id(value)])
-        elif id(value) not in self._seen and depth < _DEEPEST:
-            self._seen.add(id(value))
-            for part, name, part_kind in self._parts(value):
-                yield from self.look(part, path + name, part_kind, depth + 1)
-
-    def _parts(self, value: Any) -> Iterator[tuple[Any, str, str]]:
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            yield value.__func__, "", "class attribute"
-        elif type(value) is property:
-            yield value.fget, "", "class attribute"
-        elif isinstance(value, functools.partial):
-            yield value.func, ".func", "partial"
-            yield from _items(value.args, "partial")
-            yield from _items(value.keywords, "partial")
-        elif isinstance(value, types.FunctionType):
-            if self._is_of_module(value):
-                yield from _parts_of_function(value)
-        elif isinstance(value, type):
-            if self._is_of_module(value):
-                for name, attribute in list(vars(value).items()):
-                    yield attribute, f".{name}", "class attribute"
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
-            yield from _items(value, "container")
-        elif not isinstance(value, (types.ModuleType, torch.Tensor)):
-            yield from _attributes(value)
-
-    def _is_of_module(self, value: Any) -> bool:
-        return value.__module__ == self._module
+def _parts(value: Any, module: str) -> Iterator[tuple[Any, str, str]]:
+    """What a value holds, with the end of its path and the kind of place; runs none of its code."""
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        yield value.__func__, "", "class attribute"
+    elif type(value) is property:
+        yield value.fget, "", "class attribute"
+    elif isinstance(value, functools.partial):
+        yield value.func, ".func", "partial"
+        yield from _items(value.args, "partial")
+        yield from _items(value.keywords, "partial")
+    elif isinstance(value, types.FunctionType):
+        if value.__module__ == module:
+            yield from _parts_of_function(value)
+    elif isinstance(value, type):
+        if value.__module__ == module:
+            for name, attribute in list(vars(value).items()):
+                yield attribute, f".{name}", "class attribute"
+    elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        yield from _items(value, "container")
+    elif not isinstance(value, (types.ModuleType, torch.Tensor)):
+        with contextlib.suppress(AttributeError):  # it has no __dict__
+            for name, attribute in list(object.__getattribute__(value, "__dict__").items()):
+                yield attribute, f".{name}", "instance attribute"
 
 
 def _items(container: Any, kind: str) -> Iterator[tuple[Any, str, str]]:
@@ -171,33 +167,10 @@ def _items(container: Any, kind: str) -> Iterator[tuple[Any, str, str]]:
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, str, str]]:
-    code = function.__code__
-    defaults = function.__defaults__ or ()
-    positional = code.co_varnames[: code.co_argcount]
-    named = dict(zip(positional[len(positional) - len(defaults) :], defaults))
-    for name, value in {**named, **(function.__kwdefaults__ or {})}.items():
-        yield value, f"({name}=)", "default argument"
-    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        try:
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        yield parameter.default, f"({name}=)", "default argument"
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # the variable has no value yet
             yield cell.cell_contents, f" -> {name}", "closure"
-        except ValueError:  # the variable has no value yet
-            continue
     for name, value in vars(function).items():
         yield value, f".{name}", "instance attribute"
-
-
-def _attributes(value: Any) -> Iterator[tuple[Any, str, str]]:
-    """The attributes of an instance, from `__dict__` and slots, without running its code."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = {}
-    for name, attribute in list(own.items()):
-        yield attribute, f".{name}", "instance attribute"
-    for cls in type(value).__mro__:
-        for name, slot in vars(cls).items():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    yield slot.__get__(value), f".{name}", "instance attribute"
-                except AttributeError:  # nothing in that slot
-                    continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 __all__ = ["FP16_Optimizer"]
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
+_KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
+"""Attributes that a checkpoint has."""
 
 
 class FP16_Optimizer:  # apex's name
@@ -116,15 +118,6 @@ class FP16_Optimizer:  # apex's name
             return -1
         return clip_grad_norm_(self._masters(), max_norm, norm_type)
 
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The FP32 gradients group by group, or None after an overflow."""
-        if self.overflow:
-            return None
-        return [
-            [None if param.grad is None else param.grad.data for param in group["params"]]
-            for group in self.param_groups
-        ]
-
     def step(self, closure: Callable | None = None) -> Any:
         """The optimizer's step; skipped after an overflow.  A closure calls `backward` itself."""
         scale = self.loss_scale
@@ -161,18 +154,7 @@ class FP16_Optimizer:  # apex's name
 
     def _print_skip(self, scale: float) -> None:
         if self.verbose:
-            print(
-                f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}. "
-                f"First in {next(self._overflowed(), 'a gradient that is gone')}."
-            )
-
-    def _overflowed(self) -> Iterator[str]:
-        """The places of parameters with non-finite gradients."""
-        for name in ("fp16_groups", "fp32_from_fp32_groups"):
-            for index, group in enumerate(getattr(self, name)):
-                for place, param in enumerate(group):
-                    if param.grad is not None and not torch.isfinite(param.grad).all():
-                        yield f"{name}[{index}][{place}], shape {tuple(param.shape)}"
+            print(f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}.")
 
     # Parts
 
@@ -196,35 +178,26 @@ class FP16_Optimizer:  # apex's name
     def state_dict(self) -> dict[str, Any]:
         """apex's entries; `fp32_from_fp16` are the FP32 copies, group by group."""
         return {
-            "loss_scaler": self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **{name: getattr(self, name) for name in _KEPT},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict`, apex's too.  Load the model first."""
-        saved = state_dict["fp32_from_fp16"]
-        if [[t.shape for t in g] for g in saved] != [
-            [t.shape for t in g] for g in self.fp32_from_fp16_groups
-        ]:
+        saved, mine = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
+        shapes = [[[tensor.shape for tensor in group] for group in one] for one in (saved, mine)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
                 "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
                 "not fit the half parameters of this optimizer. Expected the checkpoint of the "
                 "same model and parameter groups."
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for name in (
-            "loss_scaler",
-            "dynamic_loss_scale",
-            "overflow",
-            "first_closure_call_this_step",
-        ):
+        for name in _KEPT:
             setattr(self, name, state_dict[name])
         with torch.no_grad():
-            for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+            for masters, values in zip(mine, saved, strict=True):
                 for master, value in zip(masters, values, strict=True):
                     master.copy_(value)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .common import Fused, listed, steps_by_tensor
+from .common import Fused, steps_by_tensor
 
 __all__ = ["FusedAdagrad"]
 
@@ -23,9 +23,8 @@ class FusedAdagrad(Fused, torch.optim.Adagrad):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        super().__init__(listed(params), lr=lr, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
         self.adagrad_w_mode = int(adagrad_w_mode)
-        self.set_grad_none = set_grad_none
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         steps_by_tensor(group, state)

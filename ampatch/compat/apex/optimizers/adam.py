@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampatch.torch_private import foreach
 
-from .common import Fused, can_be_fused, listed, refuse, steps_by_tensor, with_grads
+from .common import Fused, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
 
-_DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 class FusedAdam(Fused, torch.optim.Adam):
@@ -25,9 +24,7 @@ class FusedAdam(Fused, torch.optim.Adam):
     of parameter groups too) the moments are not corrected.  `capturable` and
     `master_weights` are accepted and have no effect; at O2 the weights are FP32.
 
-    `step(grads=..., scale=..., output_params=...)` and `max_grad_norm` are those of apex's
-    first version: explicit gradients, their divisor, and half parameters that get the new
-    values.
+    What apex's first version had besides (`max_grad_norm`, `step(grads=...)`) is refused.
     """
 
     def __init__(
@@ -47,23 +44,17 @@ class FusedAdam(Fused, torch.optim.Adam):
         max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
     ) -> None:
-        if amsgrad:
-            refuse("FusedAdam", "amsgrad=True", "torch.optim.AdamW(amsgrad=True)")
-        if eps_inside_sqrt:
-            refuse("FusedAdam", "eps_inside_sqrt=True", "FusedAdam without it")
-        params = listed(params)
         super().__init__(
-            params,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=can_be_fused(params) or None,
-            **({"decoupled_weight_decay": adam_w_mode} if _DECOUPLES else {}),
-        )
+            params, set_grad_none, may_fuse=True,
+            refused={
+                "amsgrad": amsgrad,
+                "max_grad_norm": max_grad_norm,
+                "eps_inside_sqrt": eps_inside_sqrt,
+            },
+            lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay,
+            **({"decoupled_weight_decay": adam_w_mode} if DECOUPLES else {}),
+        )  # fmt: skip
         self.adam_w_mode = int(adam_w_mode)
-        self.set_grad_none = set_grad_none
-        self.max_grad_norm = max_grad_norm
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
@@ -82,40 +73,17 @@ class FusedAdam(Fused, torch.optim.Adam):
     def _is_plain(self) -> bool:
         """Whether torch's own step does everything that the options ask for."""
         return all(group.get("bias_correction", True) for group in self.param_groups) and (
-            _DECOUPLES or not getattr(self, "adam_w_mode", 0)
+            DECOUPLES or not getattr(self, "adam_w_mode", 0)
         )
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         steps_by_tensor(group, state)
 
-    def step(
-        self,
-        closure: Callable | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: float = 1.0,
-        grad_norms: Any = None,
-    ) -> Any:
-        """One step.  The arguments after `closure` are those of apex's first version.
-
-        Args:
-            grads: gradients in the place of `.grad`, of any floating dtype: a list, or one
-                list for each group.
-            output_params: half tensors, in the same order, that get the new values.
-            scale: what the gradients are divided by.
-            grad_norms: norms of the scaled gradients for `max_grad_norm`, one for each group.
-        """
-        if grads is not None:
-            self._put_grads(grads, scale, grad_norms)
-        elif scale != 1.0 or grad_norms is not None:
-            raise RuntimeError(
-                "FusedAdam.step(scale=..., grad_norms=...): only with grads=... as well. With "
-                "ampatch.scale_loss gradients are unscaled already: call step() alone."
-            )
-        result = super().step(closure)
-        if output_params is not None:
-            self._copy_out(output_params)
-        return result
+    def step(self, closure: Callable | None = None, **of_first_version: Any) -> Any:
+        """One step; returns what the closure returns."""
+        for name in of_first_version:
+            refuse("FusedAdam.step", f"{name}=...", "scale_loss, which unscales, and step() alone")
+        return super().step(closure)
 
     def _update(self) -> None:
         step = torch.optim.Adam.step
@@ -129,7 +97,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 self._update_uncorrected(group)
         self.param_groups = corrected
         try:
-            self._step_of_torch(step, bool(self.adam_w_mode) and not _DECOUPLES)
+            self._step_of_torch(step, bool(self.adam_w_mode) and not DECOUPLES)
         finally:
             self.param_groups = groups
 
@@ -158,37 +126,3 @@ class FusedAdam(Fused, torch.optim.Adam):
         divisor = foreach.sqrt(second)
         foreach.add_(divisor, group["eps"])
         foreach.addcdiv_(params, first, divisor, value=-float(group["lr"]))
-
-    # The arguments of apex's first version
-
-    def _put_grads(self, grads: Any, scale: float, grad_norms: Any) -> None:
-        norms = grad_norms if grad_norms is not None else [None] * len(self.param_groups)
-        rows = _by_group(grads, self.param_groups, "grads")
-        with torch.no_grad():
-            for group, row, norm in zip(self.param_groups, rows, norms, strict=True):
-                divisor = scale
-                limit = group.get("max_grad_norm", self.max_grad_norm)
-                if limit > 0 and norm is not None:
-                    divisor = scale * max(1.0, (float(norm) / scale + 1e-6) / limit)
-                for param, grad in zip(group["params"], row, strict=True):
-                    param.grad = None if grad is None else grad.to(param.dtype) / divisor
-
-    def _copy_out(self, output_params: Any) -> None:
-        rows = _by_group(output_params, self.param_groups, "output_params")
-        with torch.no_grad():
-            for group, row in zip(self.param_groups, rows, strict=True):
-                for param, output in zip(group["params"], row, strict=True):
-                    output.copy_(param)
-
-
-def _by_group(values: Any, groups: list[dict], argument: str) -> list[list[Tensor]]:
-    """One list for each group, from such lists, or from one flat list for a single group."""
-    rows = list(values)
-    if rows and not isinstance(rows[0], (list, tuple)):
-        rows = [rows]
-    if [len(row) for row in rows] != [len(group["params"]) for group in groups]:
-        raise ValueError(
-            f"FusedAdam.step({argument}=...): expected one tensor for each parameter, in one list "
-            f"for each of the {len(groups)} groups."
-        )
-    return rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +13,14 @@ from torch import Tensor
 from ampatch.torch_private import foreach
 from ampatch.torch_private.devices import have_fused_optimizers
 
+REFUSED = {
+    "amsgrad": "it without amsgrad, or torch.optim.AdamW(amsgrad=True)",
+    "eps_inside_sqrt": "it without eps_inside_sqrt",
+    "max_grad_norm": "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm) "
+    "before step()",
+}
+"""What to use in the place of arguments that are not available."""
+
 
 class Fused:
     """apex's `step(closure)`, `zero_grad` and checkpoints for an optimizer of torch.
@@ -18,9 +28,28 @@ class Fused:
     A mixin, in front of a `torch.optim.Optimizer` among the bases: torch's optimizers take
     these methods from their class.  A subclass implements one step on the present gradients
     in `_update`.
+
+    `may_fuse`: torch's fused kernels do the step where they can.  `refused` are apex's arguments
+    that are not available, with the values that were given.  `options` go to torch's class.
     """
 
-    set_grad_none = True
+    def __init__(
+        self,
+        params: Any,
+        set_grad_none: bool,
+        *,
+        may_fuse: bool = False,
+        refused: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        for name, value in refused.items():
+            if value:
+                refuse(type(self).__name__, f"{name}={value}", REFUSED[name])
+        params = listed(params)
+        if may_fuse:
+            options["fused"] = can_be_fused(params) or None
+        self.set_grad_none = set_grad_none
+        super().__init__(params, **options)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or zero them where `set_grad_none=False` was given."""
@@ -54,30 +83,20 @@ class Fused:
 
     def _step_of_torch(self, step: Callable, decays_apart: bool) -> None:
         """Run the `step` of torch's class; with `decays_apart` weight decay is no gradient."""
-        step = unhooked(step)
-        if decays_apart:
-            self._decay_apart()
-            self._without_weight_decay(step)
-        else:
-            step(self)
-
-    def _decay_apart(self) -> None:
-        """Weight decay outside of the gradients: p -= lr * weight_decay * p."""
-        for group in self.param_groups:
-            params = with_grads(group)
-            if params and group["weight_decay"]:
-                foreach.mul_(params, 1 - group["lr"] * group["weight_decay"])
-
-    def _without_weight_decay(self, step: Callable) -> None:
-        """Run torch's step with weight decay 0 in every group."""
-        found = [group["weight_decay"] for group in self.param_groups]
+        # The wrapper by which torch runs step hooks is around the `step` of this class too.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        decays = [group["weight_decay"] for group in self.param_groups]
         try:
-            for group in self.param_groups:
-                group["weight_decay"] = 0.0
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                params = with_grads(group)
+                if decays_apart and decay:
+                    group["weight_decay"] = 0.0
+                    if params:
+                        foreach.mul_(params, 1 - group["lr"] * decay)
             step(self)
         finally:
-            for group, weight_decay in zip(self.param_groups, found, strict=True):
-                group["weight_decay"] = weight_decay
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
 
 
 def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
@@ -91,14 +110,6 @@ def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
 def with_grads(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a group that have gradients."""
     return [param for param in group["params"] if param.grad is not None]
-
-
-def unhooked(step: Callable) -> Callable:
-    """A class's `step` without the wrapper by which torch runs step hooks.
-
-    The `step` of `Fused` has that wrapper too, and hooks must not run twice.
-    """
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def refuse(name: str, argument: str, instead: str) -> NoReturn:
@@ -122,9 +133,5 @@ def _in_group(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def can_be_fused(params: list) -> bool:
     """Whether torch's fused kernels can work on all of `listed` parameters."""
-    return have_fused_optimizers(_tensors(params))
-
-
-def _tensors(params: list) -> Iterator[Any]:
-    for entry in params:
-        yield from entry["params"] if isinstance(entry, dict) else [entry]
+    groups = (entry["params"] if isinstance(entry, dict) else [entry] for entry in params)
+    return have_fused_optimizers(chain.from_iterable(groups))

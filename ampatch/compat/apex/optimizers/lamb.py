@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampatch.torch_private import foreach
 
-from .common import Fused, listed, refuse, with_grads
+from .common import Fused, with_grads
 
 __all__ = ["FusedLAMB"]
 
@@ -41,8 +41,6 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            refuse("FusedLAMB", "amsgrad=True", "FusedLAMB without it")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -52,9 +50,8 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(listed(params), defaults)
+        super().__init__(params, set_grad_none, refused={"amsgrad": amsgrad}, defaults=defaults)
         self.adam_w_mode = int(adam_w_mode)
-        self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
     def _update(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import Fused, listed, refuse, with_grads
+from .common import Fused, refuse, with_grads
 
 __all__ = ["FusedNovoGrad"]
 
@@ -39,8 +39,6 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            refuse("FusedNovoGrad", "amsgrad=True", "FusedNovoGrad without it")
         if norm_type not in (0, 2):
             refuse("FusedNovoGrad", f"norm_type={norm_type}", "0 (largest value) or 2")
         defaults = {
@@ -53,9 +51,8 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(listed(params), defaults)
+        super().__init__(params, set_grad_none, refused={"amsgrad": amsgrad}, defaults=defaults)
         self.reg_inside_moment = reg_inside_moment
-        self.set_grad_none = set_grad_none
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         """apex keeps the running norms in the group: a tensor for half, one for FP32 parameters."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .common import Fused, can_be_fused, listed
+from .common import Fused
 
 __all__ = ["FusedSGD"]
 
@@ -29,18 +29,12 @@ class FusedSGD(Fused, torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        params = listed(params)
         super().__init__(
-            params,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
+            params, set_grad_none, may_fuse=not wd_after_momentum,
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=(can_be_fused(params) and not wd_after_momentum) or None,
-        )
+        )  # fmt: skip
         self.wd_after_momentum = wd_after_momentum
-        self.set_grad_none = set_grad_none
 
     def _update(self) -> None:
         self._step_of_torch(torch.optim.SGD.step, self.wd_after_momentum)

@@ -2,8 +2,9 @@
 
 # No `from __future__ import annotations`: torch compares those of a communication hook.
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,19 +16,14 @@ from ..apex_c import flatten, unflatten
 __all__ = [
     "DistributedDataParallel",
     "Reducer",
-    "apply_flat_dist_call",
     "create_syncbn_process_group",
-    "extract_tensors",
     "flat_dist_call",
     "flatten",
-    "split_by_type",
-    "split_half_float_double",
     "unflatten",
 ]
 
 _MESSAGE_SIZE = 10_000_000  # elements; apex's default
 
-_FLOATING = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 _OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _SENDS_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
@@ -107,14 +103,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
 
+@dataclasses.dataclass
 class _Reduction:
     """Factors for gradients before and after the reduction, and whether it is in FP32."""
 
-    def __init__(self, group: Any, before: float, after: float, in_fp32: bool) -> None:
-        self.group = group
-        self.before = before
-        self.after = after
-        self.in_fp32 = in_fp32
+    group: Any
+    before: float
+    after: float
+    in_fp32: bool
 
 
 def _reduce(how: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -168,48 +164,17 @@ def flat_dist_call(
 
     With `torch.distributed.all_reduce` they are averaged.
     """
-    for alike in split_by_type(tensors).values():
-        apply_flat_dist_call(alike, call, extra_args)
-
-
-def apply_flat_dist_call(
-    bucket: Sequence[Tensor], call: Callable, extra_args: Iterable[Any] | None = None
-) -> None:
-    """`flat_dist_call` for tensors of one dtype."""
-    with torch.no_grad():
-        flat = flatten(bucket)
-        call(flat, *(extra_args or ()))
-        if call is dist.all_reduce:
-            flat /= dist.get_world_size()
-        for tensor, values in zip(bucket, unflatten(flat, bucket)):
-            tensor.copy_(values)
-
-
-def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """The tensors by `Tensor.type()`, in the order in which the types come."""
     kinds: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.type(), []).append(tensor)
-    return kinds
-
-
-def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """One list for each floating dtype that there is, half first."""
-    found = {tensor.dtype for tensor in tensors}
-    return [
-        [tensor for tensor in tensors if tensor.dtype is dtype]
-        for dtype in _FLOATING
-        if dtype in found
-    ]
-
-
-def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Append the tensors in nested containers to `tensor_list`."""
-    if isinstance(maybe_tensor, Tensor):
-        tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
-        for part in maybe_tensor:
-            extract_tensors(part, tensor_list)
+    for alike in kinds.values():
+        with torch.no_grad():
+            flat = flatten(alike)
+            call(flat, *(extra_args or ()))
+            if call is dist.all_reduce:
+                flat /= dist.get_world_size()
+            for tensor, values in zip(alike, unflatten(flat, alike)):
+                tensor.copy_(values)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

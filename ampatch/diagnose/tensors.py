@@ -1,9 +1,11 @@
-"""Notes about tensors, shared by their views, detached copies and saved tensors."""
+"""Tensors in arguments and outputs, notes about them, and their dtypes' names."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import dataclasses
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -12,6 +14,24 @@ from ampatch.torch_private.tensors import memory_of
 T = TypeVar("T")
 
 MOST = 512  # more notes than this are searched for those of freed storages
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float16"` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The floating and complex tensors in a value: in lists, tuples, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() or value.is_complex() else []
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, dict) or hasattr(value, "items"):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
 
 
 class StorageNotes(Generic[T]):
