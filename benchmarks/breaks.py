@@ -341,6 +341,116 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+sweep/report/paired.py
+|     differences = [value - reference for value,
+|     differences = [reference - value for value,
+| sweep/test_sweep_paired.py sweep/test_sweep_judge.py
+
+sweep/report/paired.py
+| p[index] * (len(p) - rank)
+| p[index] * len(p)
+| sweep/test_sweep_paired.py
+
+sweep/report/margin.py
+|     return at_worst(one) <= one.matters
+|     return at_worst(one) >= one.matters
+| sweep/test_sweep_recommendation.py
+
+sweep/report/margin.py
+| ends[1] if one.better == "lower" else -ends[0]
+| ends[0] if one.better == "lower" else -ends[1]
+| sweep/test_sweep_recommendation.py
+
+sweep/report/margin.py
+|     if (one.difference > 0) == (one.better == "higher"):
+|     if (one.difference > 0) != (one.better == "higher"):
+| sweep/test_sweep_judge.py
+
+sweep/report/summary.py
+|     return of_base / own if own and of_base else None
+|     return own / of_base if own and of_base else None
+| sweep/test_sweep_speed.py sweep/test_sweep_figures.py
+
+sweep/report/summary.py
+|         if run.trial.short or status(run) != OK:
+|         if status(run) != OK:
+| sweep/test_sweep_speed.py
+
+sweep/report/figures.py
+|     return there[min(WARM_UP, len(there) // 4) :]
+|     return there
+| sweep/test_sweep_figures.py
+
+sweep/report/figures.py
+| step < len(skipped) and not skipped[step]
+| step < len(skipped) and skipped[step]
+| sweep/test_sweep_figures.py
+
+sweep/report/pace.py
+|     return FASTER if speeds.low > reach else
+|     return FASTER if speeds.high > reach else
+| sweep/test_sweep_speed.py
+
+sweep/report/table.py
+|         return cls(told, [[column.text(one) for column in told] for one in shown])
+|         return cls(told, [[column.text(one) for column in told] for one in shown[1:]])
+| sweep/test_sweep_judge.py sweep/test_sweep_report.py
+
+sweep/report/summary_files.py
+|         **{f"speed_{end}": getattr(row.speeds, end, None) for end in ("low", "high")},
+|         **{f"speed_{end}": getattr(row.step_times, end, None) for end in ("low", "high")},
+| sweep/test_sweep_report.py
+
+sweep/report/recommendation.py
+|     fastest = max(shown, key=lambda row: row.decisive.median)
+|     fastest = min(shown, key=lambda row: row.decisive.median)
+| sweep/test_sweep_recommendation.py
+
+sweep/report/recommendation.py
+|     shown = [row for row in faster if not not_shown(row)]
+|     shown = list(faster)
+| sweep/test_sweep_recommendation.py sweep/test_sweep_speed.py
+
+sweep/report/curves.py
+|     both = both.assign(loss=both.loss - both.reference)
+|     both = both.assign(loss=both.reference - both.loss)
+| sweep/test_sweep_report.py
+
+sweep/report/curves.py
+| [second - series.seconds[0] for second in series.seconds]
+| [second for second in series.seconds]
+| sweep/test_sweep_report.py
+
+sweep/report/start_check.py
+|         if abs(value - expected) > _allowed(
+|         if abs(value - expected) > 9 * _allowed(
+| sweep/test_sweep_starts.py
+
+sweep/report/seed_check.py
+|     if is_used and not others:
+|     if is_used:
+| sweep/test_sweep_seeds.py
+
+sweep/measure/output_metrics.py
+|     return measured.output_marks[index][0] - 1
+|     return measured.output_marks[index][0]
+| sweep/test_sweep_judge.py
+
+sweep/measure/step_parts.py
+|     times = [one if end.pauses == later.pauses else None for (end, later), one in pairs]
+|     times = [one for (end, later), one in pairs]
+| sweep/test_sweep_figures.py
+
+sweep/measure/recorder.py
+|         self._pauses += bool(values)
+|         self._pauses += 0
+| sweep/test_sweep_figures.py sweep/test_sweep_speed.py sweep/test_sweep.py
+
+sweep/measure/probes.py
+|             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
+|             value = value.detach().double().sum() if value.numel() != 1 else value.detach()
+| sweep/test_sweep_figures.py
 """
 
 
