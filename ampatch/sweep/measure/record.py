@@ -57,7 +57,6 @@ class Measured:
     skipped: list[bool] = field(default_factory=list)  # every managed step, in order
     step_seconds: list[float | None] = field(default_factory=list)  # since the step before
     cpu_seconds: list[float | None] = field(default_factory=list)  # the same of the processor
-    parts: dict[str, list[float | None]] = field(default_factory=dict)  # as `step_parts.PARTS`
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
@@ -69,7 +68,7 @@ class Measured:
     memory_kind: str = "resident"  # or "device"
     matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
-    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
+    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
     error: str = ""  # of the exception that ended the script
     seed_calls: list[SeedCall] = field(default_factory=list)
     seed_read: bool = False  # the script read AMPATCH_SEED

@@ -8,7 +8,6 @@
   steps most often counts.
 * CPU time: what the process used of all processors from step to step, as step time counts
   it.  Other processes that keep the machine busy lengthen step time and hardly CPU time.
-* Parts of a step: see `measure/step_parts.py`; each is the median over the same steps.
 * Samples per second: the samples that the script reports, per step, over the
   median step time.
 * First and last loss: means over the first and the last twentieth of all
@@ -46,13 +45,6 @@ def step_times(measured: Measured | None, first: int | None = None) -> Spread | 
 def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
     """The median CPU time of a step in milliseconds; None where the device is no CPU."""
     return _median_ms([] if measured is None else measured.cpu_seconds[:first])
-
-
-def parts_ms(measured: Measured | None) -> dict[str, float]:
-    """The median milliseconds of each part of a step, of those parts that are known."""
-    table = {} if measured is None else measured.parts
-    found = {name: _median_ms(seconds) for name, seconds in table.items()}
-    return {name: ms for name, ms in found.items() if ms is not None}
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:

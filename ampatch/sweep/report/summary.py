@@ -16,13 +16,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import (
     OK,
     cpu_ms,
     first_and_last,
     non_finite,
-    parts_ms,
     samples_per_second,
     spread_of,
     status,
@@ -143,7 +141,6 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         step_ms=times and times.median,
         step_times=times,
         cpu_ms=_median(map(cpu_ms, timed)),
-        parts=_parts(timed),
         speed=speeds and speeds.median,
         speeds=speeds,
         cpu_speeds=cpu_speeds,
@@ -203,15 +200,6 @@ def _times(measured: Sequence[Measured]) -> Spread | None:
         return None
     columns = ([getattr(spread, name) for spread in spreads] for name in ("median", "low", "high"))
     return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
-
-
-def _parts(timed: Sequence[Measured]) -> dict[str, float]:
-    tables = list(map(parts_ms, timed))
-    return {
-        name: statistics.median(table[name] for table in tables if name in table)
-        for name in PARTS
-        if any(name in table for table in tables)
-    }
 
 
 def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
