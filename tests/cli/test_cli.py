@@ -62,7 +62,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
 
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
-    table, parts, verdicts = done.stdout.split("\n\n")
+    table, verdicts = done.stdout.split("\n\n")
     head, _line, first, second, *notes = table.splitlines()
     assert head.split() == [
         "level",
@@ -83,7 +83,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
         "scale",
         "status",
     ]
-    assert "resident set" in notes[-1]
+    assert "resident set" in " ".join(notes)
     assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
     assert second.split()[6].endswith("x\N{DAGGER}") and first.split()[-4:] == [
         "0.7500",
@@ -91,17 +91,10 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
         "1",
         "ok",
     ]
-    assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
-    of_o0, of_o1, kind, checked, native_part, threads, load, scaling, recommended, written = (
-        verdicts.splitlines()
-    )
-    assert kind == "Script: calls initialize of ampatch or apex."
-    assert checked.startswith("Checked: O0 had no torch.autocast and no GradScaler, and FP32 prod")
-    assert native_part == "Native part: not in force."
-    assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
+    of_o0, of_o1, recommended, written = verdicts.splitlines()
     assert of_o0 == "O0 float32: the baseline"
     assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
-    assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
+    assert recommended.startswith("Recommendation: Not known yet: a speed takes two rounds")
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
     progress = done.stderr.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"

@@ -136,7 +136,8 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.p is not None]
+    told = ("better", "small", "worse")
+    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.outcome in told]
     return "; ".join(map(quality_text, [row.comparisons[0], *loss]))
 
 
@@ -150,11 +151,11 @@ _OUTCOMES = {
 
 def quality_text(one: Comparison) -> str:
     """How a quantity compares with that of O0, in words."""
-    against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
+    against = f"{one.title} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
         return f"{against}, not tested ({one.untested})"
     if not one.difference and not one.scatter:
-        return f"equal to O0 with each of {one.n} seeds: {one.name} {one.mean:.4g}"
+        return f"equal to O0 with each of {one.n} seeds: {one.title} {one.mean:.4g}"
     return f"{_OUTCOMES[one.outcome]}: {against}, difference {difference_text(one)}"
 
 

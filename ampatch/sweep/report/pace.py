@@ -111,9 +111,9 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
-            f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g} times as fast "
-            f"(not told apart: {', '.join(unknown)}). O0 beside itself was {_ratio(base.speeds)}: "
-            "when the machine is idle, measure anew (--overwrite) or add rounds (--resume "
+            f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g} times as fast; not "
+            f"told apart: {', '.join(unknown)}, as O0 beside itself was {_ratio(base.speeds)}. "
+            "When the machine is idle, measure anew (--overwrite) or add rounds (--resume "
             "--rounds N)."
         )
     fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)

@@ -40,8 +40,8 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
     if apart:
         first = next((row for row in apart if row.outcome != "baseline"), apart[0])
         return (
-            f"none: the rows do not start alike. {_name(first)} has a {first.start}; so the rows "
-            "cannot be compared."
+            "none: the rows do not start alike, so they cannot be compared. "
+            f"{_name(first)} has a {first.start}."
         )
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
@@ -54,7 +54,8 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
         return _none_as_accurate(left)
     faster = pace.worthwhile(fit)
     if not faster:
-        return pace.none_recommended(fit or well, base) + _smaller(accurate, base)
+        why = pace.none_recommended(fit or well, base)
+        return why + _smaller(accurate, base) if why.startswith("Stay") else why
     shown = [row for row in faster if not not_shown(row)]
     if not shown:
         fastest = max(faster, key=lambda row: row.decisive.median)
@@ -84,14 +85,14 @@ def not_shown(row: Row) -> str:
     judged = row.comparisons[0]
     untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
-        return f"its {untested.name} is not tested ({untested.untested}).{_cure(untested)}"
+        return f"its {untested.title} is not tested ({untested.untested}).{_cure(untested)}"
     if not judged.scatter:
         return _without_scatter(judged)
     if is_shown(judged):
         return ""
     said = (
-        f"with {judged.n} seeds the 95 % interval of its {judged.name} ends {at_worst(judged):.2g} "
-        f"worse than O0's, and {judged.matters:.2g} matters (--margin)."
+        f"with {judged.n} seeds the 95 % interval of its {judged.title} ends "
+        f"{at_worst(judged):.2g} worse than O0's, and {judged.matters:.2g} matters (--margin)."
     )
     seeds = _seeds_for(judged)
     if seeds is None:
@@ -101,12 +102,11 @@ def not_shown(row: Row) -> str:
 
 def _accuracy(one: Comparison) -> str:
     """That the accuracy is O0's: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
-    name = one.name.replace("_", " ")
     if not one.scatter and not one.difference:
-        return f"{name} the same with each of {one.n} seeds"
+        return f"{one.title} the same with each of {one.n} seeds"
     if at_worst(one) <= 0:
-        return f"{name} {difference_text(one)}, no worse than O0's"
-    return f"{name} {difference_text(one)}, below the {margin_text(one)} that matters"
+        return f"{one.title} {difference_text(one)}, no worse than O0's"
+    return f"{one.title} {difference_text(one)}, below the {margin_text(one)} that matters"
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
@@ -122,12 +122,14 @@ def _without_scatter(one: Comparison) -> str:
     """What the same difference with each seed does not show: it has no scatter to test by."""
     if not is_shown(one):
         return (
-            f"its {one.name} is {one.difference:+.2g} off with each of {one.n} seeds, and "
+            f"its {one.title} is {one.difference:+.2g} off with each of {one.n} seeds, and "
             f"{one.matters:.2g} matters (--margin). "
             f"--resume --seeds {max(MORE_SEEDS, one.n + 3)} says more."
         )
     if one.n < LEAST_SEEDS:
-        return f"the same {one.name} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
+        return (
+            f"the same {one.title} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
+        )
     return ""
 
 

@@ -81,6 +81,11 @@ class Comparison:
     outcome: str = "untested"
     untested: str = ""
 
+    @property
+    def title(self) -> str:
+        """The name as a sentence has it."""
+        return self.name.replace("_", " ")
+
 
 @dataclass(frozen=True)
 class Row:
