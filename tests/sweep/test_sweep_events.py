@@ -66,7 +66,7 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss scale")] == [(0, 65536), (4, 32768)]
     assert sum(event.value for event in events.Scalars("skipped")) == 1
     (origin,) = events.Tensors("where the figures come from/text_summary")
-    assert b"0123abc, dirty" in origin.tensor_proto.string_val[0]
+    assert b"0123abc-dirty" in origin.tensor_proto.string_val[0]
     assert [event.value for event in events.Scalars("step ms")] == pytest.approx([5.0] * 119)
 
 

@@ -109,7 +109,6 @@ def test_json_keeps_every_value(tmp_path):
         stopped_at=2,
         samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
         output_marks=[(1, 10), (2, 30)],
-        matmul_precision="high",
         cpu_seconds=[None, 0.5],
         machine={"load_at_start": 1.5, "threads": 2},
     )

@@ -78,7 +78,7 @@ class Outcome:
             ),
             settings=self._held.settings,
             versions=versions(),
-            machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
+            machine={**notes.facts(plan.kind), **machine_state(runs)},
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, plan.kind),

@@ -66,7 +66,6 @@ class Measured:
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None
     memory_kind: str = "resident"  # or "device"
-    matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
     error: str = ""  # of the exception that ended the script

@@ -127,7 +127,6 @@ class Recorder:
             device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
-            matmul_precision=torch.get_float32_matmul_precision(),
             stopped_at=self._stopped_at,
             machine={**self._machine, **load("load_at_end")},
         )

@@ -1,15 +1,9 @@
 """The figures of one run.
 
-* Step time: from the end of one optimizer step to the end of the next; it contains
-  forward, backward, step and loading of data.  The first steps (`WARM_UP`, or a
-  quarter of a short run) and the first step after `log_metrics`, which contains an
-  evaluation, do not count.  A script that evaluates without `log_metrics` does so in
-  few steps, which do not change the median.  With several optimizers the one that
-  steps most often counts.
-* CPU time: what the process used of all processors from step to step, as step time counts
-  it.  Other processes that keep the machine busy lengthen step time and hardly CPU time.
-* Samples per second: the samples that the script reports, per step, over the
-  median step time.
+* Step time: from the end of one optimizer step to the end of the next.  The first steps (`WARM_UP`,
+  or a quarter of a short run) and the first step after `log_metrics`, which contains an
+  evaluation, do not count.  With several optimizers the one that steps most often counts.
+* CPU time: what the process used of all processors from step to step.
 * First and last loss: means over the first and the last twentieth of all
   losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
 * A run has diverged if its last loss is not finite, or if an earlier loss was not and
@@ -101,12 +95,6 @@ def main_losses(measured: Measured | None) -> Series:
     if measured is None or not measured.losses:
         return Series()
     return measured.losses[min(measured.losses, key=lambda loss_id: (len(loss_id), loss_id))]
-
-
-def non_finite(measured: Measured | None) -> int:
-    """The number of losses that were inf or NaN."""
-    tables = [] if measured is None else measured.losses.values()
-    return sum(not math.isfinite(value) for losses in tables for value in losses.values)
 
 
 def status(run: Run) -> str:

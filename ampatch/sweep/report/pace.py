@@ -1,17 +1,14 @@
 """The verdict on speed: which rows this machine tells apart from O0.
 
 A row's speed is the median over the rounds of O0's step time over the row's, both of the same
-round.  O0's own is that of its second run in each round over its first: 1.00 on a machine
-without noise.  Its reach is the factor by which it departs from 1.00, either way: at its
-quartiles, or at its extremes where its median is off by more than `NOISE`.
+round; O0's own is that of its second run in each round over its first.  Its reach is the factor
+by which it departs from 1.00, either way: at its quartiles, or at its extremes where its median is
+off by more than `NOISE`.
 
 A row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, beyond
-O0's reach.  So a ratio that O0 against O0 cannot explain is told on a busy machine too.  One
-round tells nothing, nor do rounds in which O0 ran once.  Of three rounds the quartiles are the
-least and the greatest, so each of the three has to agree.
-
-Where wall time does not tell, and O0 or the row itself varies by more than `NOISE`, CPU time is
-compared in the same way: other processes hardly change it.
+O0's reach.  One round tells nothing, nor do rounds in which O0 ran once.  Where wall time does not
+tell, and O0 or the row itself varies by more than `NOISE`, CPU time is compared in the same way:
+other processes hardly change it.
 """
 
 from __future__ import annotations

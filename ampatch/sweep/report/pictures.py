@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report import curves
 from ampatch.sweep.report.margin import LOSS
-from ampatch.sweep.report.numbers import counted, ratio
+from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.provenance import sentence
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.table import DIFFERS, NOT_TOLD_APART, quality_mark, speed_mark
+from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("svg", "pdf", "png")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-HATCHES = {NOT_TOLD_APART: "////", DIFFERS: "..."}
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars
 STYLE = {
@@ -40,7 +39,6 @@ STYLE = {
     "axes.spines.top": False,
     "font.size": 9.0,
     "grid.alpha": 0.25,
-    "hatch.linewidth": 1.2,
     "legend.fontsize": 8.0,
     "legend.frameon": False,
     "legend.handlelength": 3.0,
@@ -49,8 +47,8 @@ STYLE = {
     "text.parse_math": False,  # names of rows may have a $
 }
 LOOKS = (
-    f"Dashed lines and lighter bars: bfloat16. Striped bars: {NOT_TOLD_APART}; dotted bars: "
-    f"{DIFFERS} of what is judged. Bands: the range over seeds; whiskers: quartiles over rounds."
+    "Dashed lines and lighter bars are bfloat16. Bands are the range over seeds, whiskers the "
+    "quartiles over rounds; \N{DAGGER} and \N{DOUBLE DAGGER} are those of the table."
 )
 MISSING = (
     'No plots: matplotlib or pandas is not installed. pip install "ampatch[sweep]"; then '
@@ -60,11 +58,10 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in each format; `alt` describes it in words."""
+    """A picture in each format."""
 
     name: str  # of the files, without ending
     caption: str
-    alt: str
     files: dict[str, bytes]  # by format
 
     @property
@@ -108,7 +105,7 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
         else "."
     )
     heights = [_height(lines), *([1.5] if has_others else [])]
-    return _picture("loss-by-step", caption, _ends(results, lines), results, heights, draw)
+    return _picture("loss-by-step", caption, results, heights, draw)
 
 
 def _by_time(results: Results, found: DataFrame) -> Picture | None:
@@ -120,8 +117,7 @@ def _by_time(results: Results, found: DataFrame) -> Picture | None:
         _draw_lines(panels[0], results, lines, "training loss")
         panels[0].set_xlabel("time since the first loss (s)")
 
-    alt = _ends(results, lines, " s")
-    return _picture("loss-by-time", "Training loss by time.", alt, results, [_height(lines)], draw)
+    return _picture("loss-by-time", "Training loss by time.", results, [_height(lines)], draw)
 
 
 def _speed(results: Results) -> Picture | None:
@@ -133,21 +129,15 @@ def _speed(results: Results) -> Picture | None:
         _draw_bars(panels[0], results, timed)
         panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
 
-    alt = "; ".join(
-        f"{row.name}: {ratio(row.speeds.median)} times O0's, {ratio(row.speeds.low)} to "
-        f"{ratio(row.speeds.high)} over {counted(row.speeds.n, 'round')}"
-        for row in timed
-    )
     caption = "Speed relative to O0 in the same round, and the median time of a step."
     names = [textwrap.fill(row.name, NAME) for row in timed]
     height = 0.9 + sum(0.12 + 0.17 * (name.count("\n") + 1) for name in names)
-    return _picture("speed", caption, alt, results, [height], draw)
+    return _picture("speed", caption, results, [height], draw)
 
 
 def _picture(
     name: str,
     caption: str,
-    alt: str,
     results: Results,
     heights: Sequence[float],
     draw: Callable[[list[Any]], None],
@@ -176,7 +166,7 @@ def _picture(
         for form in FORMATS:
             figure.savefig(buffer := io.BytesIO(), format=form, dpi=DPI, metadata=described[form])
             files[form] = buffer.getvalue()
-    return Picture(name, caption, f"{caption} {alt}.", files)
+    return Picture(name, caption, files)
 
 
 def _draw_lines(axes: Any, results: Results, lines: dict[str, DataFrame], title: str) -> None:
@@ -225,7 +215,6 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
         whiskers = [[speeds.median - speeds.low], [speeds.high - speeds.median]]
         axes.barh(
             place, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
-            hatch="".join(HATCHES[mark] for mark in marks),
             xerr=whiskers if speeds.n > 1 else None,
             error_kw={"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5},
         )  # fmt: skip
@@ -245,16 +234,6 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
     colours = dict(zip(levels, itertools.cycle(COLOURS)))
     dashes = (0, (4, 1.5)) if row.dtype == "bfloat16" else "-"
     return {"color": colours[row.opt_level], "linestyle": dashes}
-
-
-def _ends(results: Results, lines: dict[str, DataFrame], unit: str = " steps") -> str:
-    """Where each line begins and ends, in words."""
-    named = {row.name: lines[row.label] for row in results.rows if row.label in lines}
-    finite = {name: line.y.dropna() for name, line in named.items()}
-    return "; ".join(
-        f"{name}: {y.iloc[0]:.4g} to {y.iloc[-1]:.4g} in {named[name].x.iloc[-1]:.4g}{unit}"
-        for name, y in finite.items()
-    )
 
 
 def _widths(count: int) -> list[float]:

@@ -13,9 +13,6 @@ from typing import Any
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import Results
-from ampatch.torch_private.devices import TOOLKITS
-
-_SOFTWARE = ("ampatch", "torch", *TOOLKITS, "python")
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -63,12 +60,6 @@ def sentence(results: Results) -> str:
 def columns(results: Results) -> dict[str, str]:
     """The facts under names that suit the head of a CSV file."""
     return {name.replace(",", "").replace(" ", "_"): text for name, text in facts(results).items()}
-
-
-def software(results: Results) -> str:
-    """`torch 2.13.0, python 3.11`, as in a caption."""
-    there = results.versions
-    return ", ".join(f"{name} {there[name]}" for name in _SOFTWARE if name in there)
 
 
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:

@@ -13,26 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
-from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.documents import filled
-from ampatch.sweep.report.figures import OK, status, step_ms
-from ampatch.sweep.report.numbers import MISSING, number, setting_text, split_interval
+from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
 from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.summary_files import write_tables
-from ampatch.sweep.report.table import Column, Table, by_row, columns, notes
-
-_RUN = [
-    Column("run", lambda run: run.trial.label, right=False),
-    Column("status", status, right=False),
-    Column("steps", lambda run: str(len(run.measured.skipped)) if run.measured else MISSING),
-    Column("step ms", lambda run: number(step_ms(run.measured), "{:.2f}")),
-    Column("seconds", lambda run: f"{run.seconds:.1f}"),
-    Column("log", lambda run: f"runs/{run.trial.file_stem}.log", right=False),
-]
+from ampatch.sweep.report.table import Table, by_row, columns, notes
 
 
 def write_report(directory: str | Path) -> str:
@@ -43,9 +33,9 @@ def write_report(directory: str | Path) -> str:
     version's format, `OSError` if nothing can be written.
     """
     sweep = read_sweep(directory)
-    path, results, runs = sweep.directory, sweep.results, sweep.runs
+    path, results = sweep.directory, sweep.results
     lacking = "" if available() else NO_PICTURES
-    drawn = [] if lacking else pictures(results, runs)
+    drawn = [] if lacking else pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
     for form in FORMATS:
         for old in (path / PLOTS).glob(f"*.{form}"):
@@ -53,13 +43,11 @@ def write_report(directory: str | Path) -> str:
         for picture in drawn:
             (path / PLOTS / f"{picture.name}.{form}").write_bytes(picture.files[form])
     write_tables(path, results)
-    write_whole(path / REPORT, as_html(results, runs, drawn, lacking))
+    write_whole(path / REPORT, as_html(results, drawn, lacking))
     return lacking
 
 
-def as_html(
-    results: Results, runs: Sequence[Run], drawn: Sequence[Picture], lacking: str = ""
-) -> str:
+def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> str:
     """The page; `lacking` says why there are no pictures, if there are none."""
     rows = results.rows
     return filled(
@@ -76,6 +64,5 @@ def as_html(
         lacking=lacking,
         facts=facts(results),
         settings={name: setting_text(value) for name, value in results.settings.items()},
-        runs=Table.of(_RUN, runs),
         split_interval=split_interval,
     )

@@ -91,9 +91,9 @@ class Comparison:
 class Row:
     """A case and the figures of all its runs.  None: they did not measure it.
 
-    Over the whole runs: losses and metrics are means, memory is the maximum, skips and
-    non-finite losses are sums.  Over the short runs as well: `step_ms` and `cpu_ms` are medians
-    of the runs' medians.  `status` is "ok", or what is wrong with the first failed run.
+    Over the whole runs: losses and metrics are means, memory is the maximum, skips are
+    sums.  Over the short runs as well: `step_ms` and `cpu_ms` are medians of the runs' medians.
+    `status` is "ok", or what is wrong with the first failed run.
     """
 
     label: str
@@ -125,7 +125,6 @@ class Row:
     steps: int = 0  # of one run (the median)
     all_steps: int = 0
     skipped: int = 0
-    non_finite: int = 0
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
@@ -215,10 +214,6 @@ def read_sweep(directory: str | Path) -> Stored:
     Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: there is no such directory. Expected one that ampatch sweep wrote to."
-        )
     results = read_results(path)
     if results is None:
         raise FileNotFoundError(

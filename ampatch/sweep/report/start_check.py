@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.trial import BASE, Case
 
 ALLOWED = 32  # units of roundoff
@@ -81,28 +80,6 @@ def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
         "its own directory: {trial_dir} among the script's arguments, or the variable "
         "AMPATCH_TRIAL_DIR."
     )
-
-
-def checked(runs: Iterable[Run]) -> str:
-    """What was checked of runs that start alike, for readers of the report; "" without a row."""
-    measured = [run for run in runs if run.measured is not None and status(run) == OK]
-    alike = {run.case for run in measured if _first_loss(run) is not None}
-    base = next((run.measured for run in measured if run.case == BASE), None)
-    if base is None or len(alike) < 2:
-        return ""
-    products = "TF32" if base.matmul_precision != "highest" else "FP32"
-    files = list(dict.fromkeys(name for run in measured for name in run.measured.files_written))
-    wrote = f"{', '.join(files)} (written while trials ran)" if files else "no file"
-    return (
-        f"O0 had no torch.autocast and no GradScaler, and {products} products; all "
-        f"{len(alike)} rows have the same first loss with equal seeds, up to rounding ({ALLOWED} "
-        f"units of roundoff); new in the working directory: {wrote}"
-    )
-
-
-def _first_loss(run: Run) -> float | None:
-    losses = (run.measured or Measured()).losses.values()
-    return next((value for one in losses if (value := _before_any_step(one)) is not None), None)
 
 
 def _other_start(run: Run, first: Run) -> Start | None:

@@ -20,7 +20,6 @@ from ampatch.sweep.report.figures import (
     OK,
     cpu_ms,
     first_and_last,
-    non_finite,
     samples_per_second,
     spread_of,
     status,
@@ -56,22 +55,12 @@ def summarize(
     base = by_case.get(BASE, [])
     starts = {start.run.case: start.in_words() for start in reversed(other_starts(runs))}
     rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
-    compared = corrected(
-        [
-            []
-            if case == BASE or case in starts
-            else compare(
-                samples_of(of_case),
-                samples_of(base),
-                judged,
-                better or {},
-                seeds_matter(base),
-                margin,
-            )
-            for case, of_case in by_case.items()
-        ]
-    )
-    return [judged_row(row, ones) for row, ones in zip(rows, compared)]
+    how = judged, better or {}, seeds_matter(base), margin
+    compared = [
+        [] if case == BASE or case in starts else compare(samples_of(of), samples_of(base), *how)
+        for case, of in by_case.items()
+    ]
+    return [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
 
 
 def alone(runs: Iterable[Run]) -> list[Run]:
@@ -158,7 +147,6 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
-        non_finite=sum(map(non_finite, measured)),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
         outcome=outcome_of(case == BASE, bool(trouble)),
@@ -174,11 +162,10 @@ def _finals(measured: Measured) -> dict[str, float]:
 
 
 def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """The mean of the last values of each metric."""
     names = dict.fromkeys(name for one in measured for name in one.metrics)
-    return {
-        name: mean([m.metrics[name].values[-1] for m in measured if name in m.metrics])
-        for name in names
-    }
+    lasts = ([m.metrics[name].values[-1] for m in measured if name in m.metrics] for name in names)
+    return dict(zip(names, map(mean, lasts)))
 
 
 def _sds(runs: Sequence[Run]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from ampatch.sweep.report.table import Table, by_row, columns, mark_notes, notes
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
     "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "samples_per_second", "memory_bytes",
-    "memory_kind", "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale",
+    "memory_kind", "first_loss", "last_loss", "steps", "skipped", "loss_scale",
     "seconds",
 )  # fmt: skip
 _JUDGED = (
@@ -81,15 +81,11 @@ def _csv_line(row: Row, metrics: Sequence[str], scatter: Sequence[str]) -> dict[
 def as_markdown(results: Results) -> str:
     """The recommendation, the table and the verdicts, for a paper's appendix."""
     rows = results.rows
-    device = results.provenance.get("device", "")
     return filled(
         "summary.md",
         script=Path(results.script).name,
         called=provenance.called(results),
         seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
-        trained=counted(len(rows), "row"),
-        machine=device if device not in ("", "cpu") else results.versions.get("cpu", ""),
-        software=provenance.software(results),
         runs=counted(results.planned, "run"),
         results=results,
         figures=Table.of(columns(rows), rows),
