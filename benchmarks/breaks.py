@@ -413,8 +413,8 @@ sweep/report/recommendation.py
 | sweep/test_sweep_recommendation.py sweep/test_sweep_speed.py
 
 sweep/report/curves.py
-|     both = both.assign(loss=both.loss - both.reference)
-|     both = both.assign(loss=both.reference - both.loss)
+| (both.loss - both.reference) / both
+| (both.reference - both.loss) / both
 | sweep/test_sweep_report.py
 
 sweep/report/curves.py
@@ -437,9 +437,9 @@ sweep/measure/output_metrics.py
 |     return measured.output_marks[index][0]
 | sweep/test_sweep_judge.py
 
-sweep/measure/step_parts.py
-|     times = [one if end.pauses == later.pauses else None for (end, later), one in pairs]
-|     times = [one for (end, later), one in pairs]
+sweep/measure/step_times.py
+|             paused = before.pauses != after.pauses
+|             paused = False
 | sweep/test_sweep_figures.py
 
 sweep/measure/recorder.py

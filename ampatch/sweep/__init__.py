@@ -27,14 +27,14 @@ What is where:
   `plain_training.py`, `seeding.py`).  `progress.py` is the display.
 * `execution/engines/`: what starts the trials, on this machine or on Ray, and in which
   order; `ranks.py`: trials of several processes.
-* `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_parts.py`,
+* `measure/`: what is measured in the child (`recorder.py`, `probes.py`, `step_times.py`,
   `written_files.py`), what is read from the script's output, the machine, and the record of a
   trial (`record.py`).
 * `report/`: figures and verdicts (`judge.py`, `margin.py`, `pace.py`, `recommendation.py`) made of
   the records, and the format of the results (`results.py`). `start_check.py` says whether rows
   start alike, `paired.py` has the tests of accuracy. How results are shown: `table.py` has the
-  columns for `terminal.py`, `page.py` and `summary_files.py`; `templates/` the documents, which
-  `documents.py` fills; `plots.py` the pictures, made of `curves.py` by `drawing.py`; `trackers.py`
+  columns for `terminal.py`, `render.py` (the page) and `summary_files.py`; `templates/` the
+  documents, which `documents.py` fills; `pictures.py` draws what `curves.py` has; `trackers.py`
   TensorBoard and Weights & Biases.
 """
 

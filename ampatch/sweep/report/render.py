@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.documents import filled
-from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
 from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
@@ -57,7 +56,6 @@ def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> st
         results=results,
         is_compared=anything_compared(rows),
         figures=Table.of(by_row(columns(rows)), rows),
-        failed=[row for row in rows if row.status != OK],
         explained=notes(rows),
         drawn=drawn,
         looks=LOOKS,
