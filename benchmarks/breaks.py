@@ -413,8 +413,8 @@ sweep/report/recommendation.py
 | sweep/test_sweep_recommendation.py sweep/test_sweep_speed.py
 
 sweep/report/curves.py
-| (both.loss - both.reference) / both
-| (both.reference - both.loss) / both
+| (both.loss - both.reference) / ref
+| (both.reference - both.loss) / ref
 | sweep/test_sweep_report.py
 
 sweep/report/curves.py

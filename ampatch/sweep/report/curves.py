@@ -50,7 +50,8 @@ def differences(found: DataFrame) -> DataFrame:
     both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
     own = both.row == BASE.label
     both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
-    both = both.assign(loss=100 * (both.loss - both.reference) / both.reference.abs())
+    reference = both.reference.abs().replace(0, math.nan)
+    both = both.assign(loss=100 * (both.loss - both.reference) / reference)
     return both if base.seed.nunique() > 1 else both[~own]
 
 
