@@ -136,8 +136,7 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    told = ("better", "small", "worse")
-    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.outcome in told]
+    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.outcome == "worse"]
     return "; ".join(map(quality_text, [row.comparisons[0], *loss]))
 
 
