@@ -1,11 +1,8 @@
 """What one trial measured, and its JSON file: `DIR/runs/LABEL.seedS.repeatR.json`.
 
-The child writes `Measured`: raw series without averages, so that an old sweep can
-answer new questions.  `Run` is the parent's record: which trial it was, how it ended,
-and what was measured until then.  `report/summary.py` computes the figures of the
-table from these; `report/results.py` says where each file is in the directory.
-
-`json_files.py` says how they are written.
+The child writes `Measured`: raw series without averages, so that an old sweep can answer new
+questions.  `Run` is the parent's record: which trial it was, how it ended, and what was measured
+until then.  `report/summary.py` computes the figures of the table from these.
 """
 
 from __future__ import annotations

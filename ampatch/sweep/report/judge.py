@@ -1,9 +1,8 @@
 """The verdicts: does a row reach O0's accuracy?
 
-Accuracy is compared by paired t tests over seeds, corrected over the rows (`paired.py`).
-"Within seed noise" means that the test found no difference.  A difference may still exist: the
-95 % confidence interval says how large it can be.  Each quantity of a row is tested, and the
-verdict is about one of them.
+Each quantity of a row is compared by a paired t test over seeds, corrected over the rows
+(`paired.py`), and the verdict is about one of them.  "Within seed noise" means that the test found
+no difference.  One may still exist: the 95 % confidence interval says how large it can be.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The results of a sweep, and where each of them is, for code that reads or draws them.
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
-    DIR/summary.csv        one line per row, the columns of `summary_files.py`
-    DIR/summary.md         the recommendation, the table, the verdicts
-    DIR/summary.tex        the main columns of the table for LaTeX
-    DIR/report.html        and plots/: see `render.py`
+    DIR/summary.csv .md .tex  the table: see `summary_files.py`
+    DIR/report.html plots/ see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `trackers.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
@@ -16,9 +14,6 @@ STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
     for row in results.rows:                      # one per case
         for run in read_runs("DIR", row.label):   # its processes: seeds and rounds
             run.measured.losses["0"].values       # steps, values, seconds
-
-JSON has no NaN and no infinity; they are the strings "nan", "inf", "-inf",
-and `read_results` and `read_runs` make numbers of them again.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Measured on the CPU: nets of 50 layers differ from O0 by 2 u, ten batch norms in
 samples by 31 u, the most that was found.  So 32 u are allowed.  Rows in FP32 get 2**-10, for
 kernels that add up in another order.
 
-The loss that this is relative to is the larger of the two, or O0's usual one where that is larger:
-some losses begin near 0.  A row in half may also differ as O0's loss does from step to step at
-the start: what is drawn at random within the model can be another draw in another type.
+The loss that this is relative to is the larger of the two, or O0's usual one where that is larger.
+A row in half may also differ as O0's loss does from step to step at the start: what is drawn at
+random within the model can be another draw in another type.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The rows: the figures of all runs of a case, compared with O0's.
 
-* Speed is relative to O0 of the same round.  The runs of a round are close together in
-  time, so a machine that changes its speed changes both.  The row has the median and
-  quartiles over the rounds; O0's are those of its second run, over as many steps as it took.
-* Losses, metrics, memory, steps and skips are of whole runs.
-* Times and speed are of runs that ran alone; runs beside others slow each other.
-* For accuracy each seed gives one value: a metric's last value, or the last loss; the
-  mean, if the seed ran several times.  `judge.py` compares these values.
+Losses, metrics, memory, steps and skips are of whole runs; times and speed of runs that ran alone.
+Speed is relative to O0 of the same round, so a machine that changes its speed changes both.  For
+accuracy each seed gives one value: a metric's last value, or the last loss; the mean, if the seed
+ran several times.  `judge.py` compares these values.
 """
 
 from __future__ import annotations
