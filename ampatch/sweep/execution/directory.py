@@ -23,6 +23,7 @@ from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
+    CAPTIONS,
     EVENTS,
     PLOTS,
     REPORT,
@@ -37,7 +38,7 @@ from ampatch.sweep.trial import Trial
 ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _LOCK = ".lock"
-_FILES = (SUMMARY, *TABLES, REPORT)
+_FILES = (SUMMARY, *TABLES, REPORT, f"{PLOTS}/{CAPTIONS}")
 
 
 def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:

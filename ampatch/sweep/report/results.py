@@ -31,6 +31,7 @@ SUMMARY = "summary.json"
 RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
+CAPTIONS = "captions.md"  # in PLOTS, of older reports
 TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
