@@ -107,7 +107,6 @@ def test_json_keeps_every_value(tmp_path):
         error="ValueError: no",
         loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
         stopped_at=2,
-        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
         output_marks=[(1, 10), (2, 30)],
         cpu_seconds=[None, 0.5],
         machine={"load_at_start": 1.5, "threads": 2},
@@ -225,11 +224,11 @@ def test_of_two_optimizers_the_one_that_steps_most_is_timed(monkeypatch):
     assert times.of_main_optimizer()["step_seconds"] == [None, 1.0, 2.0, 1.0, 2.0]
 
 
-def test_an_evaluation_is_no_step_and_samples_are_no_evaluation():
+def test_an_evaluation_is_no_step():
     """Metrics mean that the script has evaluated; the next step contains it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
     recorder = Recorder(lambda steps, loss: None)
-    for values in ({"samples": 4}, {"accuracy": 0.5, "samples": 4}, {}):
+    for values in ({}, {"accuracy": 0.5}, {}):
         recorder.on_step(optimizer, False)
         recorder.on_metrics(values)
     recorder.on_step(optimizer, True)
@@ -237,7 +236,6 @@ def test_an_evaluation_is_no_step_and_samples_are_no_evaluation():
     assert [value is None for value in measured.step_seconds] == [True, False, True, False]
     assert [value is None for value in measured.cpu_seconds] == [True, False, True, False]
     assert measured.metrics["accuracy"].values == [0.5] and measured.skipped[-1] is True
-    assert (measured.samples.steps, measured.samples.values) == ([1, 2], [4.0, 4.0])
 
 
 def test_a_script_that_goes_on_after_its_last_step_was_not_stopped_there():

@@ -9,7 +9,6 @@ import pytest
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.plan import cases, trials
-from ampatch.sweep.report.figures import samples_per_second
 from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
@@ -272,13 +271,6 @@ def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
     assert found == dict.fromkeys(["acc", "mantissa"], Series([0, 6, 9], [0.1, 0.5, 0.1]))
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"}, measured)
-
-
-def test_samples_per_second_are_samples_per_step_over_step_time():
-    measured = run_of("O0", 0, ms=20.0).measured
-    assert samples_per_second(measured) is None
-    measured.samples = Series([10, 20], [320.0, 320.0])  # 32 per step of 20 ms
-    assert samples_per_second(measured) == pytest.approx(1600)
 
 
 # Files

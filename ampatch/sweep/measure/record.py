@@ -58,7 +58,6 @@ class Measured:
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
     loss_scale: float | None = None  # of loss 0, at the end
-    samples: Series = field(default_factory=Series)  # as the script reports them
     output_marks: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes of output)
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None

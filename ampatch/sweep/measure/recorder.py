@@ -54,7 +54,6 @@ class Recorder:
         self._losses: dict[str, Track] = defaultdict(Track)
         self._metrics: dict[str, Track] = defaultdict(Track)
         self._scales: dict[str, Track] = defaultdict(Track)
-        self._samples = Track()
         self._marks: list[tuple[int, int]] = []
         self._loss_scale: float | None = None
         self._device: torch.device | None = None
@@ -92,16 +91,8 @@ class Recorder:
             raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
-        """Metrics mean that the script has just evaluated: a pause in its training.
-
-        The exception is "samples", the number of samples since the last report, which may
-        come at each step.
-        """
+        """Metrics mean that the script has just evaluated: a pause in its training."""
         self.notices += 1
-        values = dict(values)
-        samples = values.pop("samples", None)
-        if samples is not None:
-            self._samples.add(self._count, samples)
         self._pauses += bool(values)
         for name, value in values.items():
             self._metrics[name].add(self._count, value)
@@ -122,7 +113,6 @@ class Recorder:
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._final_loss_scale(),
-            samples=self._samples.series(self._started),
             output_marks=self._marks,
             device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,

@@ -72,15 +72,6 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
     return None if times is None else times.median
 
 
-def samples_per_second(measured: Measured | None) -> float | None:
-    """None unless the script reports `log_metrics(samples=...)`."""
-    ms = step_ms(measured)
-    if not ms or not measured.samples.values or not measured.samples.steps[-1]:
-        return None
-    per_step = sum(measured.samples.values) / measured.samples.steps[-1]
-    return per_step / ms * 1000
-
-
 def first_and_last(measured: Measured | None) -> tuple[float | None, float | None]:
     """The loss at the start and at the end."""
     losses = main_losses(measured).values

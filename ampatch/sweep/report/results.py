@@ -111,7 +111,6 @@ class Row:
     cpu_reach: float | None = None
     pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
     by_cpu: bool = False  # CPU time decided on the pace, not wall time
-    samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"
     first_loss: float | None = None

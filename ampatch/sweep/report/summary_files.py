@@ -20,7 +20,7 @@ from ampatch.sweep.report.table import Table, by_row, columns, mark_notes, notes
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
-    "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "samples_per_second", "memory_bytes",
+    "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "memory_bytes",
     "memory_kind", "first_loss", "last_loss", "steps", "skipped", "loss_scale",
     "seconds",
 )  # fmt: skip

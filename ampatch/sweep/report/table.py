@@ -85,7 +85,6 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))),
-        Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}")),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered(LOSS, lambda row: row.last_loss),
