@@ -4,7 +4,7 @@ import math
 
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.machine_state import machine_state
+from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
@@ -38,7 +38,6 @@ def made_run(case, seed=0, steps=120, diverges=False, kind=None, **fields):
         loss_scale=32768.0 if half else 1.0,
         device="cpu",
         cpu_seconds=[None, *[2 * pace] * (steps - 1)],
-        parts={"data": [None, *[pace / 2] * (steps - 1)]},
         machine={"load_at_start": 0.5, "load_at_end": 1.5, "threads": 2, "cores": 2},
         memory_bytes=(400 if case == CASES[0] else 300) * 2**20,
     )
@@ -71,7 +70,7 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         notes=list(notes),
         provenance={
             "command": "ampatch sweep",
-            "git": "0123abc, dirty: 1 changed file",
+            "git": "0123abc-dirty",
             "device": "cpu",
         },
     )

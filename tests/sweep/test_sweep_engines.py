@@ -102,7 +102,6 @@ def test_the_autocast_row_is_plain_pytorch(ran):
     changes = [scales[0], *(b for a, b in itertools.pairwise(scales) if a != b)]
     assert measured.loss_scales["0"].values == changes == [2.0**16, 2.0**15]
     assert measured.loss_scales["0"].steps == [0, OVERFLOW + 1]
-    assert list(measured.parts) == ["data", "forward", "backward", "optimizer"]
     assert measured.opt_level == "autocast" and measured.properties["grad_scaler"] == "True"
 
 
@@ -140,7 +139,6 @@ SEEDED = """
         with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        amp.log_metrics(samples=8)
     print(json.dumps([sys.argv[1], os.environ["AMPATCH_SEED"], random.random()]))
 """
 
@@ -162,9 +160,6 @@ def test_the_seed_reaches_the_script(seeded, tmp_path):
     assert first.measured.losses["0"].values != second.measured.losses["0"].values
     assert first.measured.stopped_at is None and plan.rows[0].steps == 9  # it ended by itself
     assert plan.results.notes == []
-    assert first.measured.samples.values == [8.0] * 9
-    assert None not in first.measured.step_seconds[1:]  # reporting samples is no pause
-    assert plan.rows[0].samples_per_second == pytest.approx(8000 / plan.rows[0].step_ms, rel=0.5)
 
 
 def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):

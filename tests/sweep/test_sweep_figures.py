@@ -1,6 +1,7 @@
 """What a sweep runs, and the figures and the table it makes of records made by hand."""
 
 import io
+import itertools
 import math
 import re
 
@@ -9,15 +10,15 @@ import torch
 
 from ampatch.sweep import Sweep, cases
 from ampatch.sweep.json_files import read_json, write_json
+from ampatch.sweep.measure import step_times
 from ampatch.sweep.measure.probes import BATCH, Readings
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.measure.step_parts import StepTimes
+from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.table import Table, columns
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
-from ampatch.torch_private import devices
 
 # What to run
 
@@ -106,11 +107,8 @@ def test_json_keeps_every_value(tmp_path):
         error="ValueError: no",
         loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
         stopped_at=2,
-        samples=Series([1, 2], [64.0, 32.0], [0.25, 0.75]),
         output_marks=[(1, 10), (2, 30)],
-        matmul_precision="high",
         cpu_seconds=[None, 0.5],
-        parts={"data": [None, 0.125]},
         machine={"load_at_start": 1.5, "threads": 2},
     )
     case = Case("O2", "float16", tf32=True, settings=(("overrides", "x"), ("loss_scale", 2.0)))
@@ -146,95 +144,66 @@ def test_the_plain_table_is_aligned_and_has_the_metrics():
     )
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_on_a_terminal_of_any_width_nothing_is_cut_off(width, monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "dumb")
-    ok = run_of(
-        "O0",
-        skipped=[False] * 300,
-        losses=losses(1.0, 0.5),
-        loss_scale=65536.0,
-        metrics={"test_accuracy": Series([2], [0.975])},
-        memory_bytes=400 * 2**20,
-    )
-    lost = run_of("O3", skipped=[False], losses=losses(math.nan), step_seconds=[None, 0.01234])
-    terminal = Terminal()
-    write_table(summarize([ok, lost]), terminal)
-    text = terminal.getvalue()
-    words = ("float16", "0/300", "65536", "0.9750", "400", "12.34")
-    for word in (*words, "diverged", "step", "loss", "nan"):
-        assert word in text
-    assert max(map(len, text.splitlines())) <= width
-
-
-@pytest.mark.parametrize(("width", "parts"), [(60, 2), (160, 1)])
-def test_a_narrow_terminal_gets_the_table_in_parts(width, parts, monkeypatch):
-    """Each part names its rows; a part that would say "ok" only is left out."""
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "dumb")
-    measured = {**MEASURED, "step_seconds": [None, 0.012], "loss_scale": 65536.0}
-    terminal = Terminal()
-    write_table(summarize([run_of("O0", **measured), run_of("O3", **measured)]), terminal)
-    table = terminal.getvalue().partition("Step time")[0]
-    assert len(re.findall(r"(?m)^O3 +float16", table)) == parts
-    assert sum("0.9750" in line for line in table.splitlines()) == 2
-
-
-MEASURED = {
-    "skipped": [False] * 300,
-    "losses": {"0": Series([0, 1], [1.0, 0.5])},
-    "metrics": {"test_accuracy": Series([2], [0.975])},
-    "memory_bytes": 400 * 2**20,
-}
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    terminal = Terminal()
-    write_table(summarize([run_of(skipped=[False])]), terminal)
-    assert terminal.getvalue().startswith("level  dtype")
+@pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 2), (100, 2), (160, 1)])
+def test_a_terminal_of_any_width_gets_the_table_in_parts_and_nothing_is_cut_off(
+    width, parts, monkeypatch
+):
+    """Each part names its rows; a part that would say "ok" only is left out."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    fields = {
+        "skipped": [False] * 300,
+        "losses": losses(1.0, 0.5),
+        "loss_scale": 65536.0,
+        "metrics": {"test_accuracy": Series([2], [0.975])},
+        "memory_bytes": 400 * 2**20,
+        "step_seconds": [None, 0.01234],
+    }
+    ok, lost = run_of("O0", **fields), run_of("O3", **{**fields, "losses": losses(math.nan)})
+    write_table(summarize([ok, lost]), terminal := Terminal())
+    text = terminal.getvalue()
+    for word in (
+        "float16",
+        "0/300",
+        "65536",
+        "0.9750",
+        "400",
+        "12.34",
+        "diverged at step 1",
+        "nan",
+    ):
+        assert word in text
+    assert max(map(len, text.splitlines())) < width
+    assert len(re.findall(r"(?m)^O3 +float16", text)) == parts
+    monkeypatch.setenv("COLUMNS", "90")
+    write_table(summarize([ok]), terminal := Terminal())
+    assert terminal.getvalue().count("float32") == 1 and "status" not in terminal.getvalue()
 
 
 # Reading a device
 
 
-class FakeEvent:
-    """An event whose stream is at `clock` milliseconds."""
+def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeypatch):
+    made, behind = [], []
 
-    clock = 0.0
-    waits = 0
+    def moment(device):
+        made.append((made[-1] if made else 0.0) + (0.002 if len(made) % 2 else 0.004))
+        return made[-1]
 
-    def __init__(self, enable_timing):
-        assert enable_timing
+    def seconds_between(moments):
+        behind.append(len(made) - 1 - made.index(moments[-1]))
+        return [later - one for one, later in itertools.pairwise(moments)]
 
-    def record(self, stream):
-        assert stream == "the stream"
-        self.time = FakeEvent.clock
-
-    def synchronize(self):
-        FakeEvent.waits += 1
-
-    def elapsed_time(self, later):
-        return later.time - self.time
-
-
-def test_on_an_accelerator_steps_are_timed_by_events_and_read_in_batches(monkeypatch):
-    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: True)
-    monkeypatch.setattr(devices, "_new_event", lambda device, timed: FakeEvent(timed))
-    monkeypatch.setattr(devices, "_current_stream", lambda device: "the stream")
-    times = StepTimes()
-    for step in range(6 * BATCH):  # more than are divided into parts
-        FakeEvent.clock += 2.0 if step % 2 else 4.0
+    monkeypatch.setattr(step_times, "moment", moment)
+    monkeypatch.setattr(step_times, "seconds_between", seconds_between)
+    times = step_times.StepTimes()
+    for step in range(6 * BATCH):
         assert times.step_ends(7, torch.device("cuda", 0), pauses=step // 100) == step + 1
-    assert FakeEvent.waits == 5  # once 1024 are waiting, 512 of them are read
+    assert len(behind) > 3 and min(behind) >= BATCH  # so the host waits for no recent work
 
     found = times.of_main_optimizer()
 
@@ -242,7 +211,43 @@ def test_on_an_accelerator_steps_are_timed_by_events_and_read_in_batches(monkeyp
     assert len(seconds) == 6 * BATCH and found["cpu_seconds"] == []
     paused = [step for step, value in enumerate(seconds) if value is None]
     assert paused == list(range(0, 6 * BATCH, 100))
-    assert seconds[1:100] == [0.002, *[0.004, 0.002] * 49]
+    assert seconds[1:100] == pytest.approx([0.002, *[0.004, 0.002] * 49])
+
+
+def test_of_two_optimizers_the_one_that_steps_most_is_timed(monkeypatch):
+    """GANs: the discriminator's two steps and the generator's are one iteration of the script."""
+    clock = iter(range(99))
+    monkeypatch.setattr(step_times, "moment", lambda device: float(next(clock)))
+    times = step_times.StepTimes()
+    for optimizer in (1, 1, 2, 1, 1, 2, 1):
+        times.step_ends(optimizer, torch.device("cpu"))
+    assert times.of_main_optimizer()["step_seconds"] == [None, 1.0, 2.0, 1.0, 2.0]
+
+
+def test_an_evaluation_is_no_step():
+    """Metrics mean that the script has evaluated; the next step contains it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
+    recorder = Recorder(lambda steps, loss: None)
+    for values in ({}, {"accuracy": 0.5}, {}):
+        recorder.on_step(optimizer, False)
+        recorder.on_metrics(values)
+    recorder.on_step(optimizer, True)
+    measured = recorder.measured()
+    assert [value is None for value in measured.step_seconds] == [True, False, True, False]
+    assert [value is None for value in measured.cpu_seconds] == [True, False, True, False]
+    assert measured.metrics["accuracy"].values == [0.5] and measured.skipped[-1] is True
+
+
+def test_a_script_that_goes_on_after_its_last_step_was_not_stopped_there():
+    """It catches every exception, so it trains to its own end."""
+    recorder = Recorder(lambda steps, loss: None, steps=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
+    recorder.on_step(optimizer, False)
+    with pytest.raises(SystemExit):
+        recorder.on_step(optimizer, False)
+    assert recorder.measured().stopped_at == 2
+    recorder.on_step(optimizer, False)
+    assert recorder.measured().stopped_at is None
 
 
 def test_readings_keep_order_and_survive_changes_in_place():

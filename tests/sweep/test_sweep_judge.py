@@ -9,8 +9,7 @@ import pytest
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.plan import cases, trials
-from ampatch.sweep.report.figures import samples_per_second
-from ampatch.sweep.report.judge import direction, mean_and_sd
+from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
@@ -70,7 +69,7 @@ def test_accuracy_is_within_noise_worse_or_better():
         assert (one.name, one.n, one.better) == ("accuracy", 3, "higher")
         assert one.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
         assert one.low < one.difference < one.high
-        assert "3 seeds" in row.verdict and "2.00x the speed of O0" in row.verdict
+        assert row.verdict.startswith("2.00 times as fast as O0 (2.00 to 2.00); ")
     assert rows_of(base, [0.8, 0.81, 0.821], better={"accuracy": "lower"})[1].outcome == "better"
 
 
@@ -116,17 +115,15 @@ def test_a_row_with_a_bad_run_has_failed():
     assert row.verdict == "crashed: RuntimeError: no (1 of 2 runs)"
 
 
-@pytest.mark.parametrize("score, is_near", [(0.85, True), (0.1, False)])
-def test_a_score_far_below_is_said_untested(score, is_near):
+def test_one_seed_recommends_nothing_however_fast():
     runs = []
     for repeat in range(3):
         runs += [run_of("O0", 0, 0.9, repeat=repeat), again(0, repeat=repeat)]
-        runs.append(run_of("O1", 0, score, ms=0.5, repeat=repeat))
-    rows = summarize(runs)
-    assert ("far below" in rows[1].verdict) is not is_near
-    advice = recommendation(rows)
-    assert advice.startswith("none yet. O1 in bfloat16 has 2.00x the speed of O0")
-    assert advice.endswith("accuracy is not tested (one seed). --resume --seeds 5 tests it.")
+        runs.append(run_of("O1", 0, 0.85, ms=0.5, repeat=repeat))
+    assert recommendation(summarize(runs)) == (
+        "Not known yet: O1 in bfloat16 is 2.00 times as fast as O0 (2.00 to 2.00), but its "
+        "accuracy is not tested (one seed). More seeds are needed: --resume --seeds 5."
+    )
 
 
 def test_rows_share_one_level_of_significance():
@@ -140,9 +137,6 @@ def test_rows_share_one_level_of_significance():
     assert [one.outcome for one in both] == ["within", "within"]
     assert (both[0].p, both[0].corrected_p) == (alone.p, pytest.approx(2 * alone.p))
     assert both[0].smallest > alone.smallest
-    assert f"a difference of {both[0].smallest:.2g} would have been seen" in (
-        summarize([*base, *first, *second])[1].verdict
-    )
 
 
 def test_a_row_is_compared_over_the_seeds_that_it_shares_with_o0():
@@ -152,13 +146,11 @@ def test_a_row_is_compared_over_the_seeds_that_it_shares_with_o0():
     assert (one.n, one.mean, one.base_mean) == (2, pytest.approx(0.75), pytest.approx(0.65))
 
 
-def test_values_that_are_one_number_have_no_spread():
-    assert mean_and_sd(0.5, 0.0, 3) == "0.5 with each of 3 seeds"
-    assert mean_and_sd(0.5, 0.25, 3) == "0.5 ± 0.25" and mean_and_sd(0.5, None, 1) == "0.5"
+def test_values_that_are_one_number_have_no_interval():
     row = rows_of([0.9, 0.9, 0.9], [0.9, 0.9, 0.9])[1]
-    assert "equal to O0 with each of 3 seeds: accuracy 0.9; last loss within" in row.verdict
+    assert row.verdict.endswith("; equal to O0 with each of 3 seeds: accuracy 0.9")
     row = rows_of([0.9, 0.9, 0.9], [0.1, 0.1, 0.1])[1]
-    assert row.outcome == "worse" and "difference -0.8 with each seed, 3 seeds" in row.verdict
+    assert row.outcome == "worse" and "difference -0.8 with each seed" in row.verdict
 
 
 def test_speed_is_of_the_round_so_that_drift_does_not_decide():
@@ -196,8 +188,14 @@ def test_the_fastest_that_is_as_good_is_recommended():
     good = [run_of("O1", seed, 0.9 + seed / 100, ms=0.5) for seed in range(3)]
     bad = [run_of("O2", seed, 0.5 + seed / 100, ms=0.1) for seed in range(3)]
     advice = recommendation(summarize([*base, *good, *bad]))
-    assert advice.startswith("O1 in bfloat16: 2.00x the speed of O0 (2.00 to 2.00 in 3 rounds); ")
-    assert "It takes as much memory as O0." in advice
+    assert advice.startswith(
+        "Use O1 in bfloat16: 2.00 times as fast as O0 (2.00 to 2.00); accuracy"
+    )
+    assert "memory" not in advice  # it takes as much
+    for run in good:
+        run.measured.memory_bytes = 2**19
+    advice = recommendation(summarize([*base, *good, *bad]))
+    assert advice.endswith("It takes 50 % less memory than O0.")
 
 
 def test_with_nothing_to_compare_nothing_is_recommended():
@@ -275,13 +273,6 @@ def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
         read_metrics(log, {"acc": "^(b.*)"}, measured)
 
 
-def test_samples_per_second_are_samples_per_step_over_step_time():
-    measured = run_of("O0", 0, ms=20.0).measured
-    assert samples_per_second(measured) is None
-    measured.samples = Series([10, 20], [320.0, 320.0])  # 32 per step of 20 ms
-    assert samples_per_second(measured) == pytest.approx(1600)
-
-
 # Files
 
 
@@ -297,9 +288,7 @@ def test_csv_and_markdown_have_every_row_and_verdict():
     text = as_markdown(results)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1
-    assert (
-        rows[1].verdict in text and "Use O1." in text and "Holm" in text and "accuracy - O0" in text
-    )
+    assert rows[1].verdict in text and "Use O1." in text and "accuracy - O0" in text
     assert Results.from_json(results.to_json()) == results
 
 

@@ -79,7 +79,6 @@ def test_a_script_without_amp_code_needs_no_flag(tmp_path):
     assert printed(plan, runs["O0"]) == list(map(float, plain))
     for run in plan.runs:
         assert run.measured.losses["0"].values == pytest.approx(printed(plan, run), rel=1e-6)
-        assert list(run.measured.parts) == ["backward", "optimizer", "unsplit"]
     assert printed(plan, runs["O0"]) != printed(plan, runs["O1-bfloat16"])
     assert printed(plan, runs["O0"]) == pytest.approx(printed(plan, runs["O1-bfloat16"]), rel=0.05)
     assert plan.results.machine["script"] == "has no mixed precision of its own"

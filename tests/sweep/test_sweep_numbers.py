@@ -1,12 +1,10 @@
-"""How means, their scatter and speeds are written and drawn."""
+"""How means, their scatter and speeds are written."""
 
 import math
 
 import pytest
-from matplotlib.figure import Figure
 
-from ampatch.sweep.report.drawing import Bar, bars
-from ampatch.sweep.report.numbers import decimals, plus_minus, quantity, ratio
+from ampatch.sweep.report.numbers import plus_minus, quantity, ratio
 
 
 @pytest.mark.parametrize(
@@ -28,18 +26,6 @@ def test_scatter_decides_the_decimals(mean, sd, text):
     assert plus_minus(mean, sd) == text
 
 
-def test_a_column_has_the_same_decimals():
-    places = decimals([0.012, 0.0089, None, 0.0])
-    assert places == 4
-    assert plus_minus(0.97593, 0.01163, places) == "0.9759 ± 0.0116"
-    assert plus_minus(0.97593, None, places) == "0.9759"
-    assert decimals([0.5, 1e-5]) == 4  # not six for the sake of one row
-    assert plus_minus(0.25, 1e-5, 4) == "0.25 ± 1.0e-05"
-    assert decimals([None, 0.0]) is None
-    astray = decimals([0.004, 3e5])  # one row diverged, and hides nothing of the other
-    assert plus_minus(1.19861, 0.004, astray) == "1.1986 ± 0.0040"
-
-
 def test_a_value_is_four_decimals_or_three_digits():
     assert [quantity(value) for value in (0.0, 0.25, 1e-4)] == ["0.0000", "0.2500", "1.00e-04"]
 
@@ -57,11 +43,3 @@ def test_a_value_is_four_decimals_or_three_digits():
 )
 def test_a_speed_far_from_1_shows_its_digits(value, text):
     assert ratio(value) == text
-
-
-@pytest.mark.parametrize(("low", "scale"), [(0.9, "linear"), (0.002, "log")])
-def test_speeds_that_are_far_apart_have_a_logarithmic_axis(low, scale):
-    axes = Figure().subplots()
-    bars(axes, [Bar("O0", 1.0, "", 0.9, 1.1), Bar("O1", 2.0, "", low, 2.1)])
-    assert axes.get_xscale() == scale
-    assert [bar.get_x() for bar in axes.patches] == ([1, 1] if scale == "log" else [0, 0])

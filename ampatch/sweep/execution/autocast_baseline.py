@@ -103,12 +103,10 @@ class AutocastBaseline:
         scaled = self._scaler.scale(loss)
         self._recorder.on_scale(self._present_scale(loss.device), loss_id)
         yield scaled
-        self._recorder.on_backward(loss_id)
         for optimizer in listed:
             self._scaled[id(optimizer)] = optimizer
             if not kwargs.get("delay_unscale", args[1] if len(args) > 1 else False):
                 self._unscale(optimizer)
-        self._recorder.on_unscaled(loss_id)
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict()
@@ -138,7 +136,6 @@ class AutocastBaseline:
         self._scaler = torch.amp.GradScaler(self._device, enabled=scaling, **settings)
         for model in models:
             put_under_autocast(model, self._device, self._dtype)
-        self._recorder.watch_forwards(models)
         for optimizer in optimizers:
             self._replace_step(optimizer)
         self._recorder.on_engine(
@@ -154,7 +151,6 @@ class AutocastBaseline:
                 self._last_skipped[id(optimizer)] = False if found is None else found.clone()
                 return original(*args, **kwargs)
             self._last_skipped[id(optimizer)] = False
-            self._recorder.on_step_begin(optimizer)
             inside[0] = True
             try:
                 result = self._step(optimizer, original, args, kwargs)

@@ -13,8 +13,8 @@ from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import paired, seed_check
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.start_check import checked, other_starts
 from ampatch.sweep.report.start_check import note as starts_note
+from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
@@ -77,12 +77,9 @@ def tune_note(
     )
 
 
-def facts(kind: Kind, runs: Sequence[Run]) -> dict[str, str]:
-    """What the script is, and what was checked of its runs."""
-    known = {"script": kind.in_words() if kind else "", "checked": ""}
-    if not other_starts(runs) and not kind.half_weights:
-        known["checked"] = checked(runs)
-    return {name: text for name, text in known.items() if text}
+def facts(kind: Kind) -> dict[str, str]:
+    """What the script is."""
+    return {"script": kind.in_words()} if kind else {}
 
 
 def baseline_trouble(script: str, kind: Kind) -> str:

@@ -14,8 +14,8 @@ from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.machine_state import machine_state
 from ampatch.sweep.report.margin import Margin
+from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
@@ -78,7 +78,7 @@ class Outcome:
             ),
             settings=self._held.settings,
             versions=versions(),
-            machine={**notes.facts(plan.kind, runs), **machine_state(runs)},
+            machine={**notes.facts(plan.kind), **machine_state(runs)},
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, plan.kind),

@@ -30,7 +30,7 @@ class _Steps:
 
     def __init__(self, recorder: Recorder) -> None:
         self.on_step, self.on_scale = recorder.on_step, recorder.on_scale
-        self.on_metrics, self.on_step_begin = recorder.on_metrics, recorder.on_step_begin
+        self.on_metrics = recorder.on_metrics
 
 
 def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
@@ -90,10 +90,7 @@ class PlainTraining:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             self._recorder.on_loss(self._before_scaling(first))
-            result = original(tensors, *args, **kwargs)
-            self._recorder.on_backward()
-            self._recorder.on_unscaled()
-            return result
+            return original(tensors, *args, **kwargs)
 
         return backward
 
@@ -146,7 +143,6 @@ class PlainTraining:
             self._recorder.on_engine(self._name, {})
         self._steps += 1
         self._waiting = 0
-        self._recorder.on_step_begin(optimizer)
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
         found = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips

@@ -14,13 +14,6 @@ from ampatch._version import __version__
 from ampatch.torch_private import devices
 
 _CPUINFO = Path("/proc/cpuinfo")
-_FREQUENCY = {
-    "governor": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-    "boost": Path("/sys/devices/system/cpu/cpufreq/boost"),
-    "no_turbo": Path("/sys/devices/system/cpu/intel_pstate/no_turbo"),
-    "frequency_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
-    "most_khz": Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"),
-}
 
 
 def versions() -> dict[str, str]:
@@ -37,16 +30,12 @@ def versions() -> dict[str, str]:
 
 
 def state_of_the_machine() -> dict[str, Any]:
-    """What timings depend on, for the record of a run: load, threads, frequency scaling.
-
-    What the system does not tell is left out.
-    """
+    """What timings depend on, for the record of a run: native part, load, threads."""
     return {
         "native": native.status().in_force,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
-        **{name: text for name, path in _FREQUENCY.items() if (text := _text(path)) is not None},
     }
 
 
@@ -60,13 +49,6 @@ def usable_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:  # another kind of system, or a virtual machine
-        return None
 
 
 def _cpu() -> str:

@@ -46,21 +46,14 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def repository(script: Path) -> str:
-    """The commit of the script's repository, and whether it differs from the commit."""
+    """The commit of the script's repository, with `-dirty` where files differ from it."""
     folder = script.resolve().parent
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = _git(folder, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")
     if commit is None:
         return "no commit: the script is in no git repository, or git cannot read it"
-    changes = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    name = script.resolve().name
-    if _git(folder, "ls-files", "--error-unmatch", "--", name) is None:
-        return f"{commit}, without {name}, which is in no commit"
-    if changes is None:
-        return f"{commit}, not compared with the files"
-    if not changes:
-        return f"{commit}, clean"
-    files = len(changes.splitlines())
-    return f"{commit}, dirty: {files} changed file{'' if files == 1 else 's'}"
+    if _git(folder, "ls-files", "--error-unmatch", "--", script.name) is None:
+        return f"{commit}, without {script.name}, which is in no commit"
+    return commit
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -1,11 +1,8 @@
 """What one trial measured, and its JSON file: `DIR/runs/LABEL.seedS.repeatR.json`.
 
-The child writes `Measured`: raw series without averages, so that an old sweep can
-answer new questions.  `Run` is the parent's record: which trial it was, how it ended,
-and what was measured until then.  `report/summary.py` computes the figures of the
-table from these; `report/results.py` says where each file is in the directory.
-
-`json_files.py` says how they are written.
+The child writes `Measured`: raw series without averages, so that an old sweep can answer new
+questions.  `Run` is the parent's record: which trial it was, how it ended, and what was measured
+until then.  `report/summary.py` computes the figures of the table from these.
 """
 
 from __future__ import annotations
@@ -57,19 +54,16 @@ class Measured:
     skipped: list[bool] = field(default_factory=list)  # every managed step, in order
     step_seconds: list[float | None] = field(default_factory=list)  # since the step before
     cpu_seconds: list[float | None] = field(default_factory=list)  # the same of the processor
-    parts: dict[str, list[float | None]] = field(default_factory=dict)  # as `step_parts.PARTS`
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
     loss_scale: float | None = None  # of loss 0, at the end
-    samples: Series = field(default_factory=Series)  # as the script reports them
     output_marks: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes of output)
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None
     memory_kind: str = "resident"  # or "device"
-    matmul_precision: str = "highest"  # of FP32; "high" is TF32
     stopped_at: int | None = None  # the number of --steps, if that ended the script
-    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
+    machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
     error: str = ""  # of the exception that ended the script
     seed_calls: list[SeedCall] = field(default_factory=list)
     seed_read: bool = False  # the script read AMPATCH_SEED

@@ -6,20 +6,18 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
-from ampatch.session import facade
 from ampatch.sweep.measure.machine import load, state_of_the_machine
 from ampatch.sweep.measure.probes import Readings, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
-from ampatch.sweep.measure.step_parts import ForwardNotice, StepTimes
+from ampatch.sweep.measure.step_times import StepTimes
 from ampatch.torch_private.devices import is_owned_by_host, name_of
 
 REPORT_EVERY = 0.5  # seconds
@@ -56,7 +54,6 @@ class Recorder:
         self._losses: dict[str, Track] = defaultdict(Track)
         self._metrics: dict[str, Track] = defaultdict(Track)
         self._scales: dict[str, Track] = defaultdict(Track)
-        self._samples = Track()
         self._marks: list[tuple[int, int]] = []
         self._loss_scale: float | None = None
         self._device: torch.device | None = None
@@ -66,33 +63,16 @@ class Recorder:
     def on_initialize(self, properties: Any) -> None:
         self.notices += 1
         self._properties = properties
-        for session in facade.open_sessions()[-1:]:
-            self.watch_forwards(managed.model for managed in session.models)
 
     def on_engine(self, name: str, properties: dict[str, Any]) -> None:
         """The script trains without ampatch: at O0 without AMP code, or under autocast."""
         self._engine = name, properties
 
-    def watch_forwards(self, models: Iterable[nn.Module]) -> None:
-        """Note when a forward of one of them begins."""
-        for model in models:
-            model.register_forward_pre_hook(ForwardNotice(self._times.forward), prepend=True)
-
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
-        self._times.loss()
         self._losses[str(loss_id)].add(self._count, loss)
 
     def on_scale(self, scale: Any, loss_id: int = 0) -> None:
         self._scales[str(loss_id)].add(self._count, scale)
-
-    def on_backward(self, loss_id: int = 0) -> None:
-        self._times.backward()
-
-    def on_unscaled(self, loss_id: int = 0) -> None:
-        self._times.unscaled()
-
-    def on_step_begin(self, optimizer: Any) -> None:
-        self._times.step_begins()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         self.notices += 1
@@ -111,16 +91,8 @@ class Recorder:
             raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
-        """Metrics mean that the script has just evaluated: a pause in its training.
-
-        The exception is "samples", the number of samples since the last report, which may
-        come at each step.
-        """
+        """Metrics mean that the script has just evaluated: a pause in its training."""
         self.notices += 1
-        values = dict(values)
-        samples = values.pop("samples", None)
-        if samples is not None:
-            self._samples.add(self._count, samples)
         self._pauses += bool(values)
         for name, value in values.items():
             self._metrics[name].add(self._count, value)
@@ -141,12 +113,10 @@ class Recorder:
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._final_loss_scale(),
-            samples=self._samples.series(self._started),
             output_marks=self._marks,
             device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
-            matmul_precision=torch.get_float32_matmul_precision(),
             stopped_at=self._stopped_at,
             machine={**self._machine, **load("load_at_end")},
         )

@@ -1,16 +1,9 @@
 """The figures of one run.
 
-* Step time: from the end of one optimizer step to the end of the next; it contains
-  forward, backward, step and loading of data.  The first steps (`WARM_UP`, or a
-  quarter of a short run) and the first step after `log_metrics`, which contains an
-  evaluation, do not count.  A script that evaluates without `log_metrics` does so in
-  few steps, which do not change the median.  With several optimizers the one that
-  steps most often counts.
-* CPU time: what the process used of all processors from step to step, as step time counts
-  it.  Other processes that keep the machine busy lengthen step time and hardly CPU time.
-* Parts of a step: see `measure/step_parts.py`; each is the median over the same steps.
-* Samples per second: the samples that the script reports, per step, over the
-  median step time.
+* Step time: from the end of one optimizer step to the end of the next.  The first steps (`WARM_UP`,
+  or a quarter of a short run) and the first step after `log_metrics`, which contains an
+  evaluation, do not count.  With several optimizers the one that steps most often counts.
+* CPU time: what the process used of all processors from step to step.
 * First and last loss: means over the first and the last twentieth of all
   losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
 * A run has diverged if its last loss is not finite, or if an earlier loss was not and
@@ -48,13 +41,6 @@ def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
     return _median_ms([] if measured is None else measured.cpu_seconds[:first])
 
 
-def parts_ms(measured: Measured | None) -> dict[str, float]:
-    """The median milliseconds of each part of a step, of those parts that are known."""
-    table = {} if measured is None else measured.parts
-    found = {name: _median_ms(seconds) for name, seconds in table.items()}
-    return {name: ms for name, ms in found.items() if ms is not None}
-
-
 def spread_of(values: Sequence[float]) -> Spread | None:
     """Median and quartiles, of three values the least and the greatest; None of no values.
 
@@ -86,15 +72,6 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
     return None if times is None else times.median
 
 
-def samples_per_second(measured: Measured | None) -> float | None:
-    """None unless the script reports `log_metrics(samples=...)`."""
-    ms = step_ms(measured)
-    if not ms or not measured.samples.values or not measured.samples.steps[-1]:
-        return None
-    per_step = sum(measured.samples.values) / measured.samples.steps[-1]
-    return per_step / ms * 1000
-
-
 def first_and_last(measured: Measured | None) -> tuple[float | None, float | None]:
     """The loss at the start and at the end."""
     losses = main_losses(measured).values
@@ -109,12 +86,6 @@ def main_losses(measured: Measured | None) -> Series:
     if measured is None or not measured.losses:
         return Series()
     return measured.losses[min(measured.losses, key=lambda loss_id: (len(loss_id), loss_id))]
-
-
-def non_finite(measured: Measured | None) -> int:
-    """The number of losses that were inf or NaN."""
-    tables = [] if measured is None else measured.losses.values()
-    return sum(not math.isfinite(value) for losses in tables for value in losses.values)
 
 
 def status(run: Run) -> str:

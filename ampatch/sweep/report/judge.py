@@ -1,9 +1,8 @@
 """The verdicts: does a row reach O0's accuracy?
 
-Accuracy is compared by paired t tests over seeds, corrected over the rows (`paired.py`).
-"Within seed noise" means that the test found no difference.  A difference may still exist: the
-95 % confidence interval says how large it can be, and the verdict how large a one would have
-been seen.  Each quantity of a row is tested, and the verdict is about one of them.
+Each quantity of a row is compared by a paired t test over seeds, corrected over the rows
+(`paired.py`), and the verdict is about one of them.  "Within seed noise" means that the test found
+no difference.  One may still exist: the 95 % confidence interval says how large it can be.
 """
 
 from __future__ import annotations
@@ -17,29 +16,13 @@ from collections.abc import Mapping, Sequence
 
 from ampatch.sweep.report import margin, numbers, pace
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
-from ampatch.sweep.report.paired import LEVEL, POWER, available, holm, paired, smallest_seen
+from ampatch.sweep.report.paired import available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
-FAR = 0.1  # of O0's score
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
 
 _LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
 _LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
-
-
-METHOD = (
-    "Accuracy: one value per seed; a row's and O0's with the same seed are a pair. Paired "
-    "two-sided t test of the differences (Student, Biometrika 6, 1908). p is corrected over "
-    f"the rows by Holm's method (Scand. J. Statist. 6, 1979), at {100 * LEVEL:.0f} % for all "
-    "rows together. In brackets the 95 % confidence interval of the mean difference, of each "
-    'row by itself. "Within seed noise" means that the test found no difference; "worse '
-    'by less than matters", that it found one whose interval ends within the margin. The '
-    "difference that would have been seen is the one that the test finds with probability "
-    f"{100 * POWER:.0f} %: ncp * s / sqrt(n), by the noncentral t distribution (Cohen, "
-    "Statistical Power Analysis, 1988). Where the difference is one number with each seed, the "
-    "samples are compared as unpaired; where both have one value with all seeds, there is no p."
-)
-"""How accuracy is compared with O0's, for readers of the figures."""
 
 
 def compare(
@@ -141,15 +124,6 @@ def _judged(one: Comparison, p: float, rows: int) -> Comparison:
     return dataclasses.replace(one, corrected_p=p, smallest=smallest, outcome=outcome)
 
 
-def _is_far(one: Comparison) -> bool:
-    """Whether a score that could not be tested is so low that no test is needed to leave it.
-
-    Losses near 0 differ by such factors from seed to seed.
-    """
-    lost = one.base_mean - one.mean
-    return one.p is None and one.better == "higher" and lost > FAR * abs(one.base_mean)
-
-
 def _quality(row: Row) -> str:
     if row.start and row.outcome != "failed":
         what = "the baseline, but" if row.outcome == "baseline" else "accuracy not compared:"
@@ -161,36 +135,26 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    said = quality_text(row.comparisons[0])
-    loss = next((one for one in row.comparisons[1:] if one.name == LOSS), None)
-    if loss is None or loss.p is None:
-        return said
-    p = "" if never_varies(loss) else f", p={loss.corrected_p:.2g}"
-    return f"{said}; {LOSS} {outcome_text(loss)}: difference {difference_text(loss)}{p}"
+    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.outcome == "worse"]
+    return "; ".join(map(quality_text, [row.comparisons[0], *loss]))
 
 
-def outcome_text(one: Comparison) -> str:
-    """How a quantity stands, for a table: `within seed noise`."""
-    texts = {"within": "within seed noise", "small": "worse by less than matters"}
-    return texts.get(one.outcome, one.outcome)
+_OUTCOMES = {
+    "within": "within seed noise of O0",
+    "small": "worse by less than matters",
+    "better": "better than O0",
+    "worse": "worse than O0",
+}
 
 
 def quality_text(one: Comparison) -> str:
     """How a quantity compares with that of O0, in words."""
-    against = f"{one.name} {one.mean:.4g} against {one.base_mean:.4g}"
+    against = f"{one.title} {one.mean:.4g} against {one.base_mean:.4g}"
     if one.p is None:
-        far = ", but far below" if _is_far(one) else ""
-        return f"{against}, not tested ({one.untested}){far}"
+        return f"{against}, not tested ({one.untested})"
     if not one.difference and not one.scatter:
-        return f"equal to O0 with each of {one.n} seeds: {one.name} {one.mean:.4g}"
-    p = "" if never_varies(one) else f", p={one.corrected_p:.2g}"
-    detail = f"{difference_text(one)}{p}, {one.n} seeds"
-    if one.outcome == "small":
-        return f"worse by less than matters ({one.matters:.2g}): {against}, difference {detail}"
-    if one.outcome != "within":
-        return f"{one.outcome} than O0: {against}, difference {detail}"
-    seen = f"; a difference of {one.smallest:.2g} would have been seen" if one.smallest else ""
-    return f"within seed noise of O0: {against}, difference {detail}{seen}"
+        return f"equal to O0 with each of {one.n} seeds: {one.title} {one.mean:.4g}"
+    return f"{_OUTCOMES[one.outcome]}: {against}, difference {difference_text(one)}"
 
 
 def difference_text(one: Comparison) -> str:
@@ -203,21 +167,8 @@ def difference_text(one: Comparison) -> str:
 
 
 def never_varies(one: Comparison) -> bool:
-    """Whether both have one value with every seed.  Where it is not the same, a p says nothing."""
+    """Whether both have one value with every seed."""
     return not one.sd and not one.base_sd
-
-
-def p_text(one: Comparison, p: float | None) -> str:
-    """A p of `one`, for a table."""
-    untold = bool(one.difference) and never_varies(one)
-    return numbers.MISSING if p is None or untold else f"{p:.2g}"
-
-
-def mean_and_sd(mean: float, sd: float | None, n: int) -> str:
-    """`0.9889 ± 0.002`; where all of `n` values are one number, this one."""
-    if sd is None:
-        return f"{mean:.4g}"
-    return f"{mean:.4g} ± {sd:.2g}" if sd else f"{mean:.4g} with each of {n} seeds"
 
 
 def _sd(values: Sequence[float]) -> float | None:

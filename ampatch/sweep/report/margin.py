@@ -50,9 +50,6 @@ class Margin:
             return self.value * abs(base_mean)
         return self.value if is_judged else ONE_PERCENT.beside(base_mean)
 
-    def __str__(self) -> str:
-        return f"{100 * self.value:g} % of O0's" if self.is_share else f"{self.value:g}"
-
 
 ONE_PERCENT = Margin()
 
@@ -81,6 +78,13 @@ def at_worst(one: Comparison) -> float:
     """
     ends = (one.low, one.high) if one.scatter else (one.difference, one.difference)
     return ends[1] if one.better == "lower" else -ends[0]
+
+
+def margin_text(one: Comparison) -> str:
+    """What matters: `1 %` where it is a round part of O0's value, else in units of the quantity."""
+    percent = 100 * one.matters / abs(one.base_mean or math.inf)
+    is_round = math.isclose(percent, float(f"{percent:.2g}"), rel_tol=1e-9)
+    return f"{percent:.2g} %" if is_round and percent else f"{one.matters:.2g}"
 
 
 def weighed(row: Row) -> list[Comparison]:

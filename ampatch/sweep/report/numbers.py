@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
 _LARGE = 1e7  # from here on they would show nothing else
 _SMALL_RATIO = 0.1
 _MOST_DECIMALS = 6
-_PLAIN = 4  # decimals of a value without scatter
 
 
 def mean(values: Sequence[float]) -> float:
@@ -46,38 +45,16 @@ def quantity(value: float | None) -> str:
     return number(value, "{:.2e}" if small else "{:.4f}")
 
 
-def decimals(sds: Iterable[float | None]) -> int | None:
-    """Decimals that show two digits of all `sds`, of a much smaller one fewer; None without any."""
-    known = [sd for sd in sds if sd and math.isfinite(sd)]
-    if not known:
-        return None
-    least, most = (1 - math.floor(math.log10(sd)) for sd in (max(known), min(known)))
-    return max(0, min(most, least + 2, _MOST_DECIMALS))
-
-
-def plus_minus(value: float | None, sd: float | None, places: int | None = None) -> str:
-    """`0.9759 ± 0.0032`, both with `places` decimals, by default those that suit `sd`.
-
-    Without scatter (None or 0) the mean alone.
-    """
-    places = decimals([sd]) if places is None else places
-    if value is None or not math.isfinite(value) or places is None:
+def plus_minus(value: float | None, sd: float | None) -> str:
+    """`0.976 ± 0.012`, with two digits of the scatter; without scatter the mean alone."""
+    if value is None or not math.isfinite(value) or not sd or not math.isfinite(sd):
         return quantity(value)
-    if max(abs(value), sd or 0) >= _LARGE:
-        return quantity(value) + (f" ± {sd:.1e}" if sd and math.isfinite(sd) else "")
-    if not sd or not math.isfinite(sd):
-        return f"{value:.{places}f}"
-    own = 1 - math.floor(math.log10(sd))
-    if round(sd, places) == 0 and own <= _PLAIN:  # a row that went astray has set the decimals
-        places = own
-    if round(sd, places) == 0:
+    if max(abs(value), sd) >= _LARGE:
+        return f"{quantity(value)} ± {sd:.1e}"
+    places = max(0, 1 - math.floor(math.log10(sd)))
+    if places > _MOST_DECIMALS:
         return f"{value:.3g} ± {sd:.1e}"
     return f"{value:.{places}f} ± {sd:.{places}f}"
-
-
-def mebibytes(size: int | None) -> str:
-    """Bytes in MiB."""
-    return number(None if size is None else size / 2**20, "{:.0f}")
 
 
 def setting_text(value: object) -> str:

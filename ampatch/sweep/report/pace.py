@@ -1,17 +1,14 @@
 """The verdict on speed: which rows this machine tells apart from O0.
 
 A row's speed is the median over the rounds of O0's step time over the row's, both of the same
-round.  O0's own is that of its second run in each round over its first: 1.00 on a machine
-without noise.  Its reach is the factor by which it departs from 1.00, either way: at its
-quartiles, or at its extremes where its median is off by more than `NOISE`.
+round; O0's own is that of its second run in each round over its first.  Its reach is the factor
+by which it departs from 1.00, either way: at its quartiles, or at its extremes where its median is
+off by more than `NOISE`.
 
 A row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, beyond
-O0's reach.  So a ratio that O0 against O0 cannot explain is told on a busy machine too.  One
-round tells nothing, nor do rounds in which O0 ran once.  Of three rounds the quartiles are the
-least and the greatest, so each of the three has to agree.
-
-Where wall time does not tell, and O0 or the row itself varies by more than `NOISE`, CPU time is
-compared in the same way: other processes hardly change it.
+O0's reach.  One round tells nothing, nor do rounds in which O0 ran once.  Where wall time does not
+tell, and O0 or the row itself varies by more than `NOISE`, CPU time is compared in the same way:
+other processes hardly change it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ NOISE = 0.05
 WORTHWHILE = 1.05  # a speed-up below this is none
 FASTER, SLOWER, UNKNOWN, ONE_ROUND = "faster", "slower", "not told apart", "one round"
 NO_NOISE = "noise not measured"
-WHEN_IDLE = "When it is idle, measure anew (--overwrite) or add rounds (--resume --rounds N)."
 
 
 def reach_of(ratios: Sequence[float]) -> float | None:
@@ -77,17 +73,17 @@ def in_words(row: Row) -> str:
     """A row's speed, for its verdict; "" where it was not compared."""
     if row.speeds is None or row.outcome == "failed":
         return ""
-    speeds = row.speeds
     if row.outcome == "baseline":
-        return f"measured twice, its second run had {_ratio(speeds, 'the speed of the first')}"
-    if row.pace == ONE_ROUND:
-        return f"{ratio(speeds.median)}x the speed of O0 in one round, which tells nothing"
-    if row.pace == NO_NOISE:
-        return f"{_ratio(speeds, 'the speed of O0')}, with O0 measured once, which tells nothing"
+        return f"its second run was {_ratio(row.speeds, 'times as fast as its first')}"
     if row.pace == UNKNOWN:
-        return f"speed not told apart from O0's on this machine: {_ratio(speeds)}"
-    by_cpu = f" by CPU time, as wall time is too noisy: {_ratio(speeds)}" if row.by_cpu else ""
-    return f"{_ratio(row.decisive, 'the speed of O0')}{by_cpu}"
+        return f"speed not told apart from O0's: {_ratio(row.speeds)}"
+    said = _ratio(row.decisive, "times as fast as O0")
+    if row.by_cpu:
+        return f"{said} by CPU time (wall time is too noisy: {_ratio(row.speeds)})"
+    return said + {
+        ONE_ROUND: ", in one round, which tells nothing",
+        NO_NOISE: ", with O0 measured once, which tells nothing",
+    }.get(row.pace, "")
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
@@ -101,30 +97,31 @@ def surely_not(row: Row) -> bool:
 
 
 def none_recommended(rows: Sequence[Row], base: Row) -> str:
-    """Why none of these rows is recommended for its speed, as a sentence."""
+    """Why none of these rows is recommended for its speed."""
     if not any(row.pace for row in rows):
         return "Stay with O0: the speed of no row that is as accurate was measured."
     if any(row.pace in (ONE_ROUND, NO_NOISE) for row in rows):
         return (
-            "No speed is recommended: that takes two rounds or more, in which O0 is measured "
-            "twice. Use --rounds 3."
+            "Not known yet: a speed takes two rounds or more, in which O0 is measured twice. "
+            "--resume --rounds 3 adds them."
         )
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
-            f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g}x as fast; not told "
-            f"apart from it on this machine: {', '.join(unknown)}. O0 against O0 is "
-            f"{_ratio(base.speeds)}. {WHEN_IDLE}"
+            f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g} times as fast; not "
+            f"told apart: {', '.join(unknown)}, as O0 beside itself was {_ratio(base.speeds)}. "
+            "When the machine is idle, measure anew (--overwrite) or add rounds (--resume "
+            "--rounds N)."
         )
     fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)
     return (
-        f"Stay with O0: no row is {WORTHWHILE:g}x as fast. The fastest, {fastest.name}, has "
+        f"Stay with O0: no row is {WORTHWHILE:g} times as fast. The fastest, {fastest.name}, is "
         f"{in_words(fastest)}."
     )
 
 
-def _ratio(speeds: Spread, of: str = "") -> str:
-    words = f"{ratio(speeds.median)}x {of}".rstrip()
-    if speeds.n < 2:
-        return f"{words} (one round)"
-    return f"{words} ({ratio(speeds.low)} to {ratio(speeds.high)} in {speeds.n} rounds)"
+def _ratio(speeds: Spread | None, of: str = "") -> str:
+    """`1.57 times as fast as O0 (1.47 to 1.77)`, with the quartiles over the rounds."""
+    assert speeds is not None
+    words = f"{ratio(speeds.median)} {of}".rstrip()
+    return words if speeds.n < 2 else f"{words} ({ratio(speeds.low)} to {ratio(speeds.high)})"

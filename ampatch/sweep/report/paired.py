@@ -1,21 +1,13 @@
 """Do two rows differ by more than chance?  Paired t tests over seeds, from scipy.
 
 A seed gives both rows the same first weights and the same order of the data, so what the seed does
-to both cancels in their difference, and each seed gives one difference.  The paired t test asks
-whether these differences have mean 0 (Student, "The probable error of a mean", Biometrika 6
-(1908), 1-25).  A rank test cannot tell with few seeds: Wilcoxon's p is never below 0.25 with three.
-
-Several rows are compared with one O0, so their p are corrected together (S. Holm, "A simple
-sequentially rejective multiple test procedure", Scand. J. Statist. 6 (1979), 65-70): the chance
+to both cancels in their difference.  p is corrected over the rows by Holm's method, so the chance
 to call any row different that is not is at most `LEVEL`.
 
 Few seeds and a coarse metric (one test image more) can give one number as each difference.  The
 paired test would call that certain.  So the samples are then compared as unpaired.
 
-`smallest_seen` says how large a difference the test would have found: d = ncp * s / sqrt(n), s
-the standard deviation of the n differences, and ncp the noncentrality at which the two-sided t
-test with n-1 degrees of freedom rejects with probability `POWER` (J. Cohen, "Statistical Power
-Analysis for the Behavioral Sciences", 2nd ed. (1988), chapter 2).
+docs/explanation/sweep_figures.md has the sources and the formula of `smallest_seen`.
 """
 
 from __future__ import annotations

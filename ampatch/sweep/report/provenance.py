@@ -7,12 +7,12 @@ picture can be traced when it is alone in a paper's folder.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import Results
-from ampatch.torch_private.devices import TOOLKITS
-
-_SOFTWARE = ("ampatch", "torch", *TOOLKITS, "python")
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -62,7 +62,25 @@ def columns(results: Results) -> dict[str, str]:
     return {name.replace(",", "").replace(" ", "_"): text for name, text in facts(results).items()}
 
 
-def software(results: Results) -> str:
-    """`torch 2.13.0, python 3.11`, as in a caption."""
-    there = results.versions
-    return ", ".join(f"{name} {there[name]}" for name in _SOFTWARE if name in there)
+def machine_state(runs: Sequence[Run]) -> dict[str, str]:
+    """Native part, threads and load during the runs; empty before the first."""
+    states = [run.measured.machine for run in runs if run.measured and run.measured.machine]
+    if not states:
+        return {}
+    cores, loads = _range(states, "cores"), _range(states, "load_at_start", "load_at_end")
+    state = {"threads": f"{_range(states, 'threads')} on {cores} cores", "load average": loads}
+    native = {one["native"] for one in states if one.get("native") is not None}
+    if native:
+        state["native part"] = "in force" if native == {True} else "not in force"
+    if len(native) > 1:
+        said = "in some runs: compare no speed of theirs with one of the others"
+        state["native part"] = said
+    return state
+
+
+def _range(states: Sequence[dict[str, Any]], *names: str) -> str:
+    values = [state[name] for state in states for name in names if state.get(name) is not None]
+    if not values:
+        return "unknown"
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,4 +1,4 @@
-"""Which row is recommended, and what is missing where none is.
+"""Which row is recommended, and what is missing where none is: in two sentences at most.
 
 A row is recommended only if all of this was shown:
 
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.judge import quality_text
-from ampatch.sweep.report.margin import at_worst, is_shown, weighed, worse
+from ampatch.sweep.report.judge import difference_text, quality_text
+from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
@@ -30,17 +30,18 @@ NOTHING_YET = "nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
 LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
+_LESS_MEMORY = 0.95  # of O0's, to be worth a sentence
 _HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
 def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
-    """One line: what to train a script of this kind with, and why; or what is missing to say it."""
+    """What to train a script of this kind with, and why; or what is missing to say it."""
     apart = [row for row in rows if row.start]
     if apart:
         first = next((row for row in apart if row.outcome != "baseline"), apart[0])
         return (
-            f"none: the rows do not start alike. {_name(first)} has a {first.start}; so the rows "
-            "cannot be compared."
+            "none: the rows do not start alike, so they cannot be compared. "
+            f"{_name(first)} has a {first.start}."
         )
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
@@ -53,19 +54,59 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
         return _none_as_accurate(left)
     faster = pace.worthwhile(fit)
     if not faster:
-        return pace.none_recommended(fit or well, base) + _smaller(accurate, base)
+        why = pace.none_recommended(fit or well, base)
+        return why + _smaller(accurate, base) if why.startswith("Stay") else why
     shown = [row for row in faster if not not_shown(row)]
     if not shown:
         fastest = max(faster, key=lambda row: row.decisive.median)
-        return f"none yet. {_name(fastest)} has {pace.in_words(fastest)}, but {not_shown(fastest)}"
+        return (
+            f"Not known yet: {_name(fastest)} is {pace.in_words(fastest)}, but {not_shown(fastest)}"
+        )
     best, others = _with_most_fp32(shown, kind)
-    return f"{_name(best)}: {best.verdict}.{_not_told_apart(others)}{_memory(best, base)}"
+    said = f"Use {_name(best)}: {pace.in_words(best)}; {_accuracy(best.comparisons[0])}."
+    much = _memory(best, base)
+    more = [f"It takes {much} than O0"] if much else []
+    if others:
+        names = ", ".join(map(_name, others))
+        more.append(f"{names} {'is' if len(others) == 1 else 'are'} not surely faster")
+    return f"{said} {', and '.join(more)}." if more else said
 
 
 def anything_compared(rows: Sequence[Row]) -> bool:
     """Whether O0 and another row have gone well, so that there is something to say of the two."""
     outcomes = {row.outcome for row in rows}
     return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
+
+
+def not_shown(row: Row) -> str:
+    """What was not shown of a row's accuracy, as the end of a sentence; "" if all was."""
+    if not row.comparisons:
+        return "no loss or metric was compared with O0's."
+    judged = row.comparisons[0]
+    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
+    if untested is not None:
+        return f"its {untested.title} is not tested ({untested.untested}).{_cure(untested)}"
+    if not judged.scatter:
+        return _without_scatter(judged)
+    if is_shown(judged):
+        return ""
+    said = (
+        f"with {judged.n} seeds the 95 % interval of its {judged.title} ends "
+        f"{at_worst(judged):.2g} worse than O0's, and {judged.matters:.2g} matters (--margin)."
+    )
+    seeds = _seeds_for(judged)
+    if seeds is None:
+        return f"{said} Not even {MOST_SEEDS} seeds like these would end it before that."
+    return f"{said} More seeds are needed, about {seeds}: --resume --seeds {seeds}."
+
+
+def _accuracy(one: Comparison) -> str:
+    """That the accuracy is O0's: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
+    if not one.scatter and not one.difference:
+        return f"{one.title} the same with each of {one.n} seeds"
+    if at_worst(one) <= 0:
+        return f"{one.title} {difference_text(one)}, no worse than O0's"
+    return f"{one.title} {difference_text(one)}, below the {margin_text(one)} that matters"
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
@@ -77,44 +118,24 @@ def _none_as_accurate(rows: Sequence[Row]) -> str:
     )
 
 
-def not_shown(row: Row) -> str:
-    """What was not shown of a row's accuracy, as the end of a sentence; "" if all was."""
-    if not row.comparisons:
-        return "no loss or metric was compared with O0's."
-    judged = row.comparisons[0]
-    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
-    if untested is not None:
-        return f"its {untested.name} is not tested ({untested.untested}).{_cure(untested)}"
-    if not judged.scatter:
-        return _without_scatter(judged)
-    if is_shown(judged):
-        return ""
-    said = (
-        f"with {judged.n} seeds the 95 % interval of its {judged.name} ends {at_worst(judged):.2g} "
-        f"worse than O0's, and {judged.matters:.2g} matters (--margin)."
-    )
-    seeds = _seeds_for(judged)
-    if seeds is None:
-        return f"{said} Not even {MOST_SEEDS} seeds like these would end it before that."
-    return f"{said} {seeds} seeds like these would end it before: --resume --seeds {seeds}."
-
-
 def _without_scatter(one: Comparison) -> str:
     """What the same difference with each seed does not show: it has no scatter to test by."""
     if not is_shown(one):
         return (
-            f"its {one.name} is {one.difference:+.2g} off with each of {one.n} seeds, and "
+            f"its {one.title} is {one.difference:+.2g} off with each of {one.n} seeds, and "
             f"{one.matters:.2g} matters (--margin). "
             f"--resume --seeds {max(MORE_SEEDS, one.n + 3)} says more."
         )
     if one.n < LEAST_SEEDS:
-        return f"the same {one.name} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
+        return (
+            f"the same {one.title} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
+        )
     return ""
 
 
 def _cure(one: Comparison) -> str:
     if one.untested == "one seed":
-        return f" --resume --seeds {MORE_SEEDS} tests it."
+        return f" More seeds are needed: --resume --seeds {MORE_SEEDS}."
     if one.untested == "O0 is the same with each seed":
         return " Have the seed reach the script: {seed} among its arguments, or --override-seeds."
     return ""
@@ -146,12 +167,6 @@ def _level(row: Row) -> str:
     return re.split(r"[-+]", row.opt_level)[0]
 
 
-def _not_told_apart(others: Sequence[Row]) -> str:
-    if not others:
-        return ""
-    return f" Not told apart from it in speed: {', '.join(map(_name, others))}."
-
-
 def _what_lacks(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
@@ -161,28 +176,21 @@ def _what_lacks(rows: Sequence[Row]) -> str:
 
 
 def _memory(row: Row, base: Row) -> str:
+    """`38 % less memory`; "" where it is as much, or unknown."""
     if not (row.memory_bytes and base.memory_bytes):
         return ""
-    much = _less(row, base)
-    return f" It takes {much} {'as' if much.startswith('as') else 'than'} O0."
+    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
+    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory" if percent else ""
 
 
 def _smaller(fit: Sequence[Row], base: Row) -> str:
     """The row that saves most memory, where no row saves time."""
     sizes = [row for row in fit if row.memory_bytes and base.memory_bytes]
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
-    if least is None or least.memory_bytes > 0.95 * base.memory_bytes:
+    if least is None or least.memory_bytes > _LESS_MEMORY * base.memory_bytes:
         return ""
     at = pace.in_words(least) or "its speed was not measured"
-    return f" {_name(least)} takes {_less(least, base)} than O0: {at}."
-
-
-def _less(row: Row, base: Row) -> str:
-    """How much less memory the row takes: `38 % less memory`."""
-    percent = round(100 * (1 - row.memory_bytes / base.memory_bytes))
-    if not percent:
-        return "as much memory"
-    return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory"
+    return f" {_name(least)} takes {_memory(least, base)}: {at}."
 
 
 def _name(row: Row) -> str:

@@ -1,24 +1,27 @@
-"""The pictures, pages and tables of a sweep, from what lies in its directory.
+"""The page, the pictures and the tables of a sweep, from what lies in its directory.
 
     DIR/report.html              all of it on one page, the pictures inside
-    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed, memory, loss-scale
-    DIR/plots/captions.md        what each shows, in which units, what a band is
+    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed
 
-They are made when a sweep has ended, and by `ampatch report` from the stored results.
+They are made when a sweep has ended, and by `ampatch report` from the stored results.  The page has
+no script and needs no other file; how it looks: `templates/page.html.j2`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.documents import filled
-from ampatch.sweep.report.drawing import FORMATS
-from ampatch.sweep.report.page import as_html
-from ampatch.sweep.report.plots import MISSING, Gallery, available, gallery
-from ampatch.sweep.report.provenance import lines
-from ampatch.sweep.report.results import CAPTIONS, PLOTS, REPORT, Results, read_sweep
+from ampatch.sweep.report.numbers import setting_text, split_interval
+from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
+from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
+from ampatch.sweep.report.provenance import called, facts
+from ampatch.sweep.report.recommendation import anything_compared
+from ampatch.sweep.report.results import PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.summary_files import write_tables
+from ampatch.sweep.report.table import Table, by_row, columns, notes
 
 
 def write_report(directory: str | Path) -> str:
@@ -29,23 +32,35 @@ def write_report(directory: str | Path) -> str:
     version's format, `OSError` if nothing can be written.
     """
     sweep = read_sweep(directory)
-    path, results, runs = sweep.directory, sweep.results, sweep.runs
-    lacking = "" if available() else MISSING
-    drawn = Gallery() if lacking else gallery(results, runs)
-    _write_pictures(path, results, drawn)
-    write_tables(path, results)
-    write_whole(path / REPORT, as_html(results, runs, drawn, lacking))
-    return lacking
-
-
-def _write_pictures(path: Path, results: Results, drawn: Gallery) -> None:
-    """Write the pictures and their captions; those of an earlier report go."""
+    path, results = sweep.directory, sweep.results
+    lacking = "" if available() else NO_PICTURES
+    drawn = [] if lacking else pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
     for form in FORMATS:
         for old in (path / PLOTS).glob(f"*.{form}"):
             old.unlink()
-    for picture in drawn.pictures:
-        for form, data in picture.files.items():
-            (path / PLOTS / f"{picture.name}.{form}").write_bytes(data)
-    captions = filled("captions.md", drawn=drawn, origin=lines(results))
-    write_whole(path / PLOTS / CAPTIONS, captions)
+        for picture in drawn:
+            (path / PLOTS / f"{picture.name}.{form}").write_bytes(picture.files[form])
+    write_tables(path, results)
+    write_whole(path / REPORT, as_html(results, drawn, lacking))
+    return lacking
+
+
+def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> str:
+    """The page; `lacking` says why there are no pictures, if there are none."""
+    rows = results.rows
+    return filled(
+        "page.html",
+        title=f"{Path(results.script).name} at several opt levels",
+        called=called(results),
+        results=results,
+        is_compared=anything_compared(rows),
+        figures=Table.of(by_row(columns(rows)), rows),
+        explained=notes(rows),
+        drawn=drawn,
+        looks=LOOKS,
+        lacking=lacking,
+        facts=facts(results),
+        settings={name: setting_text(value) for name, value in results.settings.items()},
+        split_interval=split_interval,
+    )

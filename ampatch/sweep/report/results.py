@@ -1,11 +1,9 @@
 """The results of a sweep, and where each of them is, for code that reads or draws them.
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
-    DIR/summary.csv        one line per row, the columns of `summary_files.py`
-    DIR/summary.md         the recommendation, the table, the verdicts, how it was tested
-    DIR/summary.tex        the main columns of the table for LaTeX
-    DIR/report.html        and plots/: see `render.py`
-    DIR/tensorboard/STEM/  event files, on request: see `tensorboard_events.py`
+    DIR/summary.csv .md .tex  the table: see `summary_files.py`
+    DIR/report.html plots/ see `render.py`
+    DIR/tensorboard/STEM/  event files, on request: see `trackers.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
     DIR/runs/STEM.log      what the script printed
     DIR/runs/STEM.progress {"steps": 12, "loss": 0.5}, while the run is going on
@@ -16,9 +14,6 @@ STEM is `Trial.file_stem`, such as `O1-float16.seed0.repeat0`.  From Python:
     for row in results.rows:                      # one per case
         for run in read_runs("DIR", row.label):   # its processes: seeds and rounds
             run.measured.losses["0"].values       # steps, values, seconds
-
-JSON has no NaN and no infinity; they are the strings "nan", "inf", "-inf",
-and `read_results` and `read_runs` make numbers of them again.
 """
 
 from __future__ import annotations
@@ -29,14 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import read_json
+from ampatch.sweep.json_files import read_json, restored
 from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
-CAPTIONS = "captions.md"  # in PLOTS
+CAPTIONS = "captions.md"  # in PLOTS, of older reports
 TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
@@ -82,15 +77,19 @@ class Comparison:
     outcome: str = "untested"
     untested: str = ""
 
+    @property
+    def title(self) -> str:
+        """The name as a sentence has it."""
+        return self.name.replace("_", " ")
+
 
 @dataclass(frozen=True)
 class Row:
     """A case and the figures of all its runs.  None: they did not measure it.
 
-    Over the whole runs: losses and metrics are means, memory is the maximum, skips and
-    non-finite losses are sums.  Over the short runs as well: `step_ms`, `cpu_ms` and
-    `parts` are medians of the runs' medians.  `status` is "ok", or what is wrong with the
-    first failed run.
+    Over the whole runs: losses and metrics are means, memory is the maximum, skips are
+    sums.  Over the short runs as well: `step_ms` and `cpu_ms` are medians of the runs' medians.
+    `status` is "ok", or what is wrong with the first failed run.
     """
 
     label: str
@@ -105,7 +104,6 @@ class Row:
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
     cpu_ms: float | None = None  # of all threads; None where the device is no CPU
-    parts: dict[str, float] = field(default_factory=dict)  # milliseconds of a step
     speed: float | None = None  # the median; relative to O0, above 1 is faster
     speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
     cpu_speeds: Spread | None = None  # the same of CPU time
@@ -113,7 +111,6 @@ class Row:
     cpu_reach: float | None = None
     pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
     by_cpu: bool = False  # CPU time decided on the pace, not wall time
-    samples_per_second: float | None = None
     memory_bytes: int | None = None
     memory_kind: str = "resident"
     first_loss: float | None = None
@@ -123,7 +120,6 @@ class Row:
     steps: int = 0  # of one run (the median)
     all_steps: int = 0
     skipped: int = 0
-    non_finite: int = 0
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
@@ -143,17 +139,6 @@ class Row:
         assert found is not None
         return found
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Row:
-        row = {name: _number(value) for name, value in data.items()}
-        for name in ("step_times", "speeds", "cpu_speeds"):
-            if row.get(name) is not None:
-                row[name] = Spread(**_numbers(row[name]))
-        for name in ("metrics", "sds", "parts"):
-            row[name] = _numbers(row.get(name, {}))
-        row["comparisons"] = [Comparison(**_numbers(one)) for one in row["comparisons"]]
-        return cls(**row)
-
 
 @dataclass
 class Results:
@@ -165,7 +150,7 @@ class Results:
     planned: int  # runs
     settings: dict[str, Any]  # a resumed sweep must have the same
     versions: dict[str, str]
-    machine: dict[str, str] = field(default_factory=dict)  # its state: load, threads, frequency
+    machine: dict[str, str] = field(default_factory=dict)  # its state: native part, load, threads
     rows: list[Row] = field(default_factory=list)
     done: int = 0  # runs that have ended
     recommendation: str = ""
@@ -183,8 +168,7 @@ class Results:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Results:
-        fields = {name: value for name, value in data.items() if name != "complete"}
-        return cls(**{**fields, "rows": [Row.from_json(row) for row in data["rows"]]})
+        return restored(cls, data)
 
 
 @dataclass(frozen=True)
@@ -225,10 +209,6 @@ def read_sweep(directory: str | Path) -> Stored:
     Raises `FileNotFoundError` if there is none, `ValueError` for files in another format.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}: there is no such directory. Expected one that ampatch sweep wrote to."
-        )
     results = read_results(path)
     if results is None:
         raise FileNotFoundError(
@@ -237,11 +217,3 @@ def read_sweep(directory: str | Path) -> Stored:
         )
     labels = {row.label for row in results.rows}
     return Stored(path, results, [run for run in read_runs(path) if run.case.label in labels])
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def _numbers(table: dict[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in table.items()}

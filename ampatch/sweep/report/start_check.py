@@ -5,17 +5,14 @@ whose first loss differs by more began from something else: most often from a fi
 earlier trial wrote, such as `w.pt`, which the script loads if it is there.  Then the rows say
 nothing about opt levels, and none is recommended.
 
-How much may rounding do?  The unit roundoff u is 2**-11 in float16 and 2**-8 in bfloat16.
-Measured at
-O1, O2 and O3 on the CPU: `examples/digits.py` and `char_lm.py` differ from O0 by 0.06 u at
-most; residual nets of 50 layers, encoders of 12, MLPs and a VAE by 2 u; ten batch norms in a row
-over four samples, which enlarge each other's rounding, by 31 u, the most that was found.  So 32 u
-are allowed.  Rows in FP32 get 2**-10, for kernels that add up in another order or, on a GPU, by
-another algorithm; TF32 keeps as many bits as float16.
+How much may rounding do?  The unit roundoff u is 2**-11 in float16 and TF32, 2**-8 in bfloat16.
+Measured on the CPU: nets of 50 layers differ from O0 by 2 u, ten batch norms in a row over four
+samples by 31 u, the most that was found.  So 32 u are allowed.  Rows in FP32 get 2**-10, for
+kernels that add up in another order.
 
-The loss that this is relative to is the larger of the two, or O0's usual one where that is larger:
-some losses begin near 0.  A row in half may also differ as O0's loss does from step to step at
-the start: what is drawn at random within the model can be another draw in another type.
+The loss that this is relative to is the larger of the two, or O0's usual one where that is larger.
+A row in half may also differ as O0's loss does from step to step at the start: what is drawn at
+random within the model can be another draw in another type.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.trial import BASE, Case
 
 ALLOWED = 32  # units of roundoff
@@ -84,28 +80,6 @@ def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
         "its own directory: {trial_dir} among the script's arguments, or the variable "
         "AMPATCH_TRIAL_DIR."
     )
-
-
-def checked(runs: Iterable[Run]) -> str:
-    """What was checked of runs that start alike, for readers of the report; "" without a row."""
-    measured = [run for run in runs if run.measured is not None and status(run) == OK]
-    alike = {run.case for run in measured if _first_loss(run) is not None}
-    base = next((run.measured for run in measured if run.case == BASE), None)
-    if base is None or len(alike) < 2:
-        return ""
-    products = "TF32" if base.matmul_precision != "highest" else "FP32"
-    files = list(dict.fromkeys(name for run in measured for name in run.measured.files_written))
-    wrote = f"{', '.join(files)} (written while trials ran)" if files else "no file"
-    return (
-        f"O0 had no torch.autocast and no GradScaler, and {products} products; all "
-        f"{len(alike)} rows have the same first loss with equal seeds, up to rounding ({ALLOWED} "
-        f"units of roundoff); new in the working directory: {wrote}"
-    )
-
-
-def _first_loss(run: Run) -> float | None:
-    losses = (run.measured or Measured()).losses.values()
-    return next((value for one in losses if (value := _before_any_step(one)) is not None), None)
 
 
 def _other_start(run: Run, first: Run) -> Start | None:

@@ -1,12 +1,9 @@
 """The rows: the figures of all runs of a case, compared with O0's.
 
-* Speed is relative to O0 of the same round.  The runs of a round are close together in
-  time, so a machine that changes its speed changes both.  The row has the median and
-  quartiles over the rounds; O0's are those of its second run, over as many steps as it took.
-* Losses, metrics, memory, steps and skips are of whole runs.
-* Times and speed are of runs that ran alone; runs beside others slow each other.
-* For accuracy each seed gives one value: a metric's last value, or the last loss; the
-  mean, if the seed ran several times.  `judge.py` compares these values.
+Losses, metrics, memory, steps and skips are of whole runs; times and speed of runs that ran alone.
+Speed is relative to O0 of the same round, so a machine that changes its speed changes both.  For
+accuracy each seed gives one value: a metric's last value, or the last loss; the mean, if the seed
+ran several times.  `judge.py` compares these values.
 """
 
 from __future__ import annotations
@@ -16,14 +13,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import (
     OK,
     cpu_ms,
     first_and_last,
-    non_finite,
-    parts_ms,
-    samples_per_second,
     spread_of,
     status,
     step_ms,
@@ -58,22 +51,12 @@ def summarize(
     base = by_case.get(BASE, [])
     starts = {start.run.case: start.in_words() for start in reversed(other_starts(runs))}
     rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
-    compared = corrected(
-        [
-            []
-            if case == BASE or case in starts
-            else compare(
-                samples_of(of_case),
-                samples_of(base),
-                judged,
-                better or {},
-                seeds_matter(base),
-                margin,
-            )
-            for case, of_case in by_case.items()
-        ]
-    )
-    return [judged_row(row, ones) for row, ones in zip(rows, compared)]
+    how = judged, better or {}, seeds_matter(base), margin
+    compared = [
+        [] if case == BASE or case in starts else compare(samples_of(of), samples_of(base), *how)
+        for case, of in by_case.items()
+    ]
+    return [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
 
 
 def alone(runs: Iterable[Run]) -> list[Run]:
@@ -143,7 +126,6 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         step_ms=times and times.median,
         step_times=times,
         cpu_ms=_median(map(cpu_ms, timed)),
-        parts=_parts(timed),
         speed=speeds and speeds.median,
         speeds=speeds,
         cpu_speeds=cpu_speeds,
@@ -151,7 +133,6 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         cpu_reach=cpu_reach,
         pace=pace,
         by_cpu=by_cpu,
-        samples_per_second=_median(map(samples_per_second, timed)),
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
         first_loss=_mean(firsts),
@@ -161,7 +142,6 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
-        non_finite=sum(map(non_finite, measured)),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
         outcome=outcome_of(case == BASE, bool(trouble)),
@@ -177,11 +157,10 @@ def _finals(measured: Measured) -> dict[str, float]:
 
 
 def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """The mean of the last values of each metric."""
     names = dict.fromkeys(name for one in measured for name in one.metrics)
-    return {
-        name: mean([m.metrics[name].values[-1] for m in measured if name in m.metrics])
-        for name in names
-    }
+    lasts = ([m.metrics[name].values[-1] for m in measured if name in m.metrics] for name in names)
+    return dict(zip(names, map(mean, lasts)))
 
 
 def _sds(runs: Sequence[Run]) -> dict[str, float]:
@@ -203,15 +182,6 @@ def _times(measured: Sequence[Measured]) -> Spread | None:
         return None
     columns = ([getattr(spread, name) for spread in spreads] for name in ("median", "low", "high"))
     return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
-
-
-def _parts(timed: Sequence[Measured]) -> dict[str, float]:
-    tables = list(map(parts_ms, timed))
-    return {
-        name: statistics.median(table[name] for table in tables if name in table)
-        for name in PARTS
-        if any(name in table for table in tables)
-    }
 
 
 def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:

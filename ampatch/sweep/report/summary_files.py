@@ -12,26 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
-from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.documents import filled
-from ampatch.sweep.report.judge import METHOD
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
-from ampatch.sweep.report.table import (
-    PARTS_NOTE,
-    Table,
-    by_row,
-    columns,
-    mark_notes,
-    notes,
-    part_columns,
-)
+from ampatch.sweep.report.table import Table, by_row, columns, mark_notes, notes
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
-    "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "samples_per_second", "memory_bytes",
-    "memory_kind", "first_loss", "last_loss", "steps", "skipped", "non_finite", "loss_scale",
+    "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "memory_bytes",
+    "memory_kind", "first_loss", "last_loss", "steps", "skipped", "loss_scale",
     "seconds",
 )  # fmt: skip
 _JUDGED = (
@@ -80,7 +70,6 @@ def _csv_line(row: Row, metrics: Sequence[str], scatter: Sequence[str]) -> dict[
         **{name: getattr(row, name) for name in _PLAIN},
         **{f"step_ms_{end}": getattr(row.step_times, end, None) for end in ("low", "high")},
         **{f"speed_{end}": getattr(row.speeds, end, None) for end in ("low", "high")},
-        **{f"part_ms:{part}": row.parts.get(part) for part in PARTS},
         **{f"metric:{name}": row.metrics.get(name) for name in metrics},
         **{f"sd:{name}": row.sds.get(name) for name in scatter},
         **{f"judged_{name}": getattr(judged, name, None) for name in _JUDGED},
@@ -90,24 +79,17 @@ def _csv_line(row: Row, metrics: Sequence[str], scatter: Sequence[str]) -> dict[
 
 
 def as_markdown(results: Results) -> str:
-    """The recommendation, the table, the verdicts and the method, for a paper's appendix."""
+    """The recommendation, the table and the verdicts, for a paper's appendix."""
     rows = results.rows
-    parts = part_columns(rows)
-    device = results.provenance.get("device", "")
     return filled(
         "summary.md",
         script=Path(results.script).name,
         called=provenance.called(results),
-        seeds=_seeds(results),
-        trained=counted(len(rows), "row"),
-        machine=device if device not in ("", "cpu") else results.versions.get("cpu", ""),
-        software=provenance.software(results),
+        seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
         runs=counted(results.planned, "run"),
         results=results,
         figures=Table.of(columns(rows), rows),
-        explained=" ".join([*notes(rows), METHOD]),
-        parts=Table.of(parts, rows) if parts else None,
-        parts_explained=PARTS_NOTE,
+        explained=" ".join(notes(rows)),
         facts=provenance.facts(results),
     )
 
@@ -117,7 +99,3 @@ def as_latex(results: Results) -> str:
     main = [column for column in by_row(columns(results.rows)) if column.main]
     origin = [*provenance.lines(results), *mark_notes(results.rows)]
     return filled("summary.tex", origin=origin, table=Table.of(main, results.rows))
-
-
-def _seeds(results: Results) -> str:
-    return counted(max((row.seeds for row in results.rows), default=0), "seed")

@@ -1,6 +1,6 @@
 """Tables as titles and texts, and the table of a sweep's rows: its columns and what they mean.
 
-`terminal.py`, `page.py` and `summary_files.py` show the same columns.
+`terminal.py`, `render.py` and `summary_files.py` show the same columns.
 """
 
 from __future__ import annotations
@@ -9,50 +9,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.measure.step_parts import PARTS
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import difference_text
 from ampatch.sweep.report.margin import LOSS
-from ampatch.sweep.report.numbers import (
-    MISSING,
-    decimals,
-    mebibytes,
-    number,
-    plus_minus,
-    quantity,
-    ratio,
-)
+from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
-
-STEP_NOTE = (
-    "Step time is the median, without the first steps and evaluations; in brackets are the "
-    "quartiles."
-)
-SPEED_NOTE = (
-    "Speed is the median over the rounds of O0's step time over the row's, both of the same "
-    "round, with quartiles; above 1 is faster, and O0's is that of its second run in each round "
-    "over its first. Step times are over all rounds together, so where the machine changed its "
-    "speed between rounds they may seem to contradict the speed, which does not depend on that."
-)
-LOSS_NOTE = "First and last loss are means over the first and last twentieth."
-CPU_NOTE = "CPU time is that of all threads, and other processes hardly change it."
-PARTS_NOTE = (
-    "Parts of a step in ms: data is from the end of a step to the next forward, loading, "
-    "transfer and zero_grad among it; forward is up to the loss; optimizer is unscaling, clipping "
-    "and the step. What cannot be told apart in any row is unsplit."
-)
-SCATTER_NOTE = "± is the standard deviation over seeds."
-MEMORY_NOTES = {
-    "device": "Memory is the most that PyTorch allocated on the device.",
-    "resident": "Memory is the largest resident set, PyTorch itself included.",
-}
-
 
 NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 MARKS = {
     NOT_TOLD_APART: "speed not told apart from O0's by wall time",
-    DIFFERS: "differs from O0 by more than the seeds do (corrected p below 0.05)",
+    DIFFERS: "differs from O0 by more than the seeds do",
+}
+_MEMORY = {
+    "device": "memory: the most that PyTorch allocated on the device",
+    "resident": "memory: the largest resident set, PyTorch itself included",
 }
 
 
@@ -76,8 +47,17 @@ class Table:
     @classmethod
     def of(cls, columns: Sequence[Column], shown: Sequence[Any]) -> Table:
         """The table of these columns, a line for each of `shown`; of those that are not empty."""
-        told = not_empty(columns, shown)
+        told = [
+            column
+            for column in columns
+            if not shown or any(column.text(one) != MISSING for one in shown)
+        ]
         return cls(told, [[column.text(one) for column in told] for one in shown])
+
+    def part(self, numbers: Sequence[int]) -> Table:
+        """The columns with these numbers."""
+        lines = [[line[number] for number in numbers] for line in self.lines]
+        return Table([self.columns[number] for number in numbers], lines)
 
     def __str__(self) -> str:
         """Aligned text, one line for each of the table's."""
@@ -91,15 +71,6 @@ class Table:
             yield text.rjust(width) if column.right else text.ljust(width)
 
 
-def not_empty(columns: Sequence[Column], shown: Sequence[Any]) -> list[Column]:
-    """The columns in which one of `shown` has something; all where there is nothing to show."""
-    return [
-        column
-        for column in columns
-        if not shown or any(column.text(one) != MISSING for one in shown)
-    ]
-
-
 NAMES = (
     Column("level", lambda row: row.opt_level, right=False),
     Column("dtype", lambda row: row.dtype, right=False),
@@ -109,37 +80,19 @@ NAMES = (
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
-    sampled = any(row.samples_per_second for row in rows)
-    samples = Column("samples/s", lambda row: number(row.samples_per_second, "{:.0f}"))
-    cpu = Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False)
     return [
         *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
-        *([cpu] if any(row.cpu_ms is not None for row in rows) else []),
+        Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))),
-        *([samples] if sampled else []),
-        Column("memory MiB", lambda row: mebibytes(row.memory_bytes)),
+        Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
-        _scattered("last loss", LOSS, rows, lambda row: row.last_loss),
-        *(_metric(name, rows) for name in names),
+        _scattered(LOSS, lambda row: row.last_loss),
+        *(_scattered(name, lambda row, name=name: row.metrics.get(name)) for name in names),
         *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
         Column("status", lambda row: brief(row.status), right=False, main=False),
-    ]
-
-
-def part_columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns of a table of the parts of a step; none where rows are split in other ways."""
-    splits = {tuple(name for name in PARTS if row.parts.get(name)) for row in rows if row.parts}
-    if len(splits) != 1:
-        return []
-    return [
-        *NAMES,
-        *(
-            Column(name, lambda row, name=name: number(row.parts.get(name), "{:.2f}"))
-            for name in splits.pop()
-        ),
     ]
 
 
@@ -149,17 +102,16 @@ def by_row(shown: Sequence[Column]) -> list[Column]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Explanations of the columns that show something."""
+    """What the table of these rows shows, as far as its titles do not say it: three lines."""
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    shown = {
-        STEP_NOTE: any(row.step_times for row in rows),
-        SPEED_NOTE: any(row.speeds for row in rows),
-        LOSS_NOTE: any(row.first_loss is not None for row in rows),
-        CPU_NOTE: any(row.cpu_ms is not None for row in rows),
-        SCATTER_NOTE: any(any(row.sds.values()) for row in rows),
+    said = {
+        "speed: O0's step time over the row's in the same round, above 1 is faster; in brackets "
+        "quartiles": any(row.speeds for row in rows),
+        "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
     }
-    of_columns = [note for note, is_shown in shown.items() if is_shown]
-    return [*mark_notes(rows), *of_columns, *(MEMORY_NOTES[kind] for kind in kinds)]
+    of_columns = [one for one, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
+    text = "; ".join(of_columns)
+    return [*([f"{text[0].upper()}{text[1:]}."] if text else []), *mark_notes(rows)]
 
 
 def speed_mark(row: Row) -> str:
@@ -182,20 +134,17 @@ def mark_notes(rows: Sequence[Row]) -> list[str]:
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
 
 
-def _metric(name: str, rows: Sequence[Row]) -> Column:
-    return _scattered(name.replace("_", " "), name, rows, lambda row: row.metrics.get(name))
-
-
-def _scattered(
-    title: str, name: str, rows: Sequence[Row], mean: Callable[[Row], float | None]
-) -> Column:
-    """A column of means ± standard deviations, all with the same decimals."""
-    places = decimals(row.sds.get(name) for row in rows)
+def _scattered(name: str, mean: Callable[[Row], float | None]) -> Column:
+    """A column of means ± standard deviations."""
 
     def text(row: Row) -> str:
-        return plus_minus(mean(row), row.sds.get(name), places) + quality_mark(row, name)
+        return plus_minus(mean(row), row.sds.get(name)) + quality_mark(row, name)
 
-    return Column(title, text)
+    return Column(name.replace("_", " "), text)
+
+
+def _mebibytes(row: Row) -> str:
+    return MISSING if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
 
 
 def _skips(row: Row) -> str:

@@ -1,0 +1,79 @@
+"""How long steps take: from the end of an optimizer step to the end of the next.
+
+On an accelerator the ends are events in the stream, because the host runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from ampatch.sweep.measure.probes import BATCH
+from ampatch.torch_private.devices import is_owned_by_host, moment, seconds_between
+
+
+class _StepEnd(NamedTuple):
+    """The end of a step: of which optimizer, and what was counted until then."""
+
+    optimizer: int
+    cpu_seconds: float  # of all threads of the process
+    pauses: int
+
+
+class StepTimes:
+    """Takes the ends of steps, of any optimizers."""
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None  # whose moments these are
+        self._moments: list[Any] = []  # that were not read yet
+        self._seconds = array("d")  # from each end to the next
+        self._ends: list[_StepEnd] = []
+        self._steps: Counter[int] = Counter()  # by optimizer
+
+    def step_ends(self, optimizer: int, device: torch.device, pauses: int = 0) -> int:
+        """A step of the optimizer with this id ended; returns how many it has taken.
+
+        `pauses` increases when something other than training ran.
+        """
+        if self._device is None:
+            self._device = device
+        self._moments.append(moment(self._device))
+        if len(self._moments) > 2 * BATCH:
+            self._read(BATCH)  # long past, so a device is not waited for
+        self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
+        self._steps[optimizer] += 1
+        return self._steps[optimizer]
+
+    def of_main_optimizer(self) -> dict[str, list[float | None]]:
+        """`step_seconds` and `cpu_seconds` of the optimizer that stepped most.
+
+        Its step is the script's iteration.  There is a value for each step, None for the first and
+        for the first after a pause.  On a device that is no CPU there are no CPU seconds.
+        """
+        if self._device is None:
+            return {}
+        self._read(len(self._moments))
+        [(optimizer, _)] = self._steps.most_common(1)
+        own = [number for number, end in enumerate(self._ends) if end.optimizer == optimizer]
+        wall: list[float | None] = [None]
+        cpu: list[float | None] = [None]
+        for one, later in itertools.pairwise(own):
+            before, after = self._ends[one], self._ends[later]
+            paused = before.pauses != after.pauses
+            wall.append(None if paused else round(sum(self._seconds[one:later]), 9))
+            cpu.append(None if paused else after.cpu_seconds - before.cpu_seconds)
+        return {
+            "step_seconds": wall,
+            "cpu_seconds": cpu if is_owned_by_host(self._device) else [],
+        }
+
+    def _read(self, count: int) -> None:
+        """Turn the first `count` moments into seconds."""
+        past = self._moments[:count]
+        self._seconds.extend(seconds_between(past))
+        del self._moments[: len(past) - 1]

@@ -1,0 +1,246 @@
+"""The pictures of a sweep: the loss by step and by time, and the speed.
+
+A row has the same colour in every picture.  Colours are opt levels, chosen for colour-blind
+readers (Okabe and Ito, "Color Universal Design", 2008, without yellow, which is hard to see on
+white).  The same data give the same bytes: no dates, and fixed names inside an SVG.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report import curves
+from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.numbers import ratio
+from ampatch.sweep.report.provenance import sentence
+from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.table import quality_mark, speed_mark
+from ampatch.sweep.trial import BASE
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FORMATS = ("svg", "pdf", "png")
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
+NAME = 24  # letters in a line beside bars
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9.0,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 8.0,
+    "legend.frameon": False,
+    "legend.handlelength": 3.0,
+    "pdf.fonttype": 42,  # TrueType; some publishers refuse type 3
+    "svg.hashsalt": "ampatch",
+    "text.parse_math": False,  # names of rows may have a $
+}
+LOOKS = (
+    "Dashed lines and lighter bars are bfloat16. Bands are the range over seeds, whiskers the "
+    "quartiles over rounds; \N{DAGGER} and \N{DOUBLE DAGGER} are those of the table."
+)
+MISSING = (
+    'No plots: matplotlib or pandas is not installed. pip install "ampatch[sweep]"; then '
+    "`ampatch report DIR` draws them."
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in each format."""
+
+    name: str  # of the files, without ending
+    caption: str
+    files: dict[str, bytes]  # by format
+
+    @property
+    def address(self) -> str:
+        """The SVG as an address, for a page that has it inside."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.files['svg']).decode()}"
+
+
+def available() -> bool:
+    """Whether matplotlib and pandas are installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+        import pandas  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
+    """Those for which there is something to draw.  Needs matplotlib and pandas."""
+    losses = curves.losses(runs)
+    made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
+    return [picture for picture in made if picture is not None]
+
+
+def _by_step(results: Results, found: DataFrame) -> Picture | None:
+    lines, apart = curves.lines(found), curves.lines(curves.differences(found))
+    if not lines:
+        return None
+
+    def draw(panels: list[Any]) -> None:
+        _draw_lines(panels[0], results, lines, "training loss")
+        if len(panels) > 1:
+            _draw_differences(panels[1], results, apart)
+        panels[-1].set_xlabel("optimizer step")
+
+    has_others = bool(apart.keys() - {BASE.label})
+    caption = "Training loss by step" + (
+        "; below, the difference from O0 at the same step and seed (grey: O0's own seeds)."
+        if has_others
+        else "."
+    )
+    heights = [_height(lines), *([1.5] if has_others else [])]
+    return _picture("loss-by-step", caption, results, heights, draw)
+
+
+def _by_time(results: Results, found: DataFrame) -> Picture | None:
+    lines = curves.lines(found, "seconds")
+    if len(lines) < 2:  # one line is the same by step
+        return None
+
+    def draw(panels: list[Any]) -> None:
+        _draw_lines(panels[0], results, lines, "training loss")
+        panels[0].set_xlabel("time since the first loss (s)")
+
+    return _picture("loss-by-time", "Training loss by time.", results, [_height(lines)], draw)
+
+
+def _speed(results: Results) -> Picture | None:
+    timed = [row for row in results.rows if row.speeds is not None]
+    if all(row.label == BASE.label for row in timed):  # O0 is as fast as itself
+        return None
+
+    def draw(panels: list[Any]) -> None:
+        _draw_bars(panels[0], results, timed)
+        panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
+
+    caption = "Speed relative to O0 in the same round, and the median time of a step."
+    names = [textwrap.fill(row.name, NAME) for row in timed]
+    height = 0.9 + sum(0.12 + 0.17 * (name.count("\n") + 1) for name in names)
+    return _picture("speed", caption, results, [height], draw)
+
+
+def _picture(
+    name: str,
+    caption: str,
+    results: Results,
+    heights: Sequence[float],
+    draw: Callable[[list[Any]], None],
+) -> Picture:
+    """What `draw` draws on panels of these heights in inches; lines get a legend."""
+    from matplotlib import style
+    from matplotlib.figure import Figure  # not pyplot, which has global state
+
+    with style.context(["default", STYLE]):  # not the user's style
+        figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+        grid = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+        draw([axes for (axes,) in grid])
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        if labels:
+            columns = 1 if max(map(len, labels)) > 28 else 2
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, for all formats
+        about = f"{caption} {sentence(results)}"
+        described = {
+            "svg": {"Title": caption, "Description": about, "Date": None},
+            "pdf": {"Title": caption, "Subject": about, "CreationDate": None},
+            "png": {"Title": caption, "Description": about},
+        }
+        files = {}
+        for form in FORMATS:
+            figure.savefig(buffer := io.BytesIO(), format=form, dpi=DPI, metadata=described[form])
+            files[form] = buffer.getvalue()
+    return Picture(name, caption, files)
+
+
+def _draw_lines(axes: Any, results: Results, lines: dict[str, DataFrame], title: str) -> None:
+    drawn = [row for row in results.rows if row.label in lines]
+    for row, width in zip(drawn, _widths(len(drawn))):
+        line, look = lines[row.label], _look(results, row)
+        axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **look)
+        if row.seeds > 1:
+            band = {"color": look["color"], "alpha": 0.1, "lw": 0}
+            axes.fill_between(line.x, line.low, line.high, **band)
+    ends = [end for line in lines.values() for end in (*line.low, *line.high)]
+    values = [end for end in ends if not math.isnan(end)]
+    if min(values) > 0 and max(values) > 50 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel(title)
+
+
+def _draw_differences(axes: Any, results: Results, apart: dict[str, DataFrame]) -> None:
+    """In percent; where a row is far off, the axis is logarithmic beyond 1 %."""
+    others = {label: line for label, line in apart.items() if label != BASE.label}
+    axes.axhline(0, color="#000000", lw=0.8)
+    _draw_lines(axes, results, others, "difference\nfrom O0 (%)")
+    if max(line.y.abs().max() for line in others.values()) > 5:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(axes.get_ylim())  # the scatter of O0 sets no limits
+    if BASE.label in apart:
+        own = apart[BASE.label]
+        axes.fill_between(own.x, own.low, own.high, color="#8c8c8c", alpha=0.35, lw=0, zorder=0)
+
+
+def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
+    """A bar for each row, the first on top, with its text on the right."""
+    from matplotlib.colors import to_rgb
+
+    texts = []
+    for place, row in enumerate(rows):
+        speeds = row.speeds
+        assert speeds is not None
+        judged = quality_mark(row, row.comparisons[0].name) if row.comparisons else ""
+        marks = speed_mark(row) + judged
+        colour = to_rgb(_look(results, row)["color"])
+        if row.dtype == "bfloat16":
+            colour = tuple(0.45 + 0.55 * part for part in colour)
+        whiskers = [[speeds.median - speeds.low], [speeds.high - speeds.median]]
+        axes.barh(
+            place, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
+            xerr=whiskers if speeds.n > 1 else None,
+            error_kw={"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5},
+        )  # fmt: skip
+        texts.append(f"{ratio(speeds.median)}x{marks}, {row.step_ms:.3g} ms")
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.name, NAME) for row in rows])
+    axes.grid(visible=False, axis="y")
+    axes.invert_yaxis()
+    axes.axvline(1, color="#333333", lw=1, ls=":")
+    beside = axes.secondary_yaxis("right")
+    beside.set_yticks(range(len(rows)), texts)
+    beside.tick_params(length=0)
+    beside.spines["right"].set_visible(False)
+
+
+def _look(results: Results, row: Row) -> dict[str, Any]:
+    levels = dict.fromkeys(row.opt_level for row in results.rows)
+    colours = dict(zip(levels, itertools.cycle(COLOURS)))
+    dashes = (0, (4, 1.5)) if row.dtype == "bfloat16" else "-"
+    return {"color": colours[row.opt_level], "linestyle": dashes}
+
+
+def _widths(count: int) -> list[float]:
+    """Each line thinner than the one before, so that equal lines are all visible."""
+    return [2.9 - 1.9 * number / max(1, count - 1) for number in range(count)]
+
+
+def _height(lines: dict[str, Any]) -> float:
+    """Inches for one panel and the legend."""
+    return 2.7 + 0.19 * math.ceil(len(lines) / 2)
