@@ -341,6 +341,131 @@ interop/data_loading.py
             return original(*args, **kwargs)
 |         return original(*args, **kwargs)
 | casting/test_scopes.py
+
+sweep/execution/directory.py
+|             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
+|             if run is not None:
+| sweep/test_sweep_directory.py
+
+sweep/execution/directory.py
+| fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+| fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+| sweep/test_sweep_directory.py
+
+sweep/execution/directory.py
+| set(before) <= set(now) if isinstance(now, list) else before < now
+| True
+| sweep/test_sweep_directory.py
+
+sweep/execution/running.py
+|             if not self._reason_to_stop(run):  # what
+|             if True:  # what
+| sweep/test_sweep_early_stops.py
+
+sweep/execution/running.py
+|             raise SweepError(f"Lost with
+|             print(f"Lost with
+| sweep/test_sweep_schedule.py
+
+sweep/execution/runner.py
+| environment[SEED_VARIABLE] = str(trial.seed)
+| environment[SEED_VARIABLE] = "0"
+| sweep/test_sweep_engines.py
+
+sweep/execution/runner.py
+|             child.returncode,
+|             0,
+| sweep/test_sweep.py
+
+sweep/execution/ranks.py
+|                 log.write(path.read_bytes())
+|                 pass
+| sweep/test_sweep_where.py
+
+sweep/execution/budget.py
+| facts, begun) <= limit), possible[-1])
+| facts, begun) <= 2 * limit), possible[-1])
+| sweep/test_sweep_budget.py
+
+sweep/execution/budget.py
+| self.lowest.get(name, 1.0)) for name
+| 1.0) for name
+| sweep/test_sweep_budget.py
+
+sweep/execution/seeding.py
+|             return self._seed
+|             return 0
+| sweep/test_sweep_seeds.py
+
+sweep/execution/seeding.py
+|         if self._first is None and not self._ranked:
+|         if self._first is None:
+| sweep/test_sweep_seeds.py
+
+sweep/execution/autocast_off.py
+|             make(region, device_type, dtype, False, cache_enabled)
+|             make(region, device_type, dtype, enabled, cache_enabled)
+| sweep/test_sweep_kinds.py
+
+sweep/execution/autocast_off.py
+|         bound.arguments["enabled"] = False
+|         pass
+| sweep/test_sweep_kinds.py
+
+sweep/execution/plain_training.py
+|             return loss
+|             return root
+| sweep/test_sweep_kinds.py
+
+sweep/execution/plain_training.py
+|             if self._steps == before and scaler.is_enabled():
+|             if False:
+| sweep/test_sweep_kinds.py
+
+sweep/execution/autocast_baseline.py
+|             self._last_skipped[id(optimizer)] = True  # until
+|             pass  # until
+| sweep/test_sweep_engines.py
+
+sweep/execution/autocast_baseline.py
+|             self._scale_again(optimizer)
+|             pass
+| sweep/test_sweep_engines.py
+
+sweep/execution/recognition.py
+|         self._half_weights = tuple(sorted(dtypes & {"bfloat16", "float16"}))
+|         pass
+| sweep/test_sweep_kinds.py
+
+sweep/execution/short_runs.py
+|     return not any((at_once or run.trial.short) and not run.trial.again for run in failed)
+|     return True
+| sweep/test_sweep_speed.py sweep/test_sweep_directory.py
+
+sweep/execution/engines/schedule.py
+| and (self._proven or not self._running)
+|
+| sweep/test_sweep_schedule.py
+
+sweep/execution/place.py
+|         numbers = [visible[int(number)] for number in numbers]
+|         pass
+| sweep/test_sweep_schedule.py
+
+sweep/plan.py
+|         planned += one if number % 2 == 0 else one[::-1]
+|         planned += one
+| sweep/test_sweep_speed.py sweep/test_sweep_schedule.py
+
+sweep/execution/planning.py
+|             return self._options.steps
+|             return None
+| sweep/test_sweep_engines.py
+
+sweep/execution/early_stops.py
+|     if steps_of(run) or run.ended_by:
+|     if run.ended_by or not steps_of(run):
+| sweep/test_sweep_early_stops.py
 """
 
 

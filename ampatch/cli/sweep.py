@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ampatch.cli import native_first
 from ampatch.cli.ending import cause, interrupted, interruptible
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
-from ampatch.cli.sweep_options import HOW, add_options, given
+from ampatch.cli.sweep_options import add_options, formatter, given
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
@@ -28,16 +28,14 @@ def add_parser(commands: Any) -> None:
         help="run a script at several opt levels and compare them",
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
-        description="Runs SCRIPT per opt level, half dtype and seed, each in a fresh process, "
-        "and prints a table, verdicts and a recommendation. SCRIPT is not edited: its "
-        "ampatch.initialize takes opt level and dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. "
-        "O0 runs once per seed, and torch.autocast with GradScaler once per dtype and seed.",
-        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory for "
-        "each trial) are replaced. A script without such options can read AMPATCH_SEED and "
-        "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
+        formatter_class=formatter,
+        description="Runs SCRIPT, unedited, per opt level, half type and seed, each in a fresh "
+        "process, and prints a table, verdicts and a recommendation.",
+        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory) are "
+        "replaced; AMPATCH_SEED and AMPATCH_TRIAL_DIR have them too.",
     )
     add_program(parser)
-    add_trackers(add_options(parser)[HOW])
+    add_trackers(add_options(parser))
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -53,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         with interruptible():
             if not sweep.runs:  # a sweep that goes on keeps what its first trials had
                 native_first.build()
-            sweep.run(progress_on(sys.stderr, getattr(options, "steps", None)))
+            sweep.run(progress_on(sys.stderr))
     except KeyboardInterrupt as error:
         said, code = interrupted(error, sweep.directory)
         print(said, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report

@@ -122,7 +122,7 @@ def _tuning(options: argparse.Namespace) -> Tuning:
             depth=options.depth,
             probe_steps=options.probe_steps,
             candidates=options.candidates,
-            progress=lambda: progress_on(sys.stderr, None),
+            progress=lambda: progress_on(sys.stderr),
             say=lambda text: print(text, file=sys.stderr),
             **given(options),
         )

@@ -12,8 +12,7 @@ What is given up, in this order:
   speed.  They never have more than `TESTED` seeds, which come last, when their timed runs
   have shown what they take;
 * the other seeds but one, and with each number of them rounds, down to `FEWEST_ROUNDS`;
-* whole runs of all rows but O0;
-* the steps of timed runs, down to `FEWEST_STEPS`.
+* whole runs of all rows but O0, whose timed runs then take `FEWEST_STEPS`.
 """
 
 from __future__ import annotations
@@ -46,13 +45,12 @@ _USABLE = 0.95  # of the budget; the rest is between the runs
 class Amounts:
     """How many seeds each row has, those that can only be slow, and the rounds of timing.
 
-    With `seeds` 0 only O0 has a whole run.  `few_steps`: all timed runs take `FEWEST_STEPS`.
+    With `seeds` 0 only O0 has a whole run.
     """
 
     seeds: int
     slow_seeds: int
     rounds: int
-    few_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,18 +133,15 @@ def plans(wish: Amounts) -> Iterator[Amounts]:
     for slow in range(min(enough, wish.slow_seeds) - 1, -1, -1):
         yield Amounts(enough, slow, wish.rounds)
     rounds = range(wish.rounds, min(wish.rounds, FEWEST_ROUNDS) - 1, -1)
-    for n, one in itertools.product(range(enough - 1, 0, -1), rounds):
+    for n, one in itertools.product(range(enough - 1, -1, -1), rounds):
         yield Amounts(n, 0, one)
-    for few_steps, one in itertools.product((False, True), rounds):
-        yield Amounts(0, 0, one, few_steps)
 
 
 def seconds(rows: Rows, amounts: Amounts, facts: Facts, begun: Collection[Trial]) -> float:
     """What the whole sweep will have taken, with what has run already."""
     last = rows.last(amounts)
     left = (trial for trial in rows.trials(amounts) if trial not in begun)
-    each = (facts.of_trial(one, amounts.few_steps or one.case in last) for one in left)
-    return facts.spent + sum(each)
+    return facts.spent + sum(facts.of_trial(one, one.case in last) for one in left)
 
 
 def fitting(
@@ -179,14 +174,8 @@ def in_words(
     if last:
         names = ", ".join(case.label for case in last)
         whole = max(last.values())
-        of_accuracy = (
-            f"their whole runs, for accuracy, come last and have {counted(whole, 'seed')}"
-            if whole
-            else "there is no time for whole runs of them, so nothing is said of their accuracy"
-        )
-        said.append(f"{names}: timed by runs of {FEWEST_STEPS} steps; {of_accuracy}.")
-    if amounts.few_steps:
-        said.append(f"Runs of O0 that are there for timing have {FEWEST_STEPS} steps too.")
+        accuracy = f"{counted(whole, 'whole run')} each, at the end" if whole else "not tested"
+        said.append(f"{names}: timed by runs of {FEWEST_STEPS} steps; accuracy: {accuracy}.")
     if minutes is not None and taken > 60 * minutes:
         said.append("No smaller plan says anything, so this one takes longer than its budget.")
     if rows.trials(amounts) != rows.trials(wish):
@@ -196,12 +185,10 @@ def in_words(
 
 
 def _counts(rows: Rows, amounts: Amounts) -> str:
-    """`1 seed (0 of rows that can only be slow) and 3 rounds of timing`."""
-    seeds, last = rows.seeds(amounts), rows.last(amounts)
-    fewer = {n for n in last.values() if n != seeds and amounts.seeds}
-    slow = "".join(f" ({n} of rows that can only be slow)" for n in fewer)
+    """`3 seeds and 4 rounds of timing`."""
+    seeds = rows.seeds(amounts)
     rounds = f" and {counted(amounts.rounds, 'round')} of timing"  # each seed is one, too
-    return f"{counted(seeds, 'seed')}{slow}{rounds if amounts.rounds > seeds else ''}"
+    return f"{counted(seeds, 'seed')}{rounds if amounts.rounds > seeds else ''}"
 
 
 def duration(taken: float) -> str:

@@ -97,29 +97,27 @@ class Plan:
         speeds = f"Speed of half here, FP32 is 1: {', '.join(each)}." if names else ""
         if all(highest[name] >= SLOW for name in names):
             return speeds
-        plans = "" if self._minutes else " --budget MINUTES plans for that."
-        return f"{speeds} Rows in a type below {SLOW:g}x can only be slow.{plans}"
+        return f"{speeds} Rows in a type below {SLOW:g}x can only be slow."
 
     def seconds_left(self, begun: Collection[Trial]) -> float | None:
         """What the trials take that have not begun; None where that is not known."""
         if self._facts is None or self._options.side_by_side:
             return None
         left = (trial for trial in self.trials if trial not in begun)
-        return sum(self._facts.of_trial(trial, self._has_few_steps(trial)) for trial in left)
+        last = self._paced.last(self.amounts)
+        return sum(self._facts.of_trial(trial, trial.case in last) for trial in left)
 
     def steps(self, trial: Trial, runs: Iterable[Run]) -> int | None:
         """After how many optimizer steps a trial ends; None: by itself."""
         if not trial.short:
             return self._options.steps
-        few = FEWEST_STEPS if self._has_few_steps(trial) else short_steps(runs)
+        is_last = trial.case in self._paced.last(self.amounts)
+        few = FEWEST_STEPS if is_last else short_steps(runs)
         return min(filter(None, (self._options.steps, few)), default=None)
 
     def is_over(self, taken: float) -> bool:
         """Whether so many seconds are more than the sweep may take."""
         return self._minutes is not None and taken > 60 * self._minutes
-
-    def _has_few_steps(self, trial: Trial) -> bool:
-        return self.amounts.few_steps or trial.case in self._paced.last(self.amounts)
 
     def recognize(self, kind: Kind) -> bool:
         """Whether a run shows the kind for the first time: then the plan is another one.

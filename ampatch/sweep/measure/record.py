@@ -17,7 +17,7 @@ from ampatch.sweep.json_files import plain, restored
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 3  # increased when a reader of the files has to change
+FORMAT = 4  # increased when a reader of the files has to change
 OTHER_FORMAT = (
     f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
     "wrote them (their summary.json names it), or run the sweep anew: --overwrite replaces "
@@ -36,16 +36,6 @@ class Series:
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SeedCall:
-    """A seed that the script set itself: `torch.manual_seed(0)` at `train.py:12`."""
-
-    function: str
-    seed: str  # as Python writes it
-    place: str  # the line of the script's own files that led to the call
-    is_generator: bool  # of one generator, and not of what is global
 
 
 @dataclass
@@ -71,8 +61,7 @@ class Measured:
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, frequency scaling
     error: str = ""  # of the exception that ended the script
-    seed_calls: list[SeedCall] = field(default_factory=list)
-    seed_read: bool = False  # the script read AMPATCH_SEED
+    own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
     kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
     files_written: list[str] = field(default_factory=list)  # into the working directory
