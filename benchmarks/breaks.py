@@ -459,7 +459,7 @@ sweep/plan.py
 
 sweep/execution/planning.py
 |             return self._options.steps
-|             return None
+|             return 1
 | sweep/test_sweep_engines.py
 
 sweep/execution/early_stops.py

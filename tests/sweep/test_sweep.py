@@ -108,9 +108,9 @@ ENDINGS = """
         sys.exit()
     step(), step()
     if (level, dtype) == ("O1", "float16"):
-        raise RuntimeError("the tensor is\\nnot what it was")
-    if level == "O1":
         sys.exit(3)
+    if level == "O1":
+        raise RuntimeError("the tensor is\\nnot what it was")
     if level == "O2":
         step(float("nan"))
     if (level, dtype) == ("O3", "float16"):
@@ -127,8 +127,8 @@ def test_each_way_to_end_is_a_row(tmp_path):
     rows = plan.rows
     assert [(row.status, row.steps) for row in rows] == [
         ("ok", 2),
-        ("crashed: RuntimeError: the tensor is", 2),
         ("exited: code 3", 2),
+        ("crashed: RuntimeError: the tensor is", 2),
         ("ok", 4),
         ("diverged at step 3: loss nan", 3),
         ("killed: by SIGKILL (out of memory?)", 0),
@@ -137,7 +137,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
     assert rows[0].metrics == {"answer": 2.5}
     assert (rows[3].skipped, rows[3].loss_scale) == (1, 2.0**15)  # an overflow is no trouble
     assert math.isnan(rows[4].last_loss)
-    log = log_of(plan, "O1-float16")
+    log = log_of(plan, "O1-bfloat16")
     assert log.startswith('Traceback (most recent call last):\n  File "' + plan.script)
     assert "Fatal Python error: Aborted" in log_of(plan, "O3-bfloat16")  # no traceback says where
     text = (plan.directory / "summary.json").read_text()

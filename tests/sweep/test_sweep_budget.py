@@ -127,7 +127,7 @@ def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch
         "only be slow."
     )
     first = machine.sweep(plan, most=1)
-    assert plan.amounts.seeds == 1  # by the measured speed of half: no row has run in it
+    assert plan.amounts.slow_seeds == 0  # by the measured speed of half: no row has run in it
     runs = machine.sweep(plan, first)
     said = plan.in_words()
     assert f"timed by runs of {FEWEST_STEPS} steps; accuracy: not tested" in said

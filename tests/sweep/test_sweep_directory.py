@@ -219,7 +219,5 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
 def test_results_of_another_format_are_refused(script, machine, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(
-        ValueError, match=r"in format 1\. This version reads .*--overwrite"
-    ):
+    with pytest.raises(ValueError, match=r"in format 1\. This version reads .*--overwrite"):
         make(script, resume=True)
