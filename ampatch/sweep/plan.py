@@ -103,34 +103,30 @@ def trials(
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
-    last: Mapping[Case, int] | None = None,
 ) -> list[Trial]:
     """The trials in their order.
 
     A whole round for each seed, and short ones, to have as many as `rounds`.  Every second one runs
     backwards, so that a machine that gets slower slows the first row and the last row alike.
-    Rows in `fewer` have so many seeds.  `apart`: whole runs go on beside each other, so all `rounds`
-    are short.  Rows in `last` are timed by short runs, once in each of `rounds`, and have whole
-    runs of so many seeds when all else has run.
+    Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
+    runs go on beside each other, so all `rounds` are short.
     """
-    fewer, last = fewer or {}, last or {}
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
-    whole = [(0, seed) for seed in range(seeds)]
+    whole = [(0, seed) for seed in range(max(1, seeds))]
     lacking = rounds - (0 if apart else len(whole))
     short = [(1 + more, 0) for more in range(lacking if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
         one = [
-            Trial(case, seed, repeat, short=is_short or case in last)
+            Trial(case, seed, repeat, short=is_short or not (seeds or case == BASE))
             for case in rows
-            if (times_speed and number < rounds if case in last else seed < fewer.get(case, seeds))
+            if seed < (fewer or {}).get(case, max(1, seeds))
         ]
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
-    ends = [Trial(case, seed) for seed in range(seeds) for case in rows if seed < last.get(case, 0)]
-    return planned + ends
+    return planned
 
 
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
