@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the sweep, print and write its results; returns the exit code."""
     from ampatch.sweep import SweepError
-    from ampatch.sweep.execution.progress import progress_on
+    from ampatch.sweep.execution.progress import Lines
 
     trackers = check_trackers(options)
     sweep = _sweep(options)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         with interruptible():
             if not sweep.runs:  # a sweep that goes on keeps what its first trials had
                 native_first.build()
-            sweep.run(progress_on(sys.stderr))
+            sweep.run(Lines(sys.stderr))
     except KeyboardInterrupt as error:
         said, code = interrupted(error, sweep.directory)
         print(said, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report

@@ -1,5 +1,6 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
+import io
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from quick_speed import measure_quickly
-from warm_python import environment, on_a_terminal, python
+from warm_python import environment, python
 
 from ampatch._version import __version__
 from ampatch.casting import tables
@@ -56,15 +57,16 @@ def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
     assert shown.index("--budget") < shown.index("more options") < shown.index("--engine")
 
 
-def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
+@pytest.mark.usefixtures("script", "warm_trials")
+def test_a_piped_sweep_writes_plain_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     own = ["--levels", "O0,O1", "--dtypes", "bfloat16", "--no-autocast", "--rounds", "1"]
-    done = ampatch_command(
-        "sweep", "train.py", *own, "--", "--levels", "x", "--", "y", cwd=tmp_path
-    )
+    code = main.main(["sweep", "train.py", *own, "--", "--levels", "x", "--", "y"])
+    out, err = capsys.readouterr()
 
-    assert done.returncode == 0
-    assert "\x1b" not in done.stdout + done.stderr
-    table, parts, verdicts = done.stdout.split("\n\n")
+    assert code == 0
+    assert "\x1b" not in out + err
+    table, parts, verdicts = out.split("\n\n")
     head, _line, first, second, *notes = table.splitlines()
     assert head.split()[:8] == ["level", "dtype", "step", "ms", "CPU", "ms", "speed", "memory"]
     assert head.split()[-4:] == ["accuracy", "skips", "scale", "status"]
@@ -84,7 +86,7 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
     assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
     assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
-    progress = done.stderr.splitlines()
+    progress = err.splitlines()
     assert progress[0] == "[1/2] O0 seed 0: started"
     assert progress[1].startswith("[1/2] O0 seed 0: ok, 10 steps of ")
     assert progress[-1].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
@@ -95,10 +97,17 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path):
     assert log == "['--levels', 'x', '--', 'y']\n"  # behind -- all is the script's
 
 
-def test_on_a_terminal_a_sweep_shows_a_line_that_moves_and_a_coloured_table(script, tmp_path):
+@pytest.mark.usefixtures("script", "warm_trials")
+def test_on_a_terminal_a_sweep_shows_a_line_that_moves_and_a_coloured_table(tmp_path, monkeypatch):
     pytest.importorskip("rich")
-    text, status = on_a_terminal("-m", "ampatch", "sweep", script, "--levels", "O0", cwd=tmp_path)
-    assert status == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main.main(["sweep", "train.py", "--levels", "O0"]) == 0
+    text = terminal.getvalue()
     moving = text.index("\r\x1b[K[1/1] O0 seed 0: started")
     assert moving < text.index("\r\x1b[K[1/1] O0 seed 0: ok, 10 steps of ")
     assert "\x1b[32mok" in text

@@ -4,14 +4,14 @@ import io
 
 from sweep_made import made_run
 
-from ampatch.sweep.execution.progress import progress_on
+from ampatch.sweep.execution.progress import Lines
 from ampatch.sweep.trial import Case, Trial
 
 
 def test_a_pipe_gets_lines_with_the_time_left():
     stream = io.StringIO()
     timing = Trial(Case("O1", "float16"), repeat=1, short=True)
-    with progress_on(stream) as shown:
+    with Lines(stream) as shown:
         shown.started(1, 8, Trial(Case("O0")))
         shown.reached(Trial(Case("O0")), 3, 0.5)
         shown.ended(made_run(Case("O0")))  # in 2.5 s
@@ -33,7 +33,7 @@ def test_a_terminal_has_one_line_that_moves_below_those_of_runs_that_have_ended(
     stream = io.StringIO()
     stream.isatty = lambda: True
     row = Trial(Case("O2", "bfloat16", settings=(("keep_batchnorm_fp32", False),)), seed=12)
-    with progress_on(stream) as shown:
+    with Lines(stream) as shown:
         shown.started(1, 2, Trial(Case("O0")), 3600)
         shown.ended(made_run(Case("O0")))
         shown.started(2, 2, row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Progress:
+class Progress(Protocol):
     """What the sweep calls while it runs, inside a `with` block of this object.
 
     A display derives from it and overrides what it shows; by default nothing is shown.
@@ -46,40 +46,21 @@ class Progress:
         """Something that the user should know before the sweep has ended."""
 
 
+class Silent(Progress):
+    """Shows nothing."""
+
+
 class Lines(Progress):
-    """One line when a run starts and one when it has ended, for pipes and files."""
+    """A line for each run that has ended, and for what is said.
+
+    On a terminal there is one more below them, which moves: the run that has told last how far it
+    is, with the time left.  In a pipe or a file there is one for each run that starts.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._moves = stream.isatty()
         self._names: dict[Trial, str] = {}
-
-    def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        self._names[trial] = f"[{number}/{count}] {trial.label}"
-        left = "" if seconds is None else f", about {duration(seconds)} left"
-        self._say(trial, f"started{left}")
-
-    def ended(self, run: Run) -> None:
-        self._say(run.trial, outcome(run))
-
-    def lost(self, trial: Trial, reason: str) -> None:
-        self._say(trial, f"lost: {reason}")
-
-    def said(self, text: str) -> None:
-        self._write(f"Note: {text}\n")
-
-    def _say(self, trial: Trial, text: str) -> None:
-        self._write(f"{self._names.get(trial, trial.label)}: {text}\n")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-
-class Terminal(Lines):
-    """The same, and below it the run that has told last how far it is, with the time left."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
         self._end: float | None = None  # of the sweep, as far as it is known
 
     def __exit__(self, *exception: object) -> None:
@@ -91,21 +72,32 @@ class Terminal(Lines):
         self._show(trial, "started")
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
-        self._show(trial, f"step {steps}" + ("" if loss is None else f", loss {loss:.4g}"))
+        if self._moves:
+            self._show(trial, f"step {steps}" + ("" if loss is None else f", loss {loss:.4g}"))
+
+    def ended(self, run: Run) -> None:
+        self._say(run.trial, outcome(run))
+
+    def lost(self, trial: Trial, reason: str) -> None:
+        self._say(trial, f"lost: {reason}")
+
+    def said(self, text: str) -> None:
+        self._write(f"Note: {text}\n")
 
     def _show(self, trial: Trial, text: str) -> None:
         if self._end is not None:
             text += f", about {duration(max(0.0, self._end - time.monotonic()))} left"
+        line = f"{self._names[trial]}: {text}"
         columns = shutil.get_terminal_size().columns
-        self._write(f"{self._names[trial]}: {text}"[1 - columns :])
+        self._write(line[1 - columns :] if self._moves else f"{line}\n")
+
+    def _say(self, trial: Trial, text: str) -> None:
+        self._write(f"{self._names.get(trial, trial.label)}: {text}\n")
 
     def _write(self, text: str) -> None:
-        super()._write(f"\r\x1b[K{text}")  # in the place of the line that moves
-
-
-def progress_on(stream: TextIO) -> Progress:
-    """The progress display for `stream`."""
-    return Terminal(stream) if stream.isatty() else Lines(stream)
+        """Write in the place of the line that moves."""
+        self._stream.write(f"\r\x1b[K{text}" if self._moves else text)
+        self._stream.flush()
 
 
 def outcome(run: Run) -> str:
