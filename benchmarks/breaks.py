@@ -383,8 +383,8 @@ sweep/execution/ranks.py
 | sweep/test_sweep_where.py
 
 sweep/execution/budget.py
-| facts, begun) <= limit), possible[-1])
-| facts, begun) <= 2 * limit), possible[-1])
+| rows, p, begun) <= limit), possible[-1])
+| rows, p, begun) <= 2 * limit), possible[-1])
 | sweep/test_sweep_budget.py
 
 sweep/execution/budget.py
@@ -413,8 +413,8 @@ sweep/execution/autocast_off.py
 | sweep/test_sweep_kinds.py
 
 sweep/execution/plain_training.py
-|             return loss
-|             return root
+|         return root.detach() / self._scale
+|         return root
 | sweep/test_sweep_kinds.py
 
 sweep/execution/plain_training.py
