@@ -1,8 +1,7 @@
 """The autocast baseline: the same script under torch.autocast and torch.amp.GradScaler.
 
-`install` replaces `initialize`, `scale_loss` and what reads or sets the loss scale in the package
-`ampatch`.  A script that uses ampatch or `from apex import amp` then runs, unedited, like one
-written for PyTorch's own mixed precision:
+`install` replaces `initialize` and `scale_loss` in the package `ampatch`.  A script that uses
+ampatch or `from apex import amp` then runs, unedited, like one for PyTorch's own mixed precision:
 
 * each model's forward runs under `torch.autocast`, and its floating outputs are FP32 afterwards.
   Weights stay FP32.  Code outside a model's forward does not run in half;
@@ -31,16 +30,7 @@ from ampatch.sweep.measure.recorder import Recorder
 from ampatch.torch_private.optimizers import forget_unscaling
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
-_PUBLIC = (
-    "init",
-    "initialize",
-    "load_state_dict",
-    "loss_scale",
-    "scale_loss",
-    "set_loss_scale",
-    "state_dict",
-    "step_was_skipped",
-)
+_PUBLIC = ("init", "initialize", "scale_loss", "step_was_skipped")
 
 
 class AutocastBaseline:
@@ -104,19 +94,6 @@ class AutocastBaseline:
             if not kwargs.get("delay_unscale", args[1] if len(args) > 1 else False):
                 self._unscale(optimizer)
         self._recorder.on_unscaled(loss_id)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "_growth_tracker" in state:
-            self._scaler.load_state_dict(state)
-
-    def loss_scale(self, loss_id: int = 0) -> float:
-        return self._scaler.get_scale()
-
-    def set_loss_scale(self, value: float, loss_id: int = 0) -> None:
-        self._scaler.update(float(value))
 
     def step_was_skipped(self, optimizer: Any) -> bool:
         return bool(self._last_skipped.get(id(optimizer), False))

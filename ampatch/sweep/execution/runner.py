@@ -151,16 +151,10 @@ def _watch(
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        reached = reached_in(files)
+        reached = read_json(files.progress)
         if reached is not None:
-            watch.reached(reached)
+            watch.reached(restored(Reach, reached))
     return True
-
-
-def reached_in(files: RunFiles) -> Reach | None:
-    """How far a trial that is running has come; None before its first step."""
-    reached = read_json(files.progress)
-    return None if reached is None else restored(Reach, reached)
 
 
 def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
