@@ -59,7 +59,7 @@ def write_script(directory, middle="pass", *more):
 
 
 def make(script, out, **options):
-    wanted = {"levels": ["O0"], "seeds": 2, "metrics": {"loss": r"loss (\S+)"}, **options}
+    wanted = {"levels": ["O0"], "seeds": 1, "metrics": {"loss": r"loss (\S+)"}, **options}
     return Sweep(script, [str(Path(script).parent)], dtypes=["bfloat16"], out=out, **wanted)
 
 
@@ -84,10 +84,10 @@ def one_by_one(warm_trials, tmp_path_factory):
 def test_side_by_side_gives_the_same_and_says_what_was_timed_alone(tmp_path, one_by_one):
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, "jobs": 2}
     sweep = make(write_script(tmp_path), tmp_path / "out", **options).run()
-    assert figures(sweep.directory) == one_by_one and len(one_by_one) == 4
+    assert figures(sweep.directory) == one_by_one and len(one_by_one) == 2
     assert [run.alone for run in sweep.runs] == [run.trial.short for run in sweep.runs]
     assert sweep.rows[1].speeds.n == 2
-    assert "of the 6 of 10 runs that ran alone" in sweep.results.notes[0]
+    assert "of the 6 of 8 runs that ran alone" in sweep.results.notes[0]
     sweep.runs[:] = [run for run in sweep.runs if not run.alone]
     assert sweep.results.notes[0] == "No run ran alone on its device: no step time, no speed."
 
@@ -99,21 +99,11 @@ RAY = {"engine": "ray", "cpus_per_trial": 1}
 def test_ray_gives_the_same_and_replaces_a_killed_worker(tmp_path, one_by_one):
     pytest.importorskip("ray")
     script = write_script(tmp_path, KILL_THE_WORKER)
-    sweep = make(script, tmp_path / "out", seeds=1, **RAY).run()
+    sweep = make(script, tmp_path / "out", **RAY).run()
     assert (tmp_path / "killed").exists()
     assert figures(sweep.directory) == {"O0 seed 0": one_by_one["O0 seed 0"]}
     log = (sweep.directory / "runs/O0.seed0.repeat0.log").read_text()
     assert log.startswith("loss ")  # of the second attempt alone
-
-
-@pytest.mark.slow
-def test_a_whole_sweep_on_ray_is_the_same(tmp_path, one_by_one):
-    pytest.importorskip("ray")
-    script = write_script(tmp_path)
-    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": 2, **RAY}
-    sweep = make(script, tmp_path / "out", **options).run()
-    assert figures(sweep.directory) == one_by_one
-    assert sweep.rows[1].speeds.n == 2 and sweep.results.complete
 
 
 @pytest.mark.slow
@@ -141,7 +131,7 @@ def test_a_ray_cluster_of_two_nodes_loses_one_and_no_run(tmp_path, one_by_one):
     assert (tmp_path / "killed").exists()
     assert figures(out) == one_by_one
     assert {run.alone for run in sweep.runs if run.trial.short} == {True}
-    assert len(sweep.runs) == 10 and sweep.results.complete
+    assert len(sweep.runs) == 8 and sweep.results.complete
 
 
 RANKS = """
@@ -159,7 +149,7 @@ RANKS = """
 
 def with_ranks(directory, **options):
     script, out = write_script(directory, "pass", RANKS), directory / "out"
-    wanted = {"seeds": 1, "rounds": 1, "metrics": {}, "autocast": False, "nproc_per_node": 2}
+    wanted = {"rounds": 1, "metrics": {}, "autocast": False, "nproc_per_node": 2}
     sweep = make(script, out, **wanted, **options).run()
     assert not list((out / "runs").glob("*.ranks"))
     [run] = sweep.runs
