@@ -33,7 +33,6 @@ from ampatch.sweep.report.results import (
 from ampatch.sweep.trial import Trial
 
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
-_LOCK = ".lock"
 _OURS = (
     *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
     *(f"{PLOTS}/{CAPTIONS}", f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
@@ -68,7 +67,7 @@ class Directory:
         self.path = path
         self.runs = path / RUNS
         self.settings = plain(settings)
-        self._lock = locked(self, path, _LOCK, "sweep")
+        self._lock = _held(self, path)
         try:
             with _explained(path):
                 self.runs.mkdir(exist_ok=True)
@@ -129,20 +128,19 @@ class Directory:
             remove_directory(path) if path.is_dir() else path.unlink()
 
 
-def locked(owner: object, path: Path, name: str, what: str) -> weakref.finalize[..., Any]:
+def _held(owner: object, path: Path) -> weakref.finalize[..., Any]:
     """Hold a directory by a file in it, until the returned function is called or `owner` is gone.
 
-    The directory is made if it is not there.  Raises `OSError` if it cannot be written,
-    `ValueError` if another holds it; `what` names both in the message.
+    The directory is made if it is not there.
     """
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / name, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     lock = weakref.finalize(owner, os.close, file)
     if not _locked(file):
         lock()
         raise ValueError(
-            f"{path}: another {what} is running in this directory. Wait for its end, or choose "
+            f"{path}: another sweep is running in this directory. Wait for its end, or choose "
             "another with --out."
         )
     return lock
