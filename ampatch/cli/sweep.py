@@ -7,6 +7,7 @@ well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C;
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -46,21 +47,23 @@ def run(options: argparse.Namespace) -> int:
 
     trackers = check_trackers(options)
     sweep = _sweep(options)
-    stopped, code = "", 0
+    stopped: str | None = None
+    shown, code = Lines(sys.stderr), 0
     try:
         with interruptible():
             if not sweep.runs:  # a sweep that goes on keeps what its first trials had
                 native_first.build()
-            sweep.run(Lines(sys.stderr))
+            sweep.run(shown)
     except KeyboardInterrupt as error:
-        said, code = interrupted(error, sweep.directory)
-        print(said, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
-        stopped = "Interrupted."
+        way_on, code = interrupted(error, sweep.directory)
+        print(way_on, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
+        stopped = ""
     except OSError as error:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return _report(sweep, stopped, trackers) or code
+    said = shown.texts if sys.stdout.isatty() and sys.stderr.isatty() else []
+    return _report(sweep, said, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:
@@ -78,19 +81,23 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         parser.error(str(error))
 
 
-def _report(sweep: Sweep, stopped: str, trackers: list[str]) -> int:
-    """Print and write the results so far; returns 1 if no run went well."""
+def _report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:
+    """Print and write the results so far, but the notes `said`; returns 1 if no run went well.
+
+    `stopped` is why not all have run, "" if that has been told; None: they have.
+    """
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    write_results(results, sys.stdout, told={case.label for case in sweep.told})
+    unsaid = dataclasses.replace(results, notes=[one for one in results.notes if one not in said])
+    write_results(unsaid, sys.stdout, told={case.label for case in sweep.told})
     try:
         write_shown(sweep.directory, trackers)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
-    if stopped:
-        left = results.planned - results.done
-        print(f"{stopped}\n{left} of {results.planned} runs are missing.", file=sys.stderr)
+    if stopped is not None:
+        missing = f"{results.planned - results.done} of {results.planned} runs are missing."
+        print(*filter(None, (stopped, missing)), sep="\n", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1

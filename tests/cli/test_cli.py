@@ -97,20 +97,27 @@ def test_a_piped_sweep_writes_plain_lines(tmp_path, monkeypatch, capsys):
     assert log == "['--levels', 'x', '--', 'y']\n"  # behind -- all is the script's
 
 
-@pytest.mark.usefixtures("script", "warm_trials")
-def test_on_a_terminal_a_sweep_shows_a_line_that_moves_and_a_coloured_table(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("warm_trials")
+def test_on_a_terminal_a_sweep_has_a_line_that_moves_colours_and_each_note_once(
+    script, tmp_path, monkeypatch
+):
     pytest.importorskip("rich")
     monkeypatch.chdir(tmp_path)
+    text = Path(script).read_text().replace("model =", "torch.manual_seed(5)\nmodel =", 1)
+    Path(script).write_text(text)
     monkeypatch.setenv("TERM", "xterm")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("sys.stderr", terminal)
-    assert main.main(["sweep", "train.py", "--levels", "O0"]) == 0
+    assert main.main(["sweep", "train.py", "--levels", "O0", "--seeds", "2"]) == 0
     text = terminal.getvalue()
-    moving = text.index("\r\x1b[K[1/1] O0 seed 0: started")
-    assert moving < text.index("\r\x1b[K[1/1] O0 seed 0: ok, 10 steps of ")
+    moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
+    assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
     assert "\x1b[32mok" in text
+    told = " ".join(text.split())
+    assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
+    assert told.count("The seed does not reach the script") == 1
 
 
 @pytest.mark.parametrize(
