@@ -64,7 +64,9 @@ def _maker(kind: Any) -> Callable[[Any], Any] | None:
         return kind
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return lambda data: kind(**{name: restored(hints[name], data[name]) for name in data})
+        return lambda data: kind(
+            **{name: restored(hints[name], data[name]) for name in data.keys() & hints}
+        )
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         make = _maker(next(one for one in inside if one is not types.NoneType))

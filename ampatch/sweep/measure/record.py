@@ -17,7 +17,7 @@ from ampatch.sweep.json_files import plain, restored
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 4  # increased when a reader of the files has to change
+FORMAT = 3  # increased when a reader of the files has to change
 OTHER_FORMAT = (
     f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
     "wrote them (their summary.json names it), or run the sweep anew: --overwrite replaces "
