@@ -20,7 +20,6 @@ from ampatch.sweep.execution.run_files import RunFiles, remove_directory
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
-    CAPTIONS,
     EVENTS,
     PLOTS,
     REPORT,
@@ -35,7 +34,7 @@ from ampatch.sweep.trial import Trial
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _OURS = (
     *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
-    *(f"{PLOTS}/{CAPTIONS}", f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
+    *(f"{PLOTS}/captions.md", f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
     f"{EVENTS}/*.seed*.repeat*",
 )
 
