@@ -383,8 +383,8 @@ sweep/execution/ranks.py
 | sweep/test_sweep_where.py
 
 sweep/execution/budget.py
-| rows, p, begun) <= limit), possible[-1])
-| rows, p, begun) <= 2 * limit), possible[-1])
+| rows, p, begun) <= limit)
+| rows, p, begun) <= 2 * limit)
 | sweep/test_sweep_budget.py
 
 sweep/execution/budget.py

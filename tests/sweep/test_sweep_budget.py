@@ -95,6 +95,13 @@ def test_a_budget_holds_and_is_used(half, ms, minutes, seeds, monkeypatch):
         assert len({run.trial.round for run in runs if run.case == case}) >= 2
 
 
+def test_whole_runs_that_cost_hardly_more_are_run_in_any_budget(monkeypatch):
+    machine = Machine(monkeypatch, FAST, 1, steps=8)  # nearly all is the start of processes
+    plan = machine.plan(budget=0.1)
+    assert set(whole(machine.sweep(plan)).values()) == {1}
+    assert "takes longer than its budget" in plan.in_words()
+
+
 @pytest.mark.parametrize("ms", [20, 500, 20000])
 @pytest.mark.parametrize("half", [FAST, SLOW], ids=["fast", "slow"])
 def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, ms, monkeypatch):

@@ -33,6 +33,7 @@ TESTED = 3  # seeds: with two the test sees only what is enormous
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
 FEWEST_STEPS = 6  # of a timed run: one without a time, one to warm up, and four
 _USABLE = 0.95  # of the budget; the rest is between the runs
+_HARDLY = 1.1  # of the smallest plan: where a process takes long to start, whole runs cost no more
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,15 @@ def plans(wish: Amounts) -> Iterator[Amounts]:
 def fitting(
     rows: Sequence[Case], wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
 ) -> Amounts:
-    """The largest plan that takes no more than `minutes`, or the smallest that there is.
+    """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
 
     A seed after the first that a row has begun is run by all rows: half a round compares nothing.
     """
     started = max((trial.seed + 1 for trial in begun if not trial.short), default=0)
     least = started if started > 1 else 0
     possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
-    limit = _USABLE * 60 * minutes
-    return next((p for p in possible if facts.of_plan(rows, p, begun) <= limit), possible[-1])
+    limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))
+    return next(p for p in possible if facts.of_plan(rows, p, begun) <= limit)
 
 
 def in_words(
