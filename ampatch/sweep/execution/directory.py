@@ -99,10 +99,6 @@ class Directory:
             return None
         earlier = read_results(self.path)
         if earlier is None:
-            if resume:
-                raise ValueError(
-                    f"{self.path}: there is no sweep to resume. Leave --resume out to begin one."
-                )
             return None
         if not resume:
             raise ValueError(

@@ -59,7 +59,10 @@ class Sweep:
             device_groups(asked.devices, asked.nproc_per_node or 1)
         margin = Margin.of(asked.margin)
         path = choose(asked.out, self._program.title, asked.resume, asked.overwrite)
-        self._plan = Plan(asked, read_results(path) if asked.resume else None)
+        earlier = read_results(path) if asked.resume else None
+        if asked.resume and earlier is None:
+            raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
+        self._plan = Plan(asked, earlier)
         self._held = Directory(path, self._settings(), asked.resume, asked.overwrite)
         self._outcome = Outcome(
             self._program, self.arguments, asked, margin, self._plan, self._held
