@@ -7,13 +7,14 @@ well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C;
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
 from ampatch.cli.ending import cause, interrupted, interruptible
 from ampatch.cli.script_options import add_program, program_of, refuse_launcher
-from ampatch.cli.sweep_options import HOW, add_options, given
+from ampatch.cli.sweep_options import add_options, formatter, given
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
@@ -28,41 +29,41 @@ def add_parser(commands: Any) -> None:
         help="run a script at several opt levels and compare them",
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
-        description="Runs SCRIPT per opt level, half dtype and seed, each in a fresh process, "
-        "and prints a table, verdicts and a recommendation. SCRIPT is not edited: its "
-        "ampatch.initialize takes opt level and dtype from AMPATCH_OPT_LEVEL and AMPATCH_DTYPE. "
-        "O0 runs once per seed, and torch.autocast with GradScaler once per dtype and seed.",
-        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory for "
-        "each trial) are replaced. A script without such options can read AMPATCH_SEED and "
-        "AMPATCH_TRIAL_DIR; one that seeds nothing is seeded before it starts.",
+        formatter_class=formatter,
+        description="Runs SCRIPT, unedited, per opt level, half type and seed, each in a fresh "
+        "process, and prints a table, verdicts and a recommendation.",
+        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory) are "
+        "replaced; AMPATCH_SEED and AMPATCH_TRIAL_DIR have them too.",
     )
     add_program(parser)
-    add_trackers(add_options(parser)[HOW])
+    add_trackers(add_options(parser))
     parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the sweep, print and write its results; returns the exit code."""
     from ampatch.sweep import SweepError
-    from ampatch.sweep.execution.progress import progress_on
+    from ampatch.sweep.execution.progress import Lines
 
     trackers = check_trackers(options)
     sweep = _sweep(options)
-    stopped, code = "", 0
+    stopped: str | None = None
+    shown, code = Lines(sys.stderr), 0
     try:
         with interruptible():
             if not sweep.runs:  # a sweep that goes on keeps what its first trials had
                 native_first.build()
-            sweep.run(progress_on(sys.stderr, getattr(options, "steps", None)))
+            sweep.run(shown)
     except KeyboardInterrupt as error:
-        said, code = interrupted(error, sweep.directory)
-        print(said, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
-        stopped = "Interrupted."
+        way_on, code = interrupted(error, sweep.directory)
+        print(way_on, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
+        stopped = ""
     except OSError as error:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return _report(sweep, stopped, trackers) or code
+    said = shown.texts if sys.stdout.isatty() and sys.stderr.isatty() else []
+    return _report(sweep, said, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:
@@ -80,19 +81,23 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         parser.error(str(error))
 
 
-def _report(sweep: Sweep, stopped: str, trackers: list[str]) -> int:
-    """Print and write the results so far; returns 1 if no run went well."""
+def _report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:
+    """Print and write the results so far, but the notes `said`; returns 1 if no run went well.
+
+    `stopped` is why not all have run, "" if that has been told; None: they have.
+    """
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    write_results(results, sys.stdout, told={case.label for case in sweep.told})
+    unsaid = dataclasses.replace(results, notes=[one for one in results.notes if one not in said])
+    write_results(unsaid, sys.stdout, told={case.label for case in sweep.told})
     try:
         write_shown(sweep.directory, trackers)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
-    if stopped:
-        left = results.planned - results.done
-        print(f"{stopped}\n{left} of {results.planned} runs are missing.", file=sys.stderr)
+    if stopped is not None:
+        missing = f"{results.planned - results.done} of {results.planned} runs are missing."
+        print(*filter(None, (stopped, missing)), sep="\n", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1

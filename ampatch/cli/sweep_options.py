@@ -9,30 +9,37 @@ from types import MappingProxyType
 from typing import Any
 
 from ampatch.cli.option_types import name_and_value
-from ampatch.config.sweep_options import GROUPS, HOW, flag, help_texts, of_command
+from ampatch.config.sweep_options import flag, help_texts, of_command
 
-__all__ = ["HOW", "add_options", "given"]
+
+def formatter(prog: str) -> argparse.HelpFormatter:
+    """Has room for an option and its value in front of the text."""
+    return argparse.HelpFormatter(prog, max_help_position=28)
 
 
 def add_options(
     parser: argparse.ArgumentParser,
     leave_out: Collection[str] = (),
     other_texts: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Add the options of the table, but some, with its texts or others; returns its groups."""
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+) -> Any:
+    """Add the options of the table, but some, with its texts or others.
+
+    Returns the group of those that a first run does not need.
+    """
+    later = parser.add_argument_group("more options")
     texts = {**help_texts(), **other_texts}
     for one in of_command():
         if one.name in leave_out:
             continue
-        groups[one.metadata["group"]].add_argument(
+        group: Any = parser if one.metadata["first"] else later
+        group.add_argument(
             flag(one),
             dest=one.name,
             help=texts.get(one.name, "").replace("%", "%%"),  # none with python -OO
             default=argparse.SUPPRESS,  # the table's own
             **_taken(one),
         )
-    return groups
+    return later
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _TRACKERS = {
-    "tensorboard": "also write event files for TensorBoard, to DIR/tensorboard",
-    "wandb": "also write the runs to Weights & Biases; with WANDB_MODE=offline to DIR/wandb",
+    "tensorboard": "also write event files, to DIR/tensorboard",
+    "wandb": "also write the runs to Weights & Biases",
 }
 
 

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _tuning(options: argparse.Namespace) -> Tuning:
     """The tuning that the options describe; a wrong option ends the command."""
-    from ampatch.sweep.execution.progress import progress_on
+    from ampatch.sweep.execution.progress import Lines
     from ampatch.tune import Tuning
 
     parser: argparse.ArgumentParser = options.parser
@@ -115,7 +115,7 @@ def _tuning(options: argparse.Namespace) -> Tuning:
             dtype=options.dtype,
             probe_steps=options.probe_steps,
             candidates=options.candidates,
-            progress=lambda: progress_on(sys.stderr, None),
+            progress=lambda: Lines(sys.stderr),
             say=lambda text: print(text, file=sys.stderr),
             **given(options),
         )

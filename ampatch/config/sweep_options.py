@@ -15,32 +15,27 @@ from .validation import positive_number, whole_number
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
-GROUPS = RUN, MEASURES, HOW, WHERE = (
-    "what is run",
-    "what is measured",
-    "where and how",
-    "which machines and devices",
-)
 
 
 def _shown(
-    group: str,
     metavar: str | None = None,
     *,
     parse: Callable[[str], Any] = str,
     flag: str = "",
+    first: bool = False,
     only_for: tuple[str, ...] = ENGINES,
     kept: bool = False,
 ) -> dict[str, Any]:
     """How `ampatch sweep` shows a field: as the option `flag`, by default named as the field is.
 
-    `only_for` are the engines that it has a meaning for; a resumed sweep must share what is `kept`.
+    `first`: among those that a first sweep may need.  `only_for` are the engines that it has a
+    meaning for; a resumed sweep must share what is `kept`.
     """
     return {
-        "group": group,
         "metavar": metavar,
         "parse": parse,
         "flag": flag,
+        "first": first,
         "only_for": only_for,
         "kept": kept,
     }
@@ -61,42 +56,31 @@ class SweepOptions:
         fewer_seeds: by case the number of seeds of rows that have fewer than the others
         probe: a module, and a text; each trial calls start(text, off, writes) of it before
             the script; of several ranks the first writes
-        levels: opt levels (default: O0,O1,O2,O3, or O0,O1 for a script that never says which
-            module is its model)
-        dtypes: half dtypes: float16,bfloat16 (default: those that ampatch doctor calls fast here,
-            or bfloat16)
-        overrides: one more row, with settings of initialize: "O2 loss_scale=128"
-        autocast: rows of torch.autocast and GradScaler, or of a script that uses them itself as it
-            is (there by default; --no-autocast leaves them out)
-        seeds: run each row with seeds 0 to N-1; accuracy is tested from 2 on (default: as many as
-            the budget has time for, 5 at most; 1 without a budget)
-        override_seeds: where SCRIPT seeds torch, numpy or random itself, use the trial's seed
-            instead
-        rounds: measure speed in N rounds at least: each seed is one, short ones are added; when
-            resumed N may grow (default: 3)
-        budget: plan seeds, rounds and timed runs to take no more than so many minutes in all, with
-            what has run before --resume; what is left out is said (default: 10 where neither seeds
-            nor rounds are given and one trial runs at a time, else no limit)
-        steps: end each run after N optimizer steps; with {steps} among its arguments the script
-            gets the number instead, and ends by itself
-        metrics: a number in the script's output, such as 'accuracy=acc: (\S+)'; scripts that call
-            ampatch.log_metrics(accuracy=...) need none
-        judge: what the verdict is about: a metric or "last loss" (default: the first metric)
-        margin: the smallest difference from O0 that matters in what is judged; a row is recommended
-            only if its 95 % interval ends within that (default: 1% of O0's value)
-        better: which way a metric is better (default: as its name has it; loss and error are lower)
-        out: for results and logs (default: ampatch-sweep/ and the script's name, numbered if there
-            is one)
-        resume: go on with the sweep in the directory
-        overwrite: replace the sweep in the directory
-        timeout: end a run that takes longer, and go on with the next
-        devices: give each trial one of these; timed trials run alone, on the first
-        jobs: run N trials at a time, for accuracy; timed trials run alone
-        engine: what runs the trials (default: local; ray needs ampatch[ray])
-        address: of a Ray cluster; auto finds a running one (default: Ray is started here)
-        gpus_per_trial: what a trial asks of Ray (default: 1 a process where the cluster has GPUs)
-        cpus_per_trial: cores, and threads of a trial (default: a node's, or 1 beside GPUs)
-        nproc_per_node: start each trial by torchrun with N processes; rank 0 reports
+        levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
+        dtypes: float16,bfloat16 (default: the fast ones here)
+        seeds: run seeds 0 to N-1; 2 or more test accuracy (default: what the budget allows, at
+            most 5)
+        budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
+        metrics: a number in the output: 'accuracy=acc: (\S+)'
+        margin: the smallest difference from O0 that matters (default: 1%)
+        out: folder of results (default: ampatch-sweep/NAME)
+        resume: go on with the sweep in the folder
+        overwrite: replace the sweep in the folder
+        overrides: add a row with settings: "O2 loss_scale=128"
+        autocast: leave the rows of torch.autocast out
+        override_seeds: give the script's own calls the trial's seed
+        rounds: measure speed in N rounds at least (default: 3)
+        steps: end each run after N optimizer steps
+        judge: what is compared (default: the first metric)
+        better: lower or higher (default: as its name says)
+        timeout: end a run that takes longer, and go on
+        devices: run a trial on each of these at a time
+        jobs: run N trials at a time, for accuracy
+        nproc_per_node: start each trial by torchrun
+        engine: where trials run: on this machine, on Ray
+        address: of a Ray cluster; auto finds one that runs
+        gpus_per_trial: asked of Ray (default: 1 a process)
+        cpus_per_trial: asked of Ray (default: all of a node)
     """
 
     module: bool = False
@@ -105,45 +89,39 @@ class SweepOptions:
     fail_fast: bool = False
     fewer_seeds: dict[Any, int] = field(default_factory=dict)
     probe: tuple[str, str] | None = None
-    levels: list[str] | None = field(default=None, metadata=_shown(RUN))
-    dtypes: list[str] | None = field(default=None, metadata=_shown(RUN))
-    overrides: list[str] = field(
-        default_factory=list, metadata=_shown(RUN, '"LEVEL NAME=VALUE ..."', flag="--with")
-    )
-    autocast: bool = field(default=True, metadata=_shown(RUN))
-    seeds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
-    override_seeds: bool = field(default=False, metadata=_shown(RUN, kept=True))
-    rounds: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int))
+    levels: list[str] | None = field(default=None, metadata=_shown(first=True))
+    dtypes: list[str] | None = field(default=None, metadata=_shown(first=True))
+    seeds: int | None = field(default=None, metadata=_shown("N", parse=int, first=True))
     budget: float | None = field(
-        default=None, metadata=_shown(RUN, "MINUTES", parse=float, only_for=("local",))
+        default=None, metadata=_shown("MINUTES", parse=float, first=True, only_for=("local",))
     )
-    steps: int | None = field(default=None, metadata=_shown(RUN, "N", parse=int, kept=True))
     metrics: dict[str, str] = field(
-        default_factory=dict, metadata=_shown(MEASURES, "NAME=REGEX", flag="--metric", kept=True)
+        default_factory=dict, metadata=_shown("NAME=REGEX", flag="--metric", first=True, kept=True)
     )
-    judge: str | None = field(default=None, metadata=_shown(MEASURES, "NAME"))
-    margin: str | None = field(default=None, metadata=_shown(MEASURES, "NUMBER|PERCENT%"))
-    better: dict[str, str] = field(
-        default_factory=dict, metadata=_shown(MEASURES, "NAME=lower|higher")
-    )
-    out: Any = field(default=None, metadata=_shown(HOW, "DIR"))
-    resume: bool = field(default=False, metadata=_shown(HOW))
-    overwrite: bool = field(default=False, metadata=_shown(HOW))
-    timeout: float | None = field(default=None, metadata=_shown(HOW, "SECONDS", parse=float))
+    margin: str | None = field(default=None, metadata=_shown("NUMBER|PERCENT%", first=True))
+    out: Any = field(default=None, metadata=_shown("DIR", first=True))
+    resume: bool = field(default=False, metadata=_shown(first=True))
+    overwrite: bool = field(default=False, metadata=_shown(first=True))
+    overrides: list[str] = field(default_factory=list, metadata=_shown("ROW", flag="--with"))
+    autocast: bool = field(default=True, metadata=_shown())
+    override_seeds: bool = field(default=False, metadata=_shown(kept=True))
+    rounds: int | None = field(default=None, metadata=_shown("N", parse=int))
+    steps: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
+    judge: str | None = field(default=None, metadata=_shown("NAME"))
+    better: dict[str, str] = field(default_factory=dict, metadata=_shown("NAME=WAY"))
+    timeout: float | None = field(default=None, metadata=_shown("SECONDS", parse=float))
     devices: tuple[str, ...] = field(
-        default=(), metadata=_shown(WHERE, "cuda:0,cuda:1", only_for=("local",))
+        default=(), metadata=_shown("cuda:0,cuda:1", only_for=("local",))
     )
-    jobs: int | None = field(default=None, metadata=_shown(WHERE, "N", parse=int))
-    engine: str = field(default="local", metadata=_shown(WHERE, "|".join(ENGINES)))
-    address: str | None = field(default=None, metadata=_shown(WHERE, only_for=("ray",)))
+    jobs: int | None = field(default=None, metadata=_shown("N", parse=int))
+    nproc_per_node: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
+    engine: str = field(default="local", metadata=_shown("|".join(ENGINES)))
+    address: str | None = field(default=None, metadata=_shown(only_for=("ray",)))
     gpus_per_trial: float | None = field(
-        default=None, metadata=_shown(WHERE, "N", parse=float, only_for=("ray",))
+        default=None, metadata=_shown("N", parse=float, only_for=("ray",))
     )
     cpus_per_trial: int | None = field(
-        default=None, metadata=_shown(WHERE, "N", parse=int, only_for=("ray",))
-    )
-    nproc_per_node: int | None = field(
-        default=None, metadata=_shown(WHERE, "N", parse=int, kept=True)
+        default=None, metadata=_shown("N", parse=int, only_for=("ray",))
     )
 
     def __post_init__(self) -> None:

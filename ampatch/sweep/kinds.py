@@ -78,19 +78,13 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a script brings: `name` is one of the constants above, or "" while it is unknown.
-
-    `framework` is the key of that which runs the training loop, or whose integration calls
-    `initialize` in the place of the script.  `places` are the lines that entered torch.autocast,
-    `dtypes` the half types of these regions.  `half_weights` are the half types of weights that the
-    script trains at O0: then that is no FP32 baseline.
-    """
+    """What a script brings: `name` is one of the constants above, or "" while it is unknown."""
 
     name: str = ""
-    framework: str = ""
-    places: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    half_weights: tuple[str, ...] = ()
+    framework: str = ""  # that runs the loop, or whose integration calls `initialize`
+    places: tuple[str, ...] = ()  # the lines that entered torch.autocast
+    dtypes: tuple[str, ...] = ()  # the half types of these regions
+    half_weights: tuple[str, ...] = ()  # that it trains at O0: then that is no FP32 baseline
 
     def __bool__(self) -> bool:
         return bool(self.name)

@@ -2,21 +2,12 @@
 
 Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a round every row
 runs once, close together in time, and O0 once more, so that each round has its own comparison
-with O0 and its own measure of the machine's noise.  Three rounds are the least from which a
-median and quartiles say something.
+with O0 and its own measure of the machine's noise.
 
-Both come from one list.  The whole runs of a seed are a round: with three seeds there are three.
-Where there are fewer, short rounds follow, whose runs are ended after a few seconds of training
-(`execution/short_runs.py` says after how many steps).  The second O0 of a round is short in any
-case.  So by default, with one seed, each row runs once as a whole and twice for a few seconds;
-with three seeds only the second O0 of each round is added.  Where there is no O0, or nothing
-else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
-
-A sweep with a budget has rows that are timed by short runs alone, and whole runs of these at the
-end, if there is time (`execution/budget.py`).
-
-Where whole runs go on beside each other (`--jobs`, `--devices`, a cluster) they say nothing of
-speed: then all rounds are short ones, and each of their runs is alone on its device.
+Both come from one list.  The whole runs of a seed are a round.  Where there are fewer than the
+rounds, short ones follow, whose runs are ended after a few seconds of training
+(`execution/short_runs.py`).  The second O0 of a round is short in any case.  Where there is no O0,
+or nothing else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
 """
 
 from __future__ import annotations
@@ -50,11 +41,9 @@ def cases(
 ) -> list[Case]:
     """The rows: every level in every dtype, but O0 once.  None: all levels that the kind has.
 
-    `overrides` are texts such as `"O2 loss_scale=128"`; each adds one row for
-    each dtype.  `autocast` adds the rows of torch.autocast where O1, O2 or O3 are among the
-    levels: the baseline, or the script as it is where it enters torch.autocast itself.  `tf32`
-    adds a row `O0+tf32` where O0 is.  Raises `ValueError`, also for levels that a script of this
-    kind cannot have.
+    `overrides` are texts such as `"O2 loss_scale=128"`, a row for each dtype.  `autocast` adds the
+    rows of torch.autocast where O1, O2 or O3 are among the levels, `tf32` a row `O0+tf32` where O0
+    is.  Raises `ValueError`, also for levels that a script of this kind cannot have.
     """
     possible = FROM_OUTSIDE if kind.is_plain else LEVELS
     named = list(possible) if levels is None else known(levels, LEVELS, "levels")
@@ -114,35 +103,30 @@ def trials(
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
-    last: Mapping[Case, int] | None = None,
 ) -> list[Trial]:
     """The trials in their order.
 
-    A whole round for each seed, and short ones, to have as many as `rounds`.  Rows in
-    `fewer` take part in those of so many seeds.
-    Every second round runs backwards, so that a machine that gets slower slows the first
-    row and the last row by the same amount.  `apart`: whole runs go on beside each other and
-    say nothing of speed, so all `rounds` are short.  Rows in `last` are timed by short runs, once
-    in each of `rounds`, and have whole runs of so many seeds when all else has run.
+    A whole round for each seed, and short ones, to have as many as `rounds`.  Every second one runs
+    backwards, so that a machine that gets slower slows the first row and the last row alike.
+    Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
+    runs go on beside each other, so all `rounds` are short.
     """
-    fewer, last = fewer or {}, last or {}
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
-    whole = [(0, seed) for seed in range(seeds)]
+    whole = [(0, seed) for seed in range(max(1, seeds))]
     lacking = rounds - (0 if apart else len(whole))
     short = [(1 + more, 0) for more in range(lacking if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
         one = [
-            Trial(case, seed, repeat, short=is_short or case in last)
+            Trial(case, seed, repeat, short=is_short or not (seeds or case == BASE))
             for case in rows
-            if (times_speed and number < rounds if case in last else seed < fewer.get(case, seeds))
+            if seed < (fewer or {}).get(case, max(1, seeds))
         ]
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
-    ends = [Trial(case, seed) for seed in range(seeds) for case in rows if seed < last.get(case, 0)]
-    return planned + ends
+    return planned
 
 
 def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:

@@ -1,13 +1,15 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
+import io
 import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run_command import ampatch_run, write
-from warm_python import environment, on_a_terminal
+from warm_python import environment
 
 from ampatch._version import __version__
 from ampatch.cli import main
@@ -36,6 +38,15 @@ def script(tmp_path):
 # sweep
 
 
+def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main.main(["sweep", "--help"])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 50
+    assert shown.index("--budget") < shown.index("more options") < shown.index("--engine")
+
+
 def test_a_piped_sweep_writes_plain_lines(script, tmp_path, here, warm_trials):
     words = "sweep train.py --levels O0,O1 --dtypes bfloat16 --no-autocast --rounds 1"
     done = here(*words.split())
@@ -61,13 +72,27 @@ def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials)
     assert "never steps an optimizer of torch.optim, nor calls initialize" in done.stderr
 
 
-def test_on_a_terminal_a_sweep_shows_a_bar_and_then_the_table(script, tmp_path):
+@pytest.mark.usefixtures("warm_trials")
+def test_on_a_terminal_a_sweep_has_a_line_that_moves_colours_and_each_note_once(
+    script, tmp_path, monkeypatch
+):
     pytest.importorskip("rich")
-    text, status = on_a_terminal("-m", "ampatch", "sweep", script, "--levels", "O0", cwd=tmp_path)
-    assert status == 0
-    assert "\x1b[?25l" in text  # the cursor, hidden while the bar is drawn
-    assert "steps" in text and "(1/1) O0 seed 0: ok, 10 steps of " in text
-    assert text.index("\x1b[?25h") < text.index("level  dtype")
+    monkeypatch.chdir(tmp_path)
+    text = Path(script).read_text().replace("model =", "torch.manual_seed(5)\nmodel =", 1)
+    Path(script).write_text(text)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main.main(["sweep", "train.py", "--levels", "O0", "--seeds", "2"]) == 0
+    text = terminal.getvalue()
+    moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
+    assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
+    assert "\x1b[32mok" in text
+    told = " ".join(text.split())
+    assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
+    assert told.count("The seed does not reach the script") == 1
 
 
 # What is refused

@@ -182,7 +182,7 @@ def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
     ).run()
     first_losses = {run.measured.losses["0"].values[0] for run in ran.runs}
     assert len(first_losses) == 2
-    assert [run.measured.seed_calls for run in ran.runs] == [[], []]
+    assert [run.measured.own_seed for run in ran.runs] == ["", ""]
 
 
 @pytest.mark.parametrize("example", [*FULL, *SHORT])

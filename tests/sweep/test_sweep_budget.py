@@ -3,15 +3,18 @@
 import dataclasses
 
 import pytest
+from sweep_runs import planned
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
-from ampatch.sweep import Sweep
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
 from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import AMPATCH, Kind
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case
 
@@ -77,8 +80,7 @@ def whole(runs):
         (SLOW, 1200, 4, (1, 0)),  # the README's command, where half is slow
         (SLOW, 2600, 4, (1, 0)),
         (SLOW, 2600, 60, (3, 3)),
-        (SLOW, 2600, 999, (3, 3)),  # more says nothing of rows that can only be slow
-        (SLOW, 87, 10, (3, 3)),  # a tiny model, whose half is not slow at all
+        (SLOW, 87, 10, (5, 5)),  # a tiny model, whose half is not slow at all
     ],
 )
 def test_a_budget_holds_and_is_used(half, ms, minutes, seeds, monkeypatch):
@@ -91,6 +93,13 @@ def test_a_budget_holds_and_is_used(half, ms, minutes, seeds, monkeypatch):
     assert len(others) == 4 and all(run.trial in plan.trials for run in runs)
     for case in plan.cases:  # each row has rounds to tell its speed from
         assert len({run.trial.round for run in runs if run.case == case}) >= 2
+
+
+def test_whole_runs_that_cost_hardly_more_are_run_in_any_budget(monkeypatch):
+    machine = Machine(monkeypatch, FAST, 1, steps=8)  # nearly all is the start of processes
+    plan = machine.plan(budget=0.1)
+    assert set(whole(machine.sweep(plan)).values()) == {2}
+    assert "takes longer than its budget" in plan.in_words()
 
 
 @pytest.mark.parametrize("ms", [20, 500, 20000])
@@ -119,18 +128,16 @@ def clock(text):
 def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch):
     machine = Machine(monkeypatch, SLOW, 2600)
     plan = machine.plan(budget=4)
-    assert plan.speeds_in_words() == (
-        "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x. Rows in a type below 0.5x can "
-        "only be slow."
-    )
-    runs = machine.sweep(plan)
+    assert plan.speeds_in_words() == "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x."
+    first = machine.sweep(plan, most=1)
+    assert plan.amounts.seeds == 0  # by the measured speed of half: no row has run in it
+    runs = machine.sweep(plan, first)
     said = plan.in_words()
-    assert f"timed by runs of {FEWEST_STEPS} steps" in said
-    assert "nothing is said of their accuracy" in said
+    assert f"others {FEWEST_STEPS} steps: accuracy is untested" in said
     more = float(said.partition("--resume --budget ")[2].partition(" ")[0])
     resumed = machine.plan(earlier_of(plan, runs), budget=more, resume=True)
     all_runs = machine.sweep(resumed, runs)
-    assert set(whole(all_runs).values()) == {3} and seconds(all_runs) <= 60 * more
+    assert set(whole(all_runs).values()) == {5} and seconds(all_runs) <= 60 * more
     assert "--budget" not in resumed.in_words().partition(".")[2]
 
 
@@ -203,32 +210,26 @@ def test_a_budget_that_nothing_can_be_planned_by_is_refused(options, said, monke
     assert said in str(refused.value)
 
 
-def test_a_script_is_swept_for_a_budget_and_gone_on_with(warm_trials, tmp_path, monkeypatch):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    monkeypatch.setattr(planning, "measured", lambda: SLOW)
-    options = {"levels": ["O0", "O2"], "autocast": False, "out": tmp_path / "out"}
-    results = Sweep(script, budget=1e-3, **options).run().results
+def test_a_sweep_for_a_budget_is_gone_on_with(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, SLOW, 1200)
+
+    def run(runner, trial, watch, place):
+        done = machine.run(trial, runner.steps)
+        done.measured.kind = Kind(AMPATCH)
+        if len(done.measured.skipped) == STEPS:
+            done.measured.metrics = {"accuracy": Series([STEPS], [0.5 + trial.seed / 10])}
+        write_json(RunFiles.of(runner.directory, trial).run, done.to_json())
+        return done
+
+    monkeypatch.setattr(Runner, "run", run)
+    options = {"levels": ["O0", "O2"], "autocast": False, "dtypes": None, "rounds": None}
+    results = planned(tmp_path, "", budget=1e-3, **options).run().results
     base, row = results.rows
     assert results.complete and (base.metrics, row.metrics) == ({"accuracy": 0.5}, {})
-    assert (base.steps, row.speeds.n, row.outcome) == (20, 2, "untested")
+    assert (base.steps, row.speeds.n, row.outcome) == (STEPS, 2, "untested")
     said = " ".join(results.notes)
     assert "bfloat16 0.07x to 0.10x" in said and "takes longer than its budget" in said
-    more = Sweep(script, budget=60, resume=True, **options).run().results
-    assert more.complete and [row.metrics for row in more.rows] == [{"accuracy": 0.5}] * 2
-    assert (more.rows[1].comparisons[0].n, more.rows[1].speeds.n) == (3, 4)
+    more = planned(tmp_path, "", budget=60, resume=True, **options).run().results
+    assert more.complete and all(row.metrics for row in more.rows)
+    assert more.rows[1].comparisons[0].n == 5
     assert "longer" not in " ".join(more.notes)
-
-
-SCRIPT = """
-import torch
-import ampatch as amp
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, verbosity=0)
-for _ in range(20):
-    with amp.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-amp.log_metrics(accuracy=0.5)
-"""

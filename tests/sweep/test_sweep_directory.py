@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import json
-import shutil
 
 import pytest
 
@@ -203,17 +202,9 @@ def test_two_sweeps_do_not_share_a_directory(script, machine):
     make(script, resume=True).close()
 
 
-def test_a_directory_without_room_is_refused_before_the_first_run(script, machine, monkeypatch):
-    usage = type(shutil.disk_usage("."))
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 3 * 2**20))
-        with pytest.raises(OSError, match="3 MiB are free, a sweep wants 32.*--out") as refused:
-            make(script)
-    assert refused.value.errno == errno.ENOSPC
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(OSError, match="cannot be written: No space left"):
-            make(script)
+def test_a_directory_that_cannot_be_written_is_refused_before_the_first_run(script, machine):
+    with pytest.raises(OSError, match="cannot be written: Not a directory.*--out"):
+        make(script, out="train.py/out")
     assert machine.ran == []
 
 
@@ -228,5 +219,5 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
 def test_results_of_another_format_are_refused(script, machine, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ValueError, match=r"in format 1\. This version reads format 3.*--overwrite"):
+    with pytest.raises(ValueError, match=r"in format 1\. This version reads .*--overwrite"):
         make(script, resume=True)

@@ -1,12 +1,12 @@
 """Sweeps that end early, because every other run would go the same way."""
 
 import json
-import textwrap
 
 import pytest
+from sweep_runs import log_of, planned
 
-from ampatch.sweep import Case, Run, Sweep, SweepError, Trial, read_runs
-from ampatch.sweep.execution.early_stops import failure
+from ampatch.sweep import Case, Run, SweepError, Trial
+from ampatch.sweep.execution.early_stops import failure, lacks_memory
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -35,14 +35,7 @@ RESUMING = """
         optimizer.step()
     saved.write_text("9")
 """
-
-
-def planned(tmp_path, script, *arguments, **options):
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    return Sweep(
-        tmp_path / "train.py", arguments, dtypes=["bfloat16"], autocast=False, rounds=1,
-        out=tmp_path / "out", **{"levels": ["O0", "O1"], **options},
-    )  # fmt: skip
+OF_TWO = {"levels": ["O0", "O1"], "autocast": False}
 
 
 def stopped(plan):
@@ -53,43 +46,39 @@ def stopped(plan):
 
 
 def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path):
-    plan = planned(tmp_path, PLAIN, levels=["O1", "O2"])
+    plan = planned(tmp_path, PLAIN, levels=["O1", "O2"], autocast=False)
     said = stopped(plan)
     assert "never calls ampatch.initialize" in said and "add O0 to --levels" in said
-    assert (plan.directory / "runs/O1-bfloat16.seed0.repeat0.log").read_text() == "before 0\n"
+    assert log_of(plan, "O1-bfloat16") == "before 0\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("nothing to compare yet")
 
 
-@pytest.mark.parametrize(
-    ("script", "last_line"),
-    [
-        ("def broken(:", "SyntaxError: invalid syntax"),
-        ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
-        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('x'); p.parse_args()",
-         "error: the following arguments are required: x"),
-        ("input('which data? ')", "A trial has no standard input. Give the script its answers"),
-    ],
-)  # fmt: skip
-def test_a_script_that_cannot_start_is_started_once(tmp_path, script, last_line):
-    plan = planned(tmp_path, script)
+def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mended(tmp_path):
+    script = "import beside" + RESUMING.replace("\n    ", "\n")
+    plan = planned(tmp_path, script, "'{trial_dir}'", **OF_TWO)
     said = stopped(plan)
-    assert "before its first step in O0 seed 0" in said and last_line in said
-    assert len(list(read_runs(plan.directory))) == 1
+    assert "before its first step in O0 seed 0" in said
+    assert "ModuleNotFoundError: No module named 'beside'" in said
+    assert len(plan.runs) == 1
+    (tmp_path / "beside.py").write_text("")
+    plan = planned(tmp_path, script, "'{trial_dir}'", resume=True, **OF_TWO).run()
+    assert [row.status for row in plan.rows] == ["ok", "ok"]
+    assert json.loads((plan.directory / "summary.json").read_text())["complete"] is True
 
 
-@pytest.mark.parametrize("error", ["torch.OutOfMemoryError('no room')", "MemoryError()"])
-def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path, error):
+def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path):
     script = RESUMING.replace(
         "    model, opt",
-        f"    if os.environ['AMPATCH_OPT_LEVEL'] == 'O0': raise {error}\n    model, opt",
+        "    if os.environ['AMPATCH_OPT_LEVEL'] == 'O0': raise MemoryError()\n    model, opt",
     )
-    plan = planned(tmp_path, script, "os.environ['AMPATCH_TRIAL_DIR']").run()
+    plan = planned(tmp_path, script, "os.environ['AMPATCH_TRIAL_DIR']", **OF_TWO).run()
     assert [row.status for row in plan.rows][1:] == ["ok"] and len(plan.runs) == 2
+    assert lacks_memory("crashed: torch.OutOfMemoryError: no room")
 
 
 def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
-    plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), levels=["O0", "O1", "O2"])
+    plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), autocast=False)
     said = stopped(plan)
     assert "took no step in O1-bfloat16 seed 0, though it took 9 in O0 seed 0" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
@@ -101,7 +90,7 @@ def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = "'{trial_dir}' if os.environ['AMPATCH_TRIAL_DIR'] == '{trial_dir}' else None"
-    plan = planned(tmp_path, RESUMING, place).run()
+    plan = planned(tmp_path, RESUMING, place, **OF_TWO).run()
     assert [(row.status, row.steps) for row in plan.rows] == [("ok", 9), ("ok", 9)]
     kept = sorted(plan.directory.glob("runs/*.dir/checkpoint.json"))
     assert [path.parent.name for path in kept] == [
@@ -109,7 +98,7 @@ def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
         "O1-bfloat16.seed0.repeat0.dir",
     ]
     (plan.directory / "runs/O0.seed0.repeat0.json").unlink()  # as after a kill in its middle
-    assert planned(tmp_path, RESUMING, place, resume=True).run().rows[0].steps == 9
+    assert planned(tmp_path, RESUMING, place, resume=True, **OF_TWO).run().rows[0].steps == 9
     planned(tmp_path, RESUMING, place, overwrite=True).close()
     assert not list(plan.directory.glob("runs/*"))
 
@@ -118,15 +107,4 @@ def test_a_failure_without_output_says_so(tmp_path):
     log = tmp_path / "run.log"
     log.write_text("\n")
     run = Run(Trial(Case("O1", "float16")), 0, 1.0, None, ended_by="timed out: after 15 s")
-    said = failure(run, log)
-    assert said == f"O1-float16 seed 0 timed out: after 15 s. It printed nothing ({log})."
-
-
-def test_what_ended_a_sweep_is_run_again(tmp_path):
-    """The module that was missing may be there now."""
-    script = "import beside\n" + textwrap.dedent(RESUMING)
-    assert "No module named 'beside'" in stopped(planned(tmp_path, script, "'{trial_dir}'"))
-    (tmp_path / "beside.py").write_text("")
-    plan = planned(tmp_path, script, "'{trial_dir}'", resume=True).run()
-    assert [row.status for row in plan.rows] == ["ok", "ok"]
-    assert json.loads((plan.directory / "summary.json").read_text())["complete"] is True
+    assert failure(run, log) == "O1-float16 seed 0 timed out: after 15 s. It printed nothing."

@@ -4,12 +4,12 @@ import itertools
 import json
 import math
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
+from sweep_runs import log_of, planned
 
-from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep import SweepError, read_runs
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -48,19 +48,14 @@ SCRIPT = (
 @pytest.fixture(scope="module")
 def ran(warm_trials, tmp_path_factory):
     """O0, O1, autocast and O2 with a setting of its own, one seed each, in float16."""
-    directory = tmp_path_factory.mktemp("engines")
-    script = directory / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    return Sweep(
-        script,
-        ["s{seed}"],
+    return planned(
+        tmp_path_factory.mktemp("engines"),
+        SCRIPT,
         levels=["O0", "O1"],
         overrides=["O2 growth_interval=500"],
         dtypes=["float16"],
-        rounds=1,
         steps=STEPS,
         metrics={"accuracy": r"accuracy: ([\d.]+)"},
-        out=directory / "out",
     ).run()
 
 
@@ -110,10 +105,8 @@ def test_the_rows_ran_to_their_end_at_what_was_asked(ran):
     own = "O2-float16-growth_interval=500"
     assert list(found) == ["O0", "O1-float16", "autocast-float16", own]
     assert found["O1-float16"] == found[own] == found["autocast-float16"] == ("ok", STEPS, 1)
-    log = (ran.directory / "runs" / f"{own}.seed0.repeat0.log").read_text()
-    assert "torch.float16 torch.float32" in log  # weights in the forward, and BatchNorm's
-    log = (ran.directory / "runs/O1-float16.seed0.repeat0.log").read_text()
-    assert "torch.float32 torch.float32" in log
+    assert "torch.float16 torch.float32" in log_of(ran, own)  # weights in the forward, BatchNorm's
+    assert "torch.float32 torch.float32" in log_of(ran, "O1-float16")
     assert "ended after 12 steps" in ran.results.notes[0]
 
 
@@ -143,17 +136,9 @@ SEEDED = """
 """
 
 
-@pytest.fixture
-def seeded(tmp_path):
-    path = tmp_path / "seeded.py"
-    path.write_text(textwrap.dedent(SEEDED))
-    return str(path)
-
-
-def test_the_seed_reaches_the_script(seeded, tmp_path):
-    plan = Sweep(
-        seeded, ["--seed={seed}", "{steps}"], levels=["O0"], seeds=2, steps=9, out=tmp_path / "out"
-    ).run()
+def test_the_seed_reaches_the_script(tmp_path):
+    options = {"levels": ["O0"], "seeds": 2, "steps": 9}
+    plan = planned(tmp_path, SEEDED, "--seed={seed}", "{steps}", **options).run()
     logs = [json.loads(path.read_text()) for path in sorted(plan.directory.glob("runs/*.log"))]
     assert [log[:2] for log in logs] == [["--seed=0", "0"], ["--seed=1", "1"]]
     first, second = plan.runs
@@ -162,21 +147,13 @@ def test_the_seed_reaches_the_script(seeded, tmp_path):
     assert plan.results.notes == []
 
 
-def test_a_seed_without_effect_and_a_missing_metric_are_said(seeded, tmp_path):
-    fixed = textwrap.dedent(SEEDED).replace("model = torch", "torch.manual_seed(0)\nmodel = torch")
-    Path(seeded).write_text(fixed)
-    plan = Sweep(seeded, ["", "9"], levels=["O0"], seeds=2, out=tmp_path / "out").run()
-    assert "The seed does not reach the script" in plan.results.notes[-1]
+def test_a_missing_metric_ends_the_sweep_after_one_run(tmp_path):
+    plan = planned(tmp_path, SEEDED, "", "9", levels=["O0"], seeds=2, metrics={"acc": r"acc (\d)"})
     with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
-        Sweep(
-            seeded,
-            ["", "9"],
-            levels=["O0"],
-            seeds=2,
-            metrics={"acc": r"acc (\d)"},
-            out=tmp_path / "other",
-        ).run()
-    assert len(list(read_runs(tmp_path / "other"))) == 1  # what was measured is kept
-    Path(seeded).write_text("print('no training here')\n")
+        plan.run()
+    assert len(list(read_runs(plan.directory))) == 1  # what was measured is kept
+
+
+def test_a_script_without_training_ends_it_too(tmp_path):
     with pytest.raises(SweepError, match="never steps an optimizer of torch.optim, nor calls"):
-        Sweep(seeded, levels=["O0"], seeds=2, out=tmp_path / "third").run()
+        planned(tmp_path, "print('no training here')", levels=["O0"], seeds=2).run()

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sweep_runs import log_of, planned
 from warm_python import python
 
-from ampatch.sweep import Sweep, SweepError, read_runs
+from ampatch.sweep import SweepError
 from ampatch.sweep.execution.plain_training import PlainTraining
 from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.plan import cases
@@ -31,7 +32,7 @@ PLAIN = """
         optimizer.step()
         print(loss.item())
 """
-# The third step meets an overflow.
+# The third step meets an overflow; the region is entered after a step in FP32.
 TORCH_AMP_SCRIPT = """
     import sys
     import torch
@@ -42,8 +43,13 @@ TORCH_AMP_SCRIPT = """
     scaler = torch.amp.GradScaler("cpu", enabled=enabled)
     for step in range(10):
         x = torch.randn(16, 8) * (1e6 if step == 2 else 1)
-        with torch.autocast("cpu", torch.float16, enabled=enabled):
+        if step:
+            with torch.autocast("cpu", torch.float16, enabled=enabled):
+                loss = model(x).float().pow(2).mean()
+        else:
             loss = model(x).float().pow(2).mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            assert model(torch.ones(1, 8)).dtype is torch.float32
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -52,54 +58,50 @@ TORCH_AMP_SCRIPT = """
 """
 
 
-def planned(folder, script, *arguments, **options):
-    (folder / "train.py").write_text(textwrap.dedent(script))
-    chosen = {"dtypes": ["bfloat16"], "rounds": 1, "out": folder / "out", **options}
-    return Sweep(folder / "train.py", arguments, **chosen)
-
-
-def lines(plan, run):
-    return (plan.directory / "runs" / f"{run.trial.file_stem}.log").read_text().split()
-
-
-def printed(plan, run):
-    return list(map(float, lines(plan, run)))
-
-
 def by_label(plan):
     return {run.trial.case.label: run for run in plan.runs}
 
 
-def test_a_script_without_amp_code_needs_no_flag(tmp_path):
+def printed(plan, label):
+    return list(map(float, log_of(plan, label).split()))
+
+
+def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
     """The losses are those that it prints; O0 is what plain Python trains, to the bit."""
     plan = planned(tmp_path, PLAIN).run()
     runs = by_label(plan)
     assert list(runs) == ["O0", "O1-bfloat16"]
     plain = python("train.py", cwd=tmp_path).stdout.split()
-    assert printed(plan, runs["O0"]) == list(map(float, plain))
-    for run in plan.runs:
-        assert run.measured.losses["0"].values == pytest.approx(printed(plan, run), rel=1e-6)
-    assert printed(plan, runs["O0"]) != printed(plan, runs["O1-bfloat16"])
-    assert printed(plan, runs["O0"]) == pytest.approx(printed(plan, runs["O1-bfloat16"]), rel=0.05)
+    assert printed(plan, "O0") == list(map(float, plain))
+    for label, run in runs.items():
+        assert run.measured.losses["0"].values == pytest.approx(printed(plan, label), rel=1e-6)
+    assert printed(plan, "O0") != printed(plan, "O1-bfloat16")
+    assert printed(plan, "O0") == pytest.approx(printed(plan, "O1-bfloat16"), rel=0.05)
     assert plan.results.machine["script"] == "has no mixed precision of its own"
+
+    (plan.directory / f"runs/{plan.trials[1].file_stem}.json").unlink()
+    again = planned(tmp_path, PLAIN, resume=True)
+    assert again.trials == plan.trials and [run.trial for run in again.runs] == plan.trials[:1]
+    assert [run.trial for run in again.run().runs] == plan.trials
 
 
 def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
+    """Also where it begins after steps; and a region that is off is off at O1, too."""
     plan = planned(tmp_path, TORCH_AMP_SCRIPT, dtypes=["float16"]).run()
     runs = by_label(plan)
     assert list(runs) == ["O0", "O1-float16", "autocast-float16"]
     assert [row.status for row in plan.rows] == ["ok", "ok", "ok"]
     own = python("train.py", cwd=tmp_path).stdout.split()
     in_fp32 = python("train.py", "fp32", cwd=tmp_path).stdout.split()
-    assert lines(plan, runs["autocast-float16"]) == own != in_fp32
-    assert lines(plan, runs["O0"]) == in_fp32 != lines(plan, runs["O1-float16"])
+    assert log_of(plan, "autocast-float16").split() == own != in_fp32
+    assert log_of(plan, "O0").split() == in_fp32 != log_of(plan, "O1-float16").split()
     as_it_is = runs["autocast-float16"].measured
     losses, scales = (list(map(float, own[column::2])) for column in (0, 1))
     assert as_it_is.losses["0"].values == pytest.approx(losses, rel=1e-6, nan_ok=True)  # not scaled
     assert as_it_is.skipped == [scale < before for before, scale in pairwise([65536.0, *scales])]
     assert as_it_is.skipped[2] and not all(as_it_is.skipped)
     said = plan.results.machine["script"]
-    assert said.startswith("uses torch.amp (train.py:11): the row autocast is the script as it is")
+    assert said.startswith("uses torch.amp (train.py:12): the row autocast is the script as it is")
 
 
 def test_losses_are_those_before_scaling_however_they_are_scaled():
@@ -126,37 +128,10 @@ def test_losses_are_those_before_scaling_however_they_are_scaled():
     assert said == [2, 3, 4, 3, 4, 3, 7]
 
 
-SWITCHED = """
-    import torch
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(6):
-        before = torch.is_autocast_enabled("cpu")
-        torch.set_autocast_enabled("cpu", step >= FIRST)
-        loss = model(torch.randn(16, 8)).float().pow(2).mean()
-        torch.set_autocast_enabled("cpu", before)
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            assert model(torch.ones(1, 8)).dtype is torch.float32
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
-"""
-
-
-@pytest.mark.parametrize("first", [0, 3])
-def test_the_switch_and_what_is_entered_after_steps(first, tmp_path):
-    """The rest of the script's words, such as a region that is off, still count at O1."""
-    plan = planned(tmp_path, SWITCHED.replace("FIRST", str(first))).run()
-    runs = by_label(plan)
-    assert list(runs) == ["O0", "O1-bfloat16", "autocast-bfloat16"]
-    assert [row.status for row in plan.rows] == ["ok"] * 3
-    own = python("train.py", cwd=tmp_path).stdout.split()
-    in_fp32, at_o1 = lines(plan, runs["O0"]), lines(plan, runs["O1-bfloat16"])
-    assert lines(plan, runs["autocast-bfloat16"]) == own
-    assert in_fp32[:first] == own[:first] and in_fp32[first] != own[first]
-    assert at_o1[0] != in_fp32[0]
+def test_a_switch_that_a_sweep_cannot_turn_off_is_refused_with_the_remedy(tmp_path):
+    switched = PLAIN.replace("for _", 'torch.set_autocast_enabled("cpu", True)\n    for _')
+    with pytest.raises(SweepError, match=r"Expected a region: with torch.autocast\(\.\.\.\)"):
+        planned(tmp_path, switched).run()
 
 
 def test_half_weights_of_the_script_are_no_fp32_baseline(tmp_path):
@@ -171,20 +146,10 @@ def test_half_weights_of_the_script_are_no_fp32_baseline(tmp_path):
 def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):
     with pytest.raises(SweepError, match=r"O0 and O1 .* model, optimizer = ampatch\.initialize\("):
         planned(tmp_path, PLAIN, levels=["O0", "O2"]).run()
-    with pytest.raises(SweepError, match="add O0 to --levels"):
-        planned(tmp_path, PLAIN, levels=["O1"], overwrite=True).run()
-
-
-def test_a_resumed_sweep_knows_the_kind(tmp_path):
-    plan = planned(tmp_path, PLAIN)
-    first = plan.trials[0]
-    plan.run()
-    kept = [run.trial for run in read_runs(plan.directory)]
-    (plan.directory / "runs" / f"{kept[-1].file_stem}.json").unlink()
-    again = planned(tmp_path, PLAIN, resume=True)
-    assert [trial.case.label for trial in again.trials] == ["O0", "O1-bfloat16"]
-    assert [run.trial for run in again.runs] == [first]
-    assert [run.trial for run in again.run().runs] == kept
+    kind = Kind(NO_AMP, framework="ignite")
+    for asked in ({"levels": ["O0", "O2"]}, {"levels": ["O0"], "overrides": ["O1 loss_scale=2"]}):
+        with pytest.raises(ValueError, match=r"trainer = Engine\(ampatch.integrations.ignite"):
+            cases(dtypes=["float16"], kind=kind, **asked)
 
 
 def test_initialize_after_steps_in_fp32_is_an_error_that_says_so(tmp_path):
@@ -271,12 +236,16 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("framework", LOOPS)
-def test_a_framework_trains_through_its_integration(framework, tmp_path):
-    """Its own mixed precision is off at O0 and beside ampatch."""
+def needs(framework):
     package = "lightning" if framework == "fabric" else framework
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+def test_a_framework_trains_through_its_integration(framework, tmp_path):
+    """Its own mixed precision is off at O0 and beside ampatch."""
+    needs(framework)
     plan = planned(tmp_path, LOOPS[framework], levels=["O0", "O2"], autocast=False).run()
     in_fp32, managed = plan.runs
     kind = in_fp32.measured.kind
@@ -304,12 +273,16 @@ IN_THE_SCRIPT = {
 """What of `LOOPS` is replaced where a script has the integration already."""
 
 
-@pytest.mark.parametrize("framework", LOOPS)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "accelerate",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in LOOPS if one != "accelerate"),
+    ],
+)
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
-    package = "lightning" if framework == "fabric" else framework
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    needs(framework)
     script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
     *imports, _ = Kind(FRAMEWORK, framework).line(()).splitlines()
     imports.insert(0, "from transformers import Trainer" * (framework == "transformers"))
@@ -318,13 +291,6 @@ def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(f
     kind = run.measured.kind
     assert (kind.name, kind.framework) == (AMPATCH, framework)
     assert Kind(AMPATCH).line(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
-
-
-def test_what_ignite_needs_for_o2_is_said_as_the_line_to_write():
-    kind = Kind(NO_AMP, framework="ignite")
-    for asked in ({"levels": ["O0", "O2"]}, {"levels": ["O0"], "overrides": ["O1 loss_scale=2"]}):
-        with pytest.raises(ValueError, match=r"trainer = Engine\(ampatch.integrations.ignite"):
-            cases(dtypes=["float16"], kind=kind, **asked)
 
 
 @pytest.mark.parametrize("name", [NO_AMP, TORCH_AMP])

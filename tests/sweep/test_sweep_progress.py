@@ -1,64 +1,51 @@
 """What a sweep shows while it runs."""
 
 import io
-import re
 
-import pytest
 from sweep_made import made_run
 
-from ampatch.sweep.execution.progress import Lines, Live, progress_on
+from ampatch.sweep.execution.progress import Lines
 from ampatch.sweep.trial import Case, Trial
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_a_pipe_gets_lines_with_the_time_left():
     stream = io.StringIO()
-    shown = progress_on(stream)
-    assert isinstance(shown, Lines)
     timing = Trial(Case("O1", "float16"), repeat=1, short=True)
-    with shown:
+    with Lines(stream) as shown:
         shown.started(1, 8, Trial(Case("O0")))
         shown.reached(Trial(Case("O0")), 3, 0.5)
         shown.ended(made_run(Case("O0")))  # in 2.5 s
+        shown.said("a note")
         shown.started(2, 8, Trial(Case("O1", "float16"), seed=1), 3723.4)
         shown.started(4, 8, timing, 5)
     assert stream.getvalue().splitlines() == [
         "[1/8] O0 seed 0: started",
         "[1/8] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s",
+        "Note: a note",
         "[2/8] O1-float16 seed 1: started, about 1:02:03 left",
         "[4/8] O1-float16 seed 0 repeat 1 (timing): started, about 0:00:05 left",
     ]
 
 
-def test_a_terminal_gets_level_seed_step_and_loss(monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    stream = Terminal()
-    shown = progress_on(stream, steps=120)
-    assert isinstance(shown, Live)
-    row = Trial(Case("O1", "float16"), seed=1)
-    with shown:
-        shown.started(1, 2, Trial(Case("O0")))
+def test_a_terminal_has_one_line_that_moves_below_those_of_runs_that_have_ended(monkeypatch):
+    """Where a name is longer than the line, its end with seed and step is seen."""
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    row = Trial(Case("O2", "bfloat16", settings=(("keep_batchnorm_fp32", False),)), seed=12)
+    with Lines(stream) as shown:
+        shown.started(1, 2, Trial(Case("O0")), 3600)
         shown.ended(made_run(Case("O0")))
         shown.started(2, 2, row)
         shown.reached(row, 60, 0.25)
-    last = stream.getvalue()
-    for word in ("(2/2) O1-float16 seed 1", "step 60/120, loss 0.25", "1/2 runs", "120 steps of"):
-        assert word in last
-
-
-def test_long_names_keep_their_seed(monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
-    stream = Terminal()
-    case = Case("O2", "bfloat16", settings=(("keep_batchnorm_fp32", False),))
-    with progress_on(stream) as shown:
-        shown.started(2, 20, Trial(case, seed=12))
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue())
-    assert re.search(r"\(2/20\)", shown) and re.search(r"seed\s+12\b", shown)
+        shown.said("a note")
+    nothing, *lines = stream.getvalue().split("\r\x1b[K")
+    assert nothing == "" and [line for line in lines if line.endswith("\n")] == [
+        "[1/2] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s\n",
+        "Note: a note\n",
+    ]
+    moving = [line for line in lines if line and not line.endswith("\n")]
+    assert [len(line) for line in moving] == [39] * 3
+    ends = (" seed 0: started, about 1:00:00 left", " seed 12: started", ": step 60, loss 0.25")
+    for line, end in zip(moving, ends, strict=True):
+        assert line.endswith(end)

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sweep_made import made_run
+from sweep_runs import Said, planned
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
-from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
-from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
@@ -146,34 +145,6 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     assert [(running, place.devices) for _, running, place in short] == [(1, ("cuda:0",))] * 2
 
 
-def test_leaving_the_engine_ends_what_runs_and_a_second_interrupt_does_so_at_once():
-    killed = []
-
-    class Waits:
-        def run(self, trial, watch, place):
-            killed.append(watch.killed.wait(10))  # it does not end when asked politely
-            watch.check()
-
-    engine = LocalEngine([Place(), Place()], timed=Place())
-    engine._join = interrupted_once(engine._join)
-    with pytest.raises(KeyboardInterrupt), engine:
-        for trial in WHOLE[:2]:
-            engine.submit(Waits(), trial, alone=False)
-    assert killed == [True, True]
-
-
-def interrupted_once(function):
-    calls = []
-
-    def call():
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        function()
-
-    return call
-
-
 # Devices and variables
 
 
@@ -210,10 +181,10 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
     ("options", "said"),
     [
         ({"engine": "rya"}, 'one of local, ray. Did you mean "ray"?'),
-        ({"devices": "cuda:0,cuda:7"}, "there is no cuda:7 on this machine, which has cuda:0 to"),
-        ({"devices": "cuda:0,cuda:0"}, "named twice"),
-        ({"devices": "cuda:0,xpu:0"}, "of one kind"),
-        ({"devices": "cuda"}, "'cuda' is no device to give to a trial"),
+        ({"devices": "cuda:0,cuda:7"}, "there is no cuda:7 on this machine, which has 2 of cuda"),
+        ({"devices": "cuda:0,cuda:0"}, "expected different devices of one kind"),
+        ({"devices": "cuda:0,xpu:0"}, "expected different devices of one kind"),
+        ({"devices": "cuda"}, "--devices cuda: expected different devices of one kind"),
         ({"devices": "cuda:0,cuda:1", "nproc_per_node": 3}, "Expected a multiple of 3"),
         ({"devices": "cuda:0", "jobs": 2}, "--jobs and --devices: give one of them"),
         ({"address": "auto"}, "--address: has no meaning with --engine local, only with ray"),
@@ -258,32 +229,23 @@ class Cluster(Engine):
 
 
 def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, monkeypatch):
-    script, told = tmp_path / "train.py", []
-    script.write_text("")
-
-    class Told(Progress):
-        def said(self, text):
-            told.append(text)
-
     engine = Cluster({"O0 seed 0": ["step", "step", "end"], "O1-bfloat16 seed 0": ["step", "end"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
-    monkeypatch.setattr(
-        planning, "measured", lambda: HalfTypes((), {"bfloat16": 1}, {"bfloat16": 1})
-    )
+    half = HalfTypes((), {"bfloat16": 1}, {"bfloat16": 1})
+    monkeypatch.setattr(planning, "measured", lambda: half)
     clock = itertools.count(0, 700)  # seconds between two looks
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
-    options = {"levels": ["O0", "O1"], "dtypes": ["bfloat16"], "autocast": False, "budget": 10}
-    Sweep(script, out=tmp_path / "out", **options).run(Told())
-    assert sum("The first run of O0 takes longer than the budget" in text for text in told) == 1
+    options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}
+    said = Said()
+    planned(tmp_path, "", **options).run(said)
+    told = [event for event in said.events if "O0 takes longer than the budget" in event]
+    assert len(told) == 1
 
 
 def test_lost_trials_are_named_when_the_others_have_run(tmp_path, monkeypatch):
-    script = tmp_path / "train.py"
-    script.write_text("")
-
     engine = Cluster({"O0 seed 0": ["step", "lost"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
-    sweep = Sweep(script, levels=["O0"], seeds=2, jobs=2, out=tmp_path / "out")
+    sweep = planned(tmp_path, "", levels=["O0"], seeds=2, jobs=2)
     with pytest.raises(SweepError, match=r"Lost with their workers: O0 seed 0 \(gone\). --resume"):
         sweep.run()
     assert [run.trial.seed for run in sweep.runs] == [1]

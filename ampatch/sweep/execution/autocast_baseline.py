@@ -1,18 +1,15 @@
 """The autocast baseline: the same script under torch.autocast and torch.amp.GradScaler.
 
-`install` replaces `initialize`, `scale_loss` and the functions that read or set the
-loss scale in the package `ampatch`.  A script that uses ampatch or `from apex import
-amp` then runs, unedited, like a script written for PyTorch's own mixed precision:
+`install` replaces `initialize` and `scale_loss` in the package `ampatch`.  A script that uses
+ampatch or `from apex import amp` then runs, unedited, like one for PyTorch's own mixed precision:
 
-* each model's forward runs under `torch.autocast`, and its floating outputs are
-  FP32 afterwards, so that a loss is computed in FP32, as autocast does it.
+* each model's forward runs under `torch.autocast`, and its floating outputs are FP32 afterwards.
   Weights stay FP32.  Code outside a model's forward does not run in half;
-* one `GradScaler` with its defaults scales all losses, as PyTorch's
-  documentation asks for.  It is off in bfloat16, unless the script says
-  `loss_scale="dynamic"`.  A static loss scale of the script is ignored;
-* `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be
-  clipped; `optimizer.step()` goes through `GradScaler.step`, and `update`
-  follows when every optimizer whose loss was scaled has stepped.
+* one `GradScaler` with its defaults scales all losses.  It is off in bfloat16, unless the script
+  says `loss_scale="dynamic"`.  A static loss scale of the script is ignored;
+* `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be clipped;
+  `optimizer.step()` goes through `GradScaler.step`, and `update` follows when every optimizer
+  whose loss was scaled has stepped.
 """
 
 from __future__ import annotations
@@ -33,16 +30,7 @@ from ampatch.sweep.measure.recorder import Recorder
 from ampatch.torch_private.optimizers import forget_unscaling
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
-_PUBLIC = (
-    "init",
-    "initialize",
-    "load_state_dict",
-    "loss_scale",
-    "scale_loss",
-    "set_loss_scale",
-    "state_dict",
-    "step_was_skipped",
-)
+_PUBLIC = ("init", "initialize", "scale_loss", "step_was_skipped")
 
 
 class AutocastBaseline:
@@ -82,10 +70,7 @@ class AutocastBaseline:
         return result
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        raise AmpatchError(
-            "ampatch.init(): the autocast baseline of a sweep needs the models. Expected a script "
-            "that calls initialize; leave this row out with --no-autocast."
-        )
+        raise AmpatchError("init(): the row autocast needs initialize. Give --no-autocast.")
 
     @contextlib.contextmanager
     def scale_loss(
@@ -107,19 +92,6 @@ class AutocastBaseline:
             self._scaled[id(optimizer)] = optimizer
             if not kwargs.get("delay_unscale", args[1] if len(args) > 1 else False):
                 self._unscale(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "_growth_tracker" in state:
-            self._scaler.load_state_dict(state)
-
-    def loss_scale(self, loss_id: int = 0) -> float:
-        return self._scaler.get_scale()
-
-    def set_loss_scale(self, value: float, loss_id: int = 0) -> None:
-        self._scaler.update(float(value))
 
     def step_was_skipped(self, optimizer: Any) -> bool:
         return bool(self._last_skipped.get(id(optimizer), False))
@@ -166,12 +138,9 @@ class AutocastBaseline:
         self._unscaled.discard(id(optimizer))
         closure = any(map(callable, [*args, *kwargs.values()]))
         if closure and self._scaler.is_enabled():
-            raise AmpatchError(
-                "optimizer.step(closure): torch.amp.GradScaler takes no closure, so this script "
-                "has no autocast row in float16; leave it out with --no-autocast."
-            )
+            raise AmpatchError("torch.amp.GradScaler takes no step(closure). Give --no-autocast.")
         if not (scaled and _has_gradients(optimizer)):
-            self._forget_unscaling(optimizer)
+            forget_unscaling(self._scaler, optimizer)
             return original(*args, **kwargs)
         if self._scaler.is_enabled():
             self._last_skipped[id(optimizer)] = True  # until GradScaler calls the step
@@ -195,20 +164,16 @@ class AutocastBaseline:
     def _scale_again(self, optimizer: Any) -> None:
         """For accumulation: multiply unscaled gradients by the scale again.
 
-        An overflow that was found before is still in the gradients.
+        An overflow that was found before is still in the gradients.  GradScaler refuses a second
+        `unscale_` before the step unless it forgets the first.
         """
         if id(optimizer) not in self._unscaled:
             return
         self._unscaled.discard(id(optimizer))
-        self._forget_unscaling(optimizer)
+        forget_unscaling(self._scaler, optimizer)
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 parameter.grad = self._scaler.scale(parameter.grad)
-
-    def _forget_unscaling(self, optimizer: Any) -> None:
-        """GradScaler refuses a second `unscale_` before the step; delete its note of the first."""
-        if self._scaler.is_enabled():
-            forget_unscaling(self._scaler, optimizer)
 
     def _present_scale(self, device: torch.device) -> Any:
         """The scale, without waiting for the device."""
@@ -238,16 +203,12 @@ def _to_float(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
-        for (
-            key,
-            item,
-        ) in value.items():  # in place: it may be a subclass of dict, as in transformers
-            value[key] = _to_float(item)
+        for key in value:  # in place: it may be a subclass of dict, as in transformers
+            value[key] = _to_float(value[key])
         return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_to_float, value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_float, value))
+        items = map(_to_float, value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -3,8 +3,8 @@
 A script may enter torch.autocast, beside `initialize` or by itself.  In its O0 trial that would be
 half precision under the name of FP32; beside casts of ampatch it would be two at once.  So there
 every region, and every function that torch.autocast decorates, is as with `enabled=False`, of
-whatever device; the switches below a region, such as `torch.set_autocast_enabled`, only switch
-off; and every GradScaler is as with `enabled=False`.
+whatever device, and so is every GradScaler.  The switches below a region, such as
+`torch.set_autocast_enabled`, are refused.
 
 Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ampatch.errors import AmpatchError
 from ampatch.session import facade
 from ampatch.sweep.execution.own_lines import own_line
 
@@ -31,8 +32,8 @@ MOST_PLACES = 20  # that are kept
 class AutocastOff:
     """Switches torch.autocast off, from `install` to the end of the process.
 
-    `places` are the lines of the script that entered regions or turned a switch on, each once, and
-    `dtypes` the half types of these regions.
+    `places` are the lines of the script that entered regions, each once, and `dtypes` the half
+    types of these regions.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,7 @@ class AutocastOff:
         self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
 
     def install(self) -> None:
-        """Make each region and GradScaler that is made from now on a disabled one, and each switch
-        one to off.
+        """Make each region and GradScaler that is made from now on a disabled one.
 
         `torch.cuda.amp.autocast` and its like derive from the class, and a name that was
         imported early is the class itself.
@@ -51,12 +51,9 @@ class AutocastOff:
         self._replace_regions()
         make = torch.amp.GradScaler.__init__
         torch.amp.GradScaler.__init__ = _disabled(make)  # type: ignore[method-assign]
-        self._switches = {
-            name: getattr(torch, name)
-            for name in dir(torch)
-            if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name
-        }
-        self.cover_switches()
+        for name in dir(torch):
+            if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
+                setattr(torch, name, self._refused(name, getattr(torch, name)))
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -66,15 +63,6 @@ class AutocastOff:
             yield
         finally:
             self._is_lifted = False
-
-    def cover_switches(self) -> None:
-        """Replace the switches; again where ampatch has replaced them since.
-
-        What the script says by them is noted and goes nowhere: ampatch would take it as a word
-        about its own casts.  torch's own regions use the switches too; these reach torch alone.
-        """
-        for name, plain in self._switches.items():
-            setattr(torch, name, self._off(plain))
 
     def _replace_regions(self) -> None:
         make, enter = torch.autocast.__init__, torch.autocast.__enter__
@@ -107,31 +95,23 @@ class AutocastOff:
         torch.autocast.__init__ = __init__
         torch.autocast.__enter__ = __enter__
 
-    def _off(self, switch: Callable[..., None]) -> Callable[..., None]:
+    def _refused(self, name: str, switch: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(switch)
         def set_autocast_enabled(*args: Any, **named: Any) -> None:
-            caller = sys._getframe(1)
-            if self._is_lifted:
-                switch(*args, **named)
-            elif caller.f_globals.get("__name__", "").startswith("torch."):
-                off = {**named, **({"enabled": False} if "enabled" in named else {})}
-                switch(*(args if named else (*args[:-1], False)), **off)
-            elif named.get("enabled", args[-1] if args else False):
-                usual = "cpu" if "cpu" in switch.__name__ else "cuda"
-                device = named.get(
-                    "device_type", args[0] if args and isinstance(args[0], str) else usual
+            if named.get("enabled", args[-1] if args else False) and not self._is_lifted:
+                raise AmpatchError(
+                    f"torch.{name}(True): a sweep cannot switch this off at O0. Expected a region: "
+                    "with torch.autocast(...)."
                 )
-                self.note(str(torch.get_autocast_dtype(device)).removeprefix("torch."), caller)
+            switch(*args, **named)
 
         return set_autocast_enabled
 
     def note(self, half: str, frame: Any) -> None:
         """What the script asked for at `frame`: torch.autocast in a half type."""
         self.dtypes += [half] if half not in self.dtypes else []
-        if len(self.places) == MOST_PLACES:
-            return
         place = own_line(frame) or "a library"
-        if place not in self.places:
+        if place not in self.places and len(self.places) < MOST_PLACES:
             self.places.append(place)
 
 

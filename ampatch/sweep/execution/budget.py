@@ -5,15 +5,9 @@ need O0's time, longer by the measured speed of its half type, until its own run
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
 
-What is given up, in this order:
-
-* seeds, down to `TESTED`;
-* whole runs of the rows that can only be slow: where half has been measured below `SLOW` of FP32's
-  speed.  They never have more than `TESTED` seeds, which come last, when their timed runs
-  have shown what they take;
-* the other seeds but one, and with each number of them rounds, down to `FEWEST_ROUNDS`;
-* whole runs of all rows but O0;
-* the steps of timed runs, down to `FEWEST_STEPS`.
+What is given up, in this order: seeds, down to `TESTED`; the other seeds but one, and with each
+number of them rounds, down to `FEWEST_ROUNDS`; whole runs of all rows but O0, whose timed runs then
+take `FEWEST_STEPS`.
 """
 
 from __future__ import annotations
@@ -34,50 +28,20 @@ from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
-SLOW = 0.5  # of FP32's speed
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
 TESTED = 3  # seeds: with two the test sees only what is enormous
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
 FEWEST_STEPS = 6  # of a timed run: one without a time, one to warm up, and four
 _USABLE = 0.95  # of the budget; the rest is between the runs
+_HARDLY = 1.1  # of the smallest plan: where a process takes long to start, whole runs cost no more
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many seeds each row has, those that can only be slow, and the rounds of timing.
-
-    With `seeds` 0 only O0 has a whole run.  `few_steps`: all timed runs take `FEWEST_STEPS`.
-    """
+    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one."""
 
     seeds: int
-    slow_seeds: int
     rounds: int
-    few_steps: bool = False
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows, and those of them that can only be `slow`."""
-
-    all: Sequence[Case]
-    slow: frozenset[Case] = frozenset()
-
-    def last(self, amounts: Amounts) -> dict[Case, int]:
-        """The rows that are timed by short runs, by the number of seeds of their whole runs."""
-        others = [case for case in self.all if case != BASE]
-        seeds = {case: amounts.slow_seeds if case in self.slow else 0 for case in others}
-        return {case: n for case, n in seeds.items() if case in self.slow or not amounts.seeds}
-
-    def seeds(self, amounts: Amounts) -> int:
-        """How many seeds O0 has: as many as any other row."""
-        last = self.last(amounts)
-        others_are_last = last and all(case == BASE or case in last for case in self.all)
-        return max(1, *last.values()) if others_are_last else amounts.seeds
-
-    def trials(self, amounts: Amounts) -> list[Trial]:
-        """The trials of a plan, in their order."""
-        seeds, last = self.seeds(amounts), self.last(amounts)
-        return trials(self.all, seeds, amounts.rounds, last=last)
 
 
 @dataclass(frozen=True)
@@ -126,82 +90,63 @@ class Facts:
         guess = self.beside + self.steps * self.of_step(trial.case)
         return self.whole.get(trial.case, guess)
 
+    def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
+        """What the whole sweep will have taken, with what has run already."""
+        left = (one for one in trials(rows, plan.seeds, plan.rounds) if one not in begun)
+        return self.spent + sum(self.of_trial(one, not plan.seeds) for one in left)
+
 
 def plans(wish: Amounts) -> Iterator[Amounts]:
     """The plans to choose from, the largest first."""
     enough = min(wish.seeds, TESTED)
     for n in range(wish.seeds, enough - 1, -1):
-        yield Amounts(n, min(n, wish.slow_seeds), wish.rounds)
-    for slow in range(min(enough, wish.slow_seeds) - 1, -1, -1):
-        yield Amounts(enough, slow, wish.rounds)
+        yield Amounts(n, wish.rounds)
     rounds = range(wish.rounds, min(wish.rounds, FEWEST_ROUNDS) - 1, -1)
-    for n, one in itertools.product(range(enough - 1, 0, -1), rounds):
-        yield Amounts(n, 0, one)
-    for few_steps, one in itertools.product((False, True), rounds):
-        yield Amounts(0, 0, one, few_steps)
-
-
-def seconds(rows: Rows, amounts: Amounts, facts: Facts, begun: Collection[Trial]) -> float:
-    """What the whole sweep will have taken, with what has run already."""
-    last = rows.last(amounts)
-    left = (trial for trial in rows.trials(amounts) if trial not in begun)
-    each = (facts.of_trial(one, amounts.few_steps or one.case in last) for one in left)
-    return facts.spent + sum(each)
+    for n, one in itertools.product(range(enough - 1, -1, -1), rounds):
+        yield Amounts(n, one)
 
 
 def fitting(
-    rows: Rows, wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
+    rows: Sequence[Case], wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
 ) -> Amounts:
-    """The largest plan that takes no more than `minutes`, or the smallest that there is.
+    """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
 
     A seed after the first that a row has begun is run by all rows: half a round compares nothing.
     """
-    started = max((t.seed + 1 for t in begun if not t.short and t.case not in rows.slow), default=0)
+    started = max((trial.seed + 1 for trial in begun if not trial.short), default=0)
     least = started if started > 1 else 0
     possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
-    limit = _USABLE * 60 * minutes
-    return next((p for p in possible if seconds(rows, p, facts, begun) <= limit), possible[-1])
+    limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))
+    return next(p for p in possible if facts.of_plan(rows, p, begun) <= limit)
 
 
 def in_words(
-    rows: Rows,
+    rows: Sequence[Case],
     wish: Amounts,
-    amounts: Amounts,
+    plan: Amounts,
     minutes: float | None,
     facts: Facts,
     begun: Collection[Trial],
 ) -> str:
     """What is planned and how long it takes, what was left out, and the budget that has it all."""
-    taken = seconds(rows, amounts, facts, begun)
+    taken = facts.of_plan(rows, plan, begun)
     limit = "" if minutes is None else f" for --budget {minutes:g}"
-    said = [f"Planned{limit}: {_counts(rows, amounts)}, about {duration(taken)} in all."]
-    last = rows.last(amounts)
-    if last:
-        names = ", ".join(case.label for case in last)
-        whole = max(last.values())
-        of_accuracy = (
-            f"their whole runs, for accuracy, come last and have {counted(whole, 'seed')}"
-            if whole
-            else "there is no time for whole runs of them, so nothing is said of their accuracy"
-        )
-        said.append(f"{names}: timed by runs of {FEWEST_STEPS} steps; {of_accuracy}.")
-    if amounts.few_steps:
-        said.append(f"Runs of O0 that are there for timing have {FEWEST_STEPS} steps too.")
+    said = [f"Planned{limit}: {_counts(plan)}, about {duration(taken)} in all."]
+    if not plan.seeds:
+        said.append(f"Only O0 runs to its end, others {FEWEST_STEPS} steps: accuracy is untested.")
     if minutes is not None and taken > 60 * minutes:
         said.append("No smaller plan says anything, so this one takes longer than its budget.")
-    if rows.trials(amounts) != rows.trials(wish):
-        enough = math.ceil(seconds(rows, wish, facts, begun) / 60 / _USABLE)
-        said.append(f"--resume --budget {enough} runs all: {_counts(rows, wish)}.")
+    if plan != wish:
+        enough = math.ceil(facts.of_plan(rows, wish, begun) / 60 / _USABLE)
+        said.append(f"--resume --budget {enough} runs all: {_counts(wish)}.")
     return " ".join(said)
 
 
-def _counts(rows: Rows, amounts: Amounts) -> str:
-    """`1 seed (0 of rows that can only be slow) and 3 rounds of timing`."""
-    seeds, last = rows.seeds(amounts), rows.last(amounts)
-    fewer = {n for n in last.values() if n != seeds and amounts.seeds}
-    slow = "".join(f" ({n} of rows that can only be slow)" for n in fewer)
-    rounds = f" and {counted(amounts.rounds, 'round')} of timing"  # each seed is one, too
-    return f"{counted(seeds, 'seed')}{slow}{rounds if amounts.rounds > seeds else ''}"
+def _counts(plan: Amounts) -> str:
+    """`3 seeds and 4 rounds of timing`."""
+    seeds = max(1, plan.seeds)
+    rounds = f" and {counted(plan.rounds, 'round')} of timing"  # each seed is one, too
+    return f"{counted(seeds, 'seed')}{rounds if plan.rounds > seeds else ''}"
 
 
 def duration(taken: float) -> str:

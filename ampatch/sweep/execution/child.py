@@ -20,9 +20,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ampatch
 from ampatch.config import environment
@@ -37,7 +39,6 @@ from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
-from ampatch.sweep.execution.untouched import stop_untouched
 from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
@@ -96,17 +97,10 @@ class _Record:
     """
 
     def __init__(
-        self,
-        path: Path,
-        watched: _Watched,
-        own_seeds: OwnSeeds,
-        written: WrittenFiles,
+        self, path: Path, watched: _Watched, own_seeds: OwnSeeds, written: WrittenFiles
     ) -> None:
-        self._path = path
-        self._watched = watched
-        self._recorder = watched.recorder
-        self._own_seeds = own_seeds
-        self._written = written
+        self._path, self._watched = path, watched
+        self._own_seeds, self._written = own_seeds, written
         self._error = ""
         self._notices: int | None = None  # those that are in the file
         self._process = os.getpid()
@@ -119,18 +113,18 @@ class _Record:
         """
         if os.getpid() != self._process:
             return
-        self._error, self._notices = error, self._recorder.notices
-        measured = _measured(self._recorder)
+        recorder = self._watched.recorder
+        self._error, self._notices = error, recorder.notices
+        measured = _measured(recorder)
         measured.error = error or measured.error
-        measured.seed_calls = self._own_seeds.calls
-        measured.seed_read = self._own_seeds.seed_read
+        measured.own_seed = self._own_seeds.first_call
         measured.autocast_off = self._watched.off.places
         measured.kind = self._watched.kind()
         measured.files_written = self._written.names()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
-        if self._notices not in (None, self._recorder.notices):
+        if self._notices not in (None, self._watched.recorder.notices):
             self.write(self._error)
             late_threads.wait_until_idle()
 
@@ -173,8 +167,6 @@ class _Watched:
         if is_base or script.is_foreign:
             self.off.install()
         children.start(automatic)
-        if automatic:
-            self.off.cover_switches()
         if self._probe is not None:
             name, text = self._probe
             importlib.import_module(name).start(text, self.off, self._progress is not None)
@@ -189,7 +181,7 @@ class _Watched:
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
                 framework_patches.bring_in(script.framework)
-            stop_untouched()
+            _end_without_initialize()
 
     def _report(self, steps: int, loss: float | None) -> None:
         if self._progress is not None:
@@ -206,6 +198,16 @@ class _Eps:
         for group in optimizer.param_groups:
             if "eps" in group:
                 group["eps"] = max(group["eps"], self._least)
+
+
+def _end_without_initialize() -> None:
+    """End the script at an optimizer step before any `initialize`: such training is no trial."""
+
+    def end(*_: Any) -> None:
+        raise SystemExit(0)
+
+    hook = register_optimizer_step_pre_hook(end)
+    ampatch.observe(SimpleNamespace(on_initialize=lambda properties: hook.remove()))
 
 
 def _measured(recorder: Recorder) -> Measured:

@@ -1,7 +1,6 @@
 """The directory of a sweep: one sweep at a time, and never two mixed.
 
-It is locked while a sweep runs.  Before the first run it is checked that it can be
-written and has free space.  It belongs to the sweep whose settings are in its
+It is locked while a sweep runs.  It belongs to the sweep whose settings are in its
 `summary.json`: only that sweep continues in it (`resume`), and another replaces it
 only on request (`overwrite`).
 """
@@ -10,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import os
-import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.run_files import RunFiles, remove_directory
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
-    CAPTIONS,
     EVENTS,
     PLOTS,
     REPORT,
@@ -35,10 +31,12 @@ from ampatch.sweep.report.results import (
 )
 from ampatch.sweep.trial import Trial
 
-ROOM = 32 * 2**20  # bytes that must be free before the first run
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
-_LOCK = ".lock"
-_FILES = (SUMMARY, *TABLES, REPORT, f"{PLOTS}/{CAPTIONS}")
+_OURS = (
+    *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
+    *(f"{PLOTS}/captions.md", f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
+    f"{EVENTS}/*.seed*.repeat*",
+)
 
 
 def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:
@@ -48,15 +46,13 @@ def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) ->
     """
     if out is not None:
         return Path(out)
-    names = (f"{title}{ending}" for ending in _endings())
-    paths = (Path("ampatch-sweep") / name for name in names)
-    last = next(paths)
-    while (last / SUMMARY).exists():
-        following = next(paths)
-        if (resume or overwrite) and not (following / SUMMARY).exists():
-            return last
-        last = following
-    return last
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    last: Path | None = None
+    for path in (Path("ampatch-sweep") / f"{title}{ending}" for ending in endings):
+        if not (path / SUMMARY).exists():
+            break
+        last = path
+    return last if last and (resume or overwrite) else path
 
 
 class Directory:
@@ -70,11 +66,10 @@ class Directory:
         self.path = path
         self.runs = path / RUNS
         self.settings = plain(settings)
-        self._lock = locked(self, path, _LOCK, "sweep")
+        self._lock = _held(self, path)
         try:
             with _explained(path):
                 self.runs.mkdir(exist_ok=True)
-                self._check_room()
                 self.earlier = self._earlier(resume, overwrite)
         except BaseException:
             self.release()
@@ -98,32 +93,12 @@ class Directory:
             if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
-    def _check_room(self) -> None:
-        free = shutil.disk_usage(self.path).free
-        if free < ROOM:
-            raise OSError(
-                errno.ENOSPC,
-                f"{free / 2**20:.0f} MiB are free, a sweep wants {ROOM // 2**20} to begin",
-            )
-        probe = self.path / ".probe"
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(2**20))  # a quota is noticed only when writing
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-
     def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
         """The results to continue.  Raises `ValueError` if that is impossible or not asked for."""
         if overwrite:
             return None
         earlier = read_results(self.path)
         if earlier is None:
-            if resume:
-                raise ValueError(
-                    f"{self.path}: there is no sweep to resume. Leave --resume out to begin one."
-                )
             return None
         if not resume:
             raise ValueError(
@@ -144,34 +119,23 @@ class Directory:
 
     def _clear(self) -> None:
         """Delete the files of an earlier sweep, and no others."""
-        for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
-        for ending in ("json", "log", "progress", "record", "part"):
-            for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
-                path.unlink()
-        for ending in ("ranks", "dir"):
-            for path in self.runs.glob(f"*.seed*.repeat*.{ending}"):
-                shutil.rmtree(path)
-        plots = [f"{PLOTS}/*.{form}" for form in ("svg", "pdf", "png")]
-        for shown in (*plots, f"{EVENTS}/*.seed*.repeat*/events.out.tfevents.*"):
-            for path in self.path.glob(shown):
-                path.unlink()
+        for path in [path for pattern in _OURS for path in self.path.glob(pattern)]:
+            remove_directory(path) if path.is_dir() else path.unlink()
 
 
-def locked(owner: object, path: Path, name: str, what: str) -> weakref.finalize[..., Any]:
+def _held(owner: object, path: Path) -> weakref.finalize[..., Any]:
     """Hold a directory by a file in it, until the returned function is called or `owner` is gone.
 
-    The directory is made if it is not there.  Raises `OSError` if it cannot be written,
-    `ValueError` if another holds it; `what` names both in the message.
+    The directory is made if it is not there.
     """
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / name, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     lock = weakref.finalize(owner, os.close, file)
     if not _locked(file):
         lock()
         raise ValueError(
-            f"{path}: another {what} is running in this directory. Wait for its end, or choose "
+            f"{path}: another sweep is running in this directory. Wait for its end, or choose "
             "another with --out."
         )
     return lock
@@ -184,11 +148,6 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
         raise OSError(error.errno, reason, str(path)) from None
-
-
-def _endings() -> Any:
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))
 
 
 def _longer(timeout: float | None, before: float | None) -> bool:
@@ -209,13 +168,7 @@ def _locked(file: int) -> bool:
     """Lock an open file until it is closed or this process ends; False if another holds it."""
     try:
         import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        try:
-            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
+    except ImportError:  # Windows: nothing keeps two sweeps apart
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

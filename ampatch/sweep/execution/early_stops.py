@@ -16,14 +16,9 @@ _OWN_DIRECTORY = (
     " Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
     "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
 )
-_RESUMES = (
-    "{script} took no step in {label}, though it took {steps} in {before}: it seems to go on from "
-    "a file that an earlier trial wrote, such as a checkpoint."
-)
 _MAY_RESUME = (
     " It may go on from a file that was there before, such as a checkpoint." + _OWN_DIRECTORY
 )
-_NO_INPUT = " A trial has no standard input. Give the script its answers as arguments, behind --."
 _UNKNOWN = (
     " What kind of script it is shows in a run at O0: add O0 to --levels. If an option of the "
     "script switches AMP on, give it behind --."
@@ -45,8 +40,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
     if run.case == BASE and not any(map(steps_of, earlier)) and not lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
-        hint = _NO_INPUT if "EOFError" in said else ""
-        return f"{script}: {said}, {when} {run.trial.label}.{hint}\n{last_lines(log)}"
+        return f"{script}: {said}, {when} {run.trial.label}.\n{last_lines(log)}"
     return ""
 
 
@@ -72,10 +66,11 @@ def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
     trained = next((one for one in earlier if steps_of(one)), None)
     if trained is None or run.measured is None or _went_without(trained, run.measured):
         return ""
-    said = _RESUMES.format(
-        script=script, label=run.trial.label, steps=steps_of(trained), before=trained.trial.label
+    return (
+        f"{script} took no step in {run.trial.label}, though it took {steps_of(trained)} in "
+        f"{trained.trial.label}: it seems to go on from a file that an earlier trial wrote, such "
+        f"as a checkpoint.{_OWN_DIRECTORY}"
     )
-    return said + _OWN_DIRECTORY
 
 
 def _went_without(trained: Run, measured: Measured) -> bool:
@@ -96,12 +91,9 @@ def lacks_memory(said: str) -> bool:
 
 def failure(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output, which has an exception's message already."""
-    said = status(run)
-    if not log.exists():
-        return f"{run.trial.label} {said}."
-    shown = last_lines(log)
+    said, shown = status(run), last_lines(log)
     if not shown:
-        return f"{run.trial.label} {said}. It printed nothing ({log})."
+        return f"{run.trial.label} {said}. It printed nothing."
     if said.partition(": ")[2] in shown:
         said = brief(said)
     return f"{run.trial.label} {said}. Its last lines:\n{shown}"
@@ -109,6 +101,6 @@ def failure(run: Run, log: Path) -> str:
 
 def last_lines(log: Path) -> str:
     """The end of a run's output, and where all of it is; "" if it printed nothing."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    shown = "\n".join(f"  {line}" for line in lines[-LAST_LINES:] if line.strip())
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    shown = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:] if line.strip())
     return shown and f"{shown}\nAll of its output: {log}"

@@ -10,7 +10,7 @@ from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report import paired, seed_check
+from ampatch.sweep.report import paired
 from ampatch.sweep.report.figures import OK
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.start_check import note as starts_note
@@ -18,16 +18,21 @@ from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
+_PASS_ON = (
+    "--override-seeds gives the script's calls the trial's seed; or pass it on by -- --seed "
+    "{seed}, or have the script read AMPATCH_SEED"
+)
+
 
 def script_notes(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run]
 ) -> dict[str, str]:
-    """What the script does that a sweep has to tell, by what it is about."""
+    """What the script does that a sweep has to tell, by what it is about; what matters first."""
     notes = {
-        **_seed_notes(script, arguments, options, plan, runs),
-        "autocast": _autocast_note(script, plan.kind, runs),
-        "losses": _loss_note(script, runs),
         "starts": starts_note(script, other_starts(runs), runs),
+        "losses": _loss_note(script, runs),
+        "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
+        "autocast": _autocast_note(script, plan.kind, runs),
     }
     return {about: note for about, note in notes.items() if note}
 
@@ -40,8 +45,8 @@ def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[
         notes.append(paired.MISSING)
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
-            f"Runs were ended after {options.steps} steps; metrics that the script reports at "
-            "its end are missing then. Give it {steps} among its arguments to let it end."
+            f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
+            "its end are missing. With {steps} among its arguments it ends by itself."
         )
     return notes
 
@@ -93,19 +98,28 @@ def baseline_trouble(script: str, kind: Kind) -> str:
     )
 
 
-def _seed_notes(
-    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Iterable[Run]
-) -> dict[str, str]:
-    """What a sweep of several seeds says about seeds that the script sets itself."""
-    if plan.seeds == 1:
-        return {}
-    of_first_row = [run for run in runs if run.case == plan.cases[0] and not run.trial.short]
-    constant = seed_check.constant_seeds(of_first_row, arguments)
-    notice = seed_check.notice(script, constant, options.override_seeds)
-    if seeds_matter(runs):
-        return {"seeds": notice}
-    not_reached = seed_check.not_reached(constant, options.override_seeds)
-    return {"seeds": notice, "their effect": not_reached}
+def _seed_note(
+    script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
+) -> str:
+    """That seeds have no effect, or that the script seems to set its own.
+
+    One run does not show whether a seed that is not the trial's is made of it; a second does.
+    """
+    bases = [run for run in runs if run.case == BASE and not run.trial.short and run.measured]
+    if not seeds_matter(bases):
+        return (
+            "The seed does not reach the script: O0 is the same with each. Accuracy is not tested "
+            f"like this. {_PASS_ON}."
+        )
+    own = [run.measured.own_seed for run in bases if run.measured.own_seed]
+    is_passed_on = any("{seed}" in argument for argument in arguments)
+    is_constant = len(set(own)) == 1 and (len(own) > 1 or not is_passed_on)
+    if options.override_seeds or not is_constant:
+        return ""
+    return (
+        f"{script} seeds itself: {own[0]}. What it draws after that is the same with each seed of "
+        f"the sweep. {_PASS_ON}."
+    )
 
 
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
@@ -126,9 +140,9 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
     if not trained or any(measured.losses for measured in trained):
         return ""
     return (
-        f"{script} steps its optimizers, but no loss was recorded: it calls neither scale_loss nor "
-        "backward(), as where gradients come by torch.autograd.grad. Rows are not compared by "
-        "their losses. Have it print a metric (--metric), or call ampatch.log_metrics(loss=...)."
+        f"{script}: no loss was recorded, as it calls neither scale_loss nor backward(). Rows are "
+        "compared by metrics alone: have it print one (--metric), or call "
+        "ampatch.log_metrics(loss=...)."
     )
 
 

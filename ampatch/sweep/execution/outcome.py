@@ -64,10 +64,10 @@ class Outcome:
         rows = summarize(runs, options.judge, options.better, self._margin)
         done = {run.trial for run in runs}
         trouble = notes.baseline_trouble(self._script, plan.kind)
-        said = [
+        said = [  # what matters most comes first
+            *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
             *notes.other_notes(options, plan, runs),
-            *self._script_notes().values(),
         ]
         return Results(
             script=self._script,

@@ -22,16 +22,13 @@ _LIBRARIES = tuple(
 )
 
 
-def own_line(frame: FrameType | None, nearest: bool = False) -> str:
-    """`train.py:12`: the line of the script's own files at `frame`, or at the next caller's.
-
-    "" where there is none, and with `nearest` where `frame` itself is another file's.
-    """
+def own_line(frame: FrameType | None) -> str:
+    """`train.py:12`: the line of the script's own files at `frame` or at its callers; "": none."""
     while frame is not None:
         file = _own_file(frame.f_code.co_filename)
         if file:
             return f"{file}:{frame.f_lineno}"
-        frame = None if nearest else frame.f_back
+        frame = frame.f_back
     return ""
 
 

@@ -7,6 +7,7 @@ and notes it in the `Run`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,19 +37,19 @@ class Place:
 def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """`devices`, checked, in groups of `size`: each trial gets a group.  Raises `ValueError`."""
     said = f"--devices {','.join(devices)}"
-    kinds = {_kind(said, device) for device in devices}
-    if len(kinds) != 1:
-        raise ValueError(f"{said}: expected devices of one kind, such as cuda:0,cuda:1.")
-    if len(set(devices)) != len(devices):
-        raise ValueError(f"{said}: a device is named twice. A device runs one trial at a time.")
+    kinds = {device.partition(":")[0] for device in devices}
+    named = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
+    if not named or len(kinds) != 1 or len(set(devices)) != len(devices):
+        raise ValueError(
+            f"{said}: expected different devices of one kind, such as cuda:0,cuda:1, of the kinds "
+            f"{', '.join(VISIBLE)}. On a CPU use --jobs."
+        )
     [kind] = kinds
     there_are = count(kind)
     missing = [device for device in devices if int(device.partition(":")[2]) >= there_are]
     if missing:
-        there = f"{kind}:0 to {kind}:{there_are - 1}" if there_are else f"no {kind} device"
         raise ValueError(
-            f"{said}: there is no {missing[0]} on this machine, which has {there}. On a CPU use "
-            "--jobs."
+            f"{said}: there is no {missing[0]} on this machine, which has {there_are} of {kind}."
         )
     if len(devices) % size:
         raise ValueError(
@@ -56,16 +57,6 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
             f"(--nproc-per-node). Expected a multiple of {size}."
         )
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
-
-
-def _kind(said: str, device: str) -> str:
-    kind, _, index = device.partition(":")
-    if kind not in VISIBLE or not index.isdecimal():
-        raise ValueError(
-            f"{said}: {device!r} is no device to give to a trial. Expected names such as cuda:0, "
-            f"of the kinds {', '.join(VISIBLE)}; on a CPU use --jobs."
-        )
-    return kind
 
 
 def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,14 +1,13 @@
 """Watches the training of a script that does not call `initialize`.
 
-The losses are the tensors on which `backward()` is called, before an enabled GradScaler has
-scaled them.  Every optimizer's steps count, and those that a GradScaler skips.
+The losses are the tensors on which `backward()` is called, divided by the scale of an enabled
+GradScaler.  Every optimizer's steps count, and those that a GradScaler skips.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,11 +53,11 @@ class PlainTraining:
         self._hooks: list[Any] = []
         self._steps = 0
         self._given: Any = None
-        self._waiting = 0  # scaled losses that no backward pass since the last step has begun with
+        self._waiting = 0  # scaled losses without a backward pass since the last step
         self._scale: Any = None  # of the last GradScaler that scaled
-        self._scaled: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # with the loss before
 
     def start(self) -> None:
+        """Report backward passes, scales and steps."""
         self.watch_losses()
         self._patches.replace(torch.amp.GradScaler, "scale", self._remembering)
         self._patches.replace(torch.amp.GradScaler, "step", self._noting_skips)
@@ -95,31 +94,22 @@ class PlainTraining:
         return backward
 
     def _before_scaling(self, root: Any) -> Any:
-        """The loss that was scaled to be `root`; of what was made of scaled losses, divided."""
+        """The loss of which `root` was made."""
         if self._given is not None:
             return self._given
-        scaled, loss = self._scaled.pop(id(root), (lambda: None, None))
-        if loss is not None and scaled() is root:
-            self._waiting -= 1
-            return loss
-        is_made_of_scaled, self._waiting = self._waiting > 0, 0
-        return root.detach() / self._scale if is_made_of_scaled else root
+        if not self._waiting:
+            return root
+        self._waiting -= 1
+        return root.detach() / self._scale
 
     def _remembering(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             result = original(scaler, outputs)
-            if not (scaler.is_enabled() and isinstance(result, (Tensor, list, tuple))):
-                return result  # of other iterables torch gives a map, which is to be used once
-            one = isinstance(result, Tensor)
-            both = zip([result], [outputs]) if one else zip(result, outputs)
-            pairs = [pair for pair in both if isinstance(pair[0], Tensor)]
-            alive = {key: pair for key, pair in self._scaled.items() if pair[0]() is not None}
-            new = {id(scaled): (weakref.ref(scaled), loss.detach()) for scaled, loss in pairs}
-            self._scaled = {**alive, **new}
-            self._waiting += len(new)
-            if pairs:
-                self._scale = original(scaler, torch.ones((), device=pairs[0][0].device))
+            scaled = [result] if isinstance(result, Tensor) else result
+            if scaler.is_enabled() and scaled and isinstance(scaled, (list, tuple)):
+                self._waiting += len(scaled)
+                self._scale = original(scaler, torch.ones((), device=scaled[0].device))
                 self._recorder.on_scale(self._scale)
             return result
 

@@ -16,11 +16,8 @@ from ampatch.sweep.execution.budget import (
     DEFAULT_MINUTES,
     FEWEST_STEPS,
     SEEDS,
-    SLOW,
-    TESTED,
     Amounts,
     Facts,
-    Rows,
     fitting,
     in_words,
     plans,
@@ -66,7 +63,7 @@ class Plan:
     @property
     def seeds(self) -> int:
         """How many seeds O0 has."""
-        return self._paced.seeds(self.amounts)
+        return max(1, self.amounts.seeds)
 
     def fit(self, runs: Sequence[Run]) -> bool:
         """Plan anew with what runs have shown; whether that says anything new."""
@@ -74,7 +71,7 @@ class Plan:
         self._facts = Facts.of(runs, self._half.lowest)
         self._ended = {run.trial for run in runs}
         if self._minutes is not None and self._facts is not None:
-            self.amounts = fitting(self._paced, self.wish, self._minutes, self._facts, self._ended)
+            self.amounts = fitting(self.cases, self.wish, self._minutes, self._facts, self._ended)
         self._make()
         is_first = before[0] is None and self._facts is not None
         return is_first or before[1] != self.amounts
@@ -85,7 +82,7 @@ class Plan:
         if self._facts is None or is_part or len(self.cases) == 1:
             return ""
         return in_words(
-            self._paced, self.wish, self.amounts, self._minutes, self._facts, self._ended
+            self.cases, self.wish, self.amounts, self._minutes, self._facts, self._ended
         )
 
     def speeds_in_words(self) -> str:
@@ -94,32 +91,25 @@ class Plan:
         used = {name for case in self.cases for name in (case.dtype or "").split("+")}
         names = [name for name in lowest if name in used]
         each = (f"{n} {lowest[n]:.2f}x to {highest[n]:.2f}x" for n in names)
-        speeds = f"Speed of half here, FP32 is 1: {', '.join(each)}." if names else ""
-        if all(highest[name] >= SLOW for name in names):
-            return speeds
-        plans = "" if self._minutes else " --budget MINUTES plans for that."
-        return f"{speeds} Rows in a type below {SLOW:g}x can only be slow.{plans}"
+        return f"Speed of half here, FP32 is 1: {', '.join(each)}." if names else ""
 
     def seconds_left(self, begun: Collection[Trial]) -> float | None:
         """What the trials take that have not begun; None where that is not known."""
         if self._facts is None or self._options.side_by_side:
             return None
         left = (trial for trial in self.trials if trial not in begun)
-        return sum(self._facts.of_trial(trial, self._has_few_steps(trial)) for trial in left)
+        return sum(self._facts.of_trial(trial, not self.amounts.seeds) for trial in left)
 
     def steps(self, trial: Trial, runs: Iterable[Run]) -> int | None:
         """After how many optimizer steps a trial ends; None: by itself."""
         if not trial.short:
             return self._options.steps
-        few = FEWEST_STEPS if self._has_few_steps(trial) else short_steps(runs)
+        few = short_steps(runs) if self.amounts.seeds else FEWEST_STEPS
         return min(filter(None, (self._options.steps, few)), default=None)
 
     def is_over(self, taken: float) -> bool:
         """Whether so many seconds are more than the sweep may take."""
         return self._minutes is not None and taken > 60 * self._minutes
-
-    def _has_few_steps(self, trial: Trial) -> bool:
-        return self.amounts.few_steps or trial.case in self._paced.last(self.amounts)
 
     def recognize(self, kind: Kind) -> bool:
         """Whether a run shows the kind for the first time: then the plan is another one.
@@ -183,12 +173,6 @@ class Plan:
         """Whether it was made for a budget, now or in the part of the sweep that was before."""
         return self._minutes is not None or bool(self._known.get("amounts"))
 
-    @property
-    def _paced(self) -> Rows:
-        slow = {name for name, speed in self._half.highest.items() if speed < SLOW}
-        cases = {case for case in self.cases if case.dtype and slow >= {*case.dtype.split("+")}}
-        return Rows(self.cases, frozenset(cases if self.has_budget else ()))
-
     def _budget(self, rows: Sequence[Case]) -> float | None:
         """The minutes that the sweep may take; None: any number."""
         options = self._options
@@ -212,32 +196,25 @@ class Plan:
         options, known = self._options, self._known
         rounds = options.rounds or known.get("rounds") or ROUNDS
         if known.get("amounts") and self._minutes is None:  # more of what the budget has left out
-            kept = dataclasses.replace(Amounts(**known["amounts"]), rounds=rounds)
-            seeds = {"seeds": options.seeds, "slow_seeds": options.seeds}
-            return dataclasses.replace(kept, **seeds) if options.seeds else kept
+            return Amounts(options.seeds or known["amounts"]["seeds"], rounds)
         usual = 1 if self._minutes is None or len(rows) == 1 else SEEDS
-        seeds = options.seeds or known.get("seeds") or usual
-        return Amounts(seeds, seeds if self._minutes is None else min(seeds, TESTED), rounds)
+        return Amounts(options.seeds or known.get("seeds") or usual, rounds)
 
     def _make(self) -> None:
-        options, amounts = self._options, self.amounts
         self.cases = self._rows()
-        if self.has_budget:
-            planned = self._paced.trials(amounts)
-            others = (trial for one in plans(self.wish) for trial in self._paced.trials(one))
-            self.possible = list(dict.fromkeys([*planned, *others]))
-        else:
-            planned = self.possible = trials(
-                self.cases,
-                amounts.seeds,
-                amounts.rounds,
-                apart=options.side_by_side,
-                fewer=options.fewer_seeds,
-            )
+        planned = self._trials(self.amounts)
+        others = plans(self.wish) if self.has_budget else ()
+        more = (trial for one in others for trial in self._trials(one))
+        self.possible = list(dict.fromkeys([*planned, *more]))
         dropped = [trial for trial in self._ended if trial not in planned]
         self.trials = [*dropped, *planned]
         order = dict.fromkeys([*self.possible, *dropped])
         self._order = {trial: number for number, trial in enumerate(order)}
+
+    def _trials(self, amounts: Amounts) -> list[Trial]:
+        options = self._options
+        apart, fewer = options.side_by_side, options.fewer_seeds
+        return trials(self.cases, amounts.seeds, amounts.rounds, apart=apart, fewer=fewer)
 
     def _rows(self) -> list[Case]:
         options = self._options

@@ -1,10 +1,10 @@
-"""The progress display of a sweep: moving bars on a terminal, plain lines elsewhere."""
+"""The progress display of a sweep: lines, and on a terminal a last one that moves."""
 
 from __future__ import annotations
 
-import importlib.util
+import shutil
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
@@ -51,16 +51,30 @@ class Silent(Progress):
 
 
 class Lines(Progress):
-    """One line when a run starts and one when it has ended, for pipes and files."""
+    """A line for each run that has ended, and for what is said.
+
+    On a terminal there is one more below them, which moves: the run that has told last how far it
+    is, with the time left.  In a pipe or a file there is one for each run that starts.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._moves = stream.isatty()
         self._names: dict[Trial, str] = {}
+        self._end: float | None = None  # of the sweep, as far as it is known
+        self.texts: list[str] = []  # that were said
+
+    def __exit__(self, *exception: object) -> None:
+        self._write("")
 
     def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
         self._names[trial] = f"[{number}/{count}] {trial.label}"
-        left = "" if seconds is None else f", about {duration(seconds)} left"
-        self._say(trial, f"started{left}")
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._show(trial, "started")
+
+    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
+        if self._moves:
+            self._show(trial, f"step {steps}" + ("" if loss is None else f", loss {loss:.4g}"))
 
     def ended(self, run: Run) -> None:
         self._say(run.trial, outcome(run))
@@ -69,91 +83,23 @@ class Lines(Progress):
         self._say(trial, f"lost: {reason}")
 
     def said(self, text: str) -> None:
-        print(f"Note: {text}", file=self._stream, flush=True)
+        self.texts.append(text)
+        self._write(f"Note: {text}\n")
+
+    def _show(self, trial: Trial, text: str) -> None:
+        if self._end is not None:
+            text += f", about {duration(max(0.0, self._end - time.monotonic()))} left"
+        line = f"{self._names[trial]}: {text}"
+        columns = shutil.get_terminal_size().columns
+        self._write(line[1 - columns :] if self._moves else f"{line}\n")
 
     def _say(self, trial: Trial, text: str) -> None:
-        name = self._names.get(trial, trial.label)
-        print(f"{name}: {text}", file=self._stream, flush=True)
+        self._write(f"{self._names.get(trial, trial.label)}: {text}\n")
 
-
-class Live(Progress):
-    """Bars of rich: one for the time of the sweep, one for each trial that runs.
-
-    A trial's line shows level, dtype and seed, the step, the loss, and the time left.  The
-    number of steps of a run is known after the first run.
-    """
-
-    def __init__(self, stream: TextIO, steps: int | None = None) -> None:
-        from rich import progress
-        from rich.console import Console
-        from rich.table import Column
-
-        self._console = Console(file=stream)
-        name = Column(overflow="fold", ratio=1)  # a long one keeps its seed
-        self._bars = progress.Progress(
-            progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}", markup=False, table_column=name),
-            progress.BarColumn(bar_width=12),
-            progress.TextColumn("{task.fields[steps]}", markup=False),
-            progress.TimeRemainingColumn(compact=True),
-            console=self._console,
-            transient=True,
-            expand=True,
-            speed_estimate_period=24 * 3600,
-        )
-        self._all = self._bars.add_task("all runs", total=None, steps="")
-        self._tasks: dict[Trial, Any] = {}
-        self._names: dict[Trial, str] = {}
-        self._steps = steps  # of a whole run
-
-    def __enter__(self) -> Live:
-        self._start = time.monotonic()
-        self._bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
-
-    def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        self._names[trial] = f"({number}/{count}) {trial.label}"
-        total = None if trial.short else self._steps
-        self._tasks[trial] = self._bars.add_task(self._names[trial], total=total, steps="")
-        passed = time.monotonic() - self._start
-        self._bars.update(
-            self._all,
-            completed=passed,  # in seconds: what is left then is that of the plan
-            total=None if seconds is None else passed + seconds,
-            steps=f"{number - 1}/{count} runs",
-        )
-
-    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
-        of = "" if trial.short or self._steps is None else f"/{self._steps}"
-        shown = f"step {steps}{of}" + ("" if loss is None else f", loss {loss:.4g}")
-        self._bars.update(self._tasks[trial], completed=steps, steps=shown)
-
-    def ended(self, run: Run) -> None:
-        self._finish(run.trial, outcome(run))
-        if self._steps is None and run.measured is not None:
-            self._steps = len(run.measured.skipped) or None
-
-    def lost(self, trial: Trial, reason: str) -> None:
-        self._finish(trial, f"lost: {reason}")
-
-    def said(self, text: str) -> None:
-        self._console.print(f"Note: {text}", markup=False, highlight=False)
-
-    def _finish(self, trial: Trial, text: str) -> None:
-        if trial in self._tasks:
-            self._bars.remove_task(self._tasks.pop(trial))
-        name = self._names.get(trial, trial.label)
-        self._console.print(f"{name}: {text}", markup=False, highlight=False)
-
-
-def progress_on(stream: TextIO, steps: int | None = None) -> Progress:
-    """The progress display for `stream`; `steps` is the number of steps of a run, if known."""
-    if stream.isatty() and importlib.util.find_spec("rich"):
-        return Live(stream, steps)
-    return Lines(stream)
+    def _write(self, text: str) -> None:
+        """Write in the place of the line that moves."""
+        self._stream.write(f"\r\x1b[K{text}" if self._moves else text)
+        self._stream.flush()
 
 
 def outcome(run: Run) -> str:

@@ -7,7 +7,7 @@ then, and from then on where there is no `initialize`, the script is watched as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -79,17 +79,14 @@ def _integration(frame: FrameType) -> str:
     return _running(frame, integrations)
 
 
-def _running(frame: FrameType, modules: Mapping[str, Sequence[str]]) -> str:
+def _running(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
     """The first name of whose `modules` a function is running, or ""."""
-    running = {str(caller.f_globals.get("__name__", "")) for caller in _callers(frame)}
+    running = []
+    while frame is not None:
+        running.append(f"{frame.f_globals.get('__name__', '')}.")
+        frame = frame.f_back
     for name, listed in modules.items():
         prefixes = tuple(f"{module}." for module in listed)
-        if any(f"{module}.".startswith(prefixes) for module in running):
+        if any(module.startswith(prefixes) for module in running):
             return name
     return ""
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -35,24 +35,17 @@ GRACE = 10.0  # seconds for a child to write its record after SIGTERM
 
 @dataclass(frozen=True)
 class Runner:
-    """How to run the script; the files of the runs go to `directory`.
-
-    The script is ended after `steps` optimizer steps, unless its arguments hold
-    `{steps}`.  `metrics` are regular expressions over its output; `timeout` is in
-    seconds.  With `processes` torchrun starts so many for each trial.
-
-    A runner can be pickled: engines run it on other machines.
-    """
+    """How to run the script; it can be pickled, as engines run it on other machines."""
 
     program: Program
     arguments: Sequence[str]
-    directory: Path
-    steps: int | None = None
-    metrics: Mapping[str, str] | None = None
-    timeout: float | None = None
+    directory: Path  # for the files of the runs
+    steps: int | None = None  # after which it is ended, unless its arguments hold `{steps}`
+    metrics: Mapping[str, str] | None = None  # regular expressions over its output
+    timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # of the script
     override_seeds: bool = False  # the script's own seeds become those of the trial
-    processes: int | None = None
+    processes: int | None = None  # that torchrun starts for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
 
     def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
@@ -151,16 +144,10 @@ def _watch(
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        reached = reached_in(files)
+        reached = read_json(files.progress)
         if reached is not None:
-            watch.reached(reached)
+            watch.reached(restored(Reach, reached))
     return True
-
-
-def reached_in(files: RunFiles) -> Reach | None:
-    """How far a trial that is running has come; None before its first step."""
-    reached = read_json(files.progress)
-    return None if reached is None else restored(Reach, reached)
 
 
 def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.errors import AmpatchError
@@ -15,7 +14,6 @@ from ampatch.sweep.execution.engines.protocol import (
     Ended,
     Engine,
     Event,
-    Failed,
     Lost,
     Reached,
     Started,
@@ -71,7 +69,8 @@ class Course:
         for event in schedule.run(engine):
             if self._shows_kind(event):
                 schedule.plan(*self._by_turn())
-                shown.said(f"{self._program} {self._plan.kind.in_words()}.")
+                if self._plan.kind.is_foreign:
+                    shown.said(f"{self._program} {self._plan.kind.in_words()}.")
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
                 self._planned_anew(schedule, shown)
@@ -130,21 +129,18 @@ class Course:
         elif isinstance(event, Ended):
             self._ended(event.run, shown)
         else:
-            raise _error(event)
+            is_of_pattern = isinstance(event.error, ValueError)  # it matched what is no number
+            raise SweepError(str(event.error)) if is_of_pattern else event.error
 
     def _say_if_long(self, shown: Progress) -> None:
-        """That the first run alone takes longer than the whole sweep may."""
-        if (
-            self._outcome.runs
-            or self._is_long
-            or not self._plan.is_over(time.monotonic() - self._start)
-        ):
-            return
-        self._is_long = True
-        shown.said(
-            "The first run of O0 takes longer than the budget of the whole sweep. It goes on, as "
-            "other trials are planned by its length. --steps N ends each run after N steps."
-        )
+        """That the first run alone takes longer than the whole sweep may; once."""
+        is_first = not (self._outcome.runs or self._is_long)
+        if is_first and self._plan.is_over(time.monotonic() - self._start):
+            self._is_long = True
+            shown.said(
+                "The first run of O0 takes longer than the budget of the whole sweep, which is "
+                "planned by it. --steps N ends each run after N steps."
+            )
 
     def _ended(self, run: Run, shown: Progress) -> None:
         reason = self._reason_to_stop(run)
@@ -159,25 +155,22 @@ class Course:
             shown.said(text)
         if reason and not is_last:
             raise SweepError(reason)
-        for mistake in self._mistakes(run):
-            raise SweepError(mistake)
+        if not run.trial.short and status(run) == OK:
+            self._check_metrics(run)
 
-    def _mistakes(self, run: Run) -> Iterator[str]:
-        """What the first good run shows to be a mistake: to stop before hours have passed."""
-        if run.trial.short or status(run) != OK:
-            return
+    def _check_metrics(self, run: Run) -> None:
+        """Raise `SweepError` for a metric that a good run lacks, before hours have passed."""
         reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
-        log = f"{self._held.runs.name}/{self._files(run).log.name}"
         options = self._options
         for name, pattern in options.metrics.items():
             if name not in reported:
-                yield (
+                raise SweepError(
                     f"--metric {name}={pattern}: nothing in the output of {run.trial.label} "
-                    f"matches ({log} in {self._held.path})."
+                    f"matches ({self._files(run).log})."
                 )
-        for name in [*([options.judge] if options.judge else []), *options.better]:
+        for name in filter(None, [options.judge, *options.better]):
             if name not in reported:
-                yield (
+                raise SweepError(
                     f"--judge or --better: {self._program} reports no {name!r}. Expected one of: "
                     f"{', '.join(map(repr, reported)) or 'nothing; see ampatch.log_metrics'}."
                 )
@@ -188,9 +181,3 @@ class Course:
 
     def _files(self, run: Run) -> RunFiles:
         return RunFiles.of(self._held.runs, run.trial)
-
-
-def _error(event: Failed) -> BaseException:
-    if isinstance(event.error, ValueError):  # a pattern matched what is not a number
-        return SweepError(str(event.error))
-    return event.error

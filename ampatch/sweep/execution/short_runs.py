@@ -1,8 +1,7 @@
 """Short runs, which are there for their timing: after how many steps they end, and which are due.
 
-The first whole run of O0 says how long a step takes.  A short run then takes the steps of about
-`SECONDS`, but at least `LEAST_STEPS`, of which a quarter is the warm-up.  The number follows from
-the record of that run alone, so a resumed sweep goes on with the same.
+A short run takes the steps that the first whole run of O0 has taken in about `SECONDS`, but at
+least `LEAST_STEPS`, of which a quarter is the warm-up.
 """
 
 from __future__ import annotations

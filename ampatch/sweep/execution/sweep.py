@@ -25,7 +25,7 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.results import SUMMARY, Results, Row, read_results
+from ampatch.sweep.report.results import Results, Row, read_results
 from ampatch.sweep.trial import Case, Trial
 
 
@@ -40,10 +40,7 @@ class Sweep:
 
     The first run at O0 shows what kind of script it is (`kinds.py`); the rows follow from that.
     With `rows`, a list of `Case`, they are these alone, and a resumed sweep may be given others.
-    It may have more seeds and rounds than before.
-
-    On a CUDA device there is a row `O0+tf32` beside O0.  `O0` has PyTorch's defaults: matrix
-    products in FP32, cuDNN's convolutions as `torch.backends.cudnn.allow_tf32` says.
+    On a CUDA device there is a row `O0+tf32` beside O0.
 
     Raises `FileNotFoundError`, `ImportError`, `TypeError` or `ValueError` for what cannot be run,
     and `OSError` for a directory that cannot be written.  Holds the directory until `close`,
@@ -62,7 +59,10 @@ class Sweep:
             device_groups(asked.devices, asked.nproc_per_node or 1)
         margin = Margin.of(asked.margin)
         path = choose(asked.out, self._program.title, asked.resume, asked.overwrite)
-        self._plan = Plan(asked, read_results(path) if asked.resume else None)
+        earlier = read_results(path) if asked.resume else None
+        if asked.resume and earlier is None:
+            raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
+        self._plan = Plan(asked, earlier)
         self._held = Directory(path, self._settings(), asked.resume, asked.overwrite)
         self._outcome = Outcome(
             self._program, self.arguments, asked, margin, self._plan, self._held
@@ -110,11 +110,6 @@ class Sweep:
     def rows(self) -> list[Row]:
         """One row for each case of which a run has ended."""
         return self.results.rows
-
-    @property
-    def table_file(self) -> Path:
-        """The JSON file with all rows."""
-        return self.directory / SUMMARY
 
     def run(self, progress: Progress | None = None) -> Sweep:
         """Run the trials that have not run yet; each adds to the files when it has ended.

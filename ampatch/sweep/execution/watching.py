@@ -25,30 +25,22 @@ class Cancelled(Exception):
 class Watch:
     """Handed to `Runner.run`: `reached(reach)` hears of progress; the rest ends the trial.
 
-    `cancel` lets the script end by itself within a time of grace, `kill` does not; both
-    may be called from another thread.
+    `cancelled` lets the script end by itself within a time of grace, `killed` does not; both
+    may be set from another thread.
     """
 
-    def __init__(self, reached: Callable[[Reach], None] | None = None) -> None:
+    def __init__(self, reached: Callable[[Reach], None]) -> None:
         self._reached = reached
         self._last: Reach | None = None
-        self._cancelled = threading.Event()
-        self.killed = threading.Event()
+        self.cancelled, self.killed = threading.Event(), threading.Event()
 
     def reached(self, reach: Reach) -> None:
         """Pass progress on, where there is any."""
-        if self._reached is not None and reach != self._last:
+        if reach != self._last:
             self._last = reach
             self._reached(reach)
 
-    def cancel(self) -> None:
-        self._cancelled.set()
-
-    def kill(self) -> None:
-        self._cancelled.set()
-        self.killed.set()
-
     def check(self) -> None:
         """Raise `Cancelled` if the trial was cancelled."""
-        if self._cancelled.is_set():
+        if self.cancelled.is_set():
             raise Cancelled

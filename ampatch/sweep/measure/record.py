@@ -35,16 +35,6 @@ class Series:
     seconds: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SeedCall:
-    """A seed that the script set itself: `torch.manual_seed(0)` at `train.py:12`."""
-
-    function: str
-    seed: str  # as Python writes it
-    place: str  # the line of the script's own files that led to the call
-    is_generator: bool  # of one generator, and not of what is global
-
-
 @dataclass
 class Measured:
     """What the child measured in its own process."""
@@ -65,8 +55,7 @@ class Measured:
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
     error: str = ""  # of the exception that ended the script
-    seed_calls: list[SeedCall] = field(default_factory=list)
-    seed_read: bool = False  # the script read AMPATCH_SEED
+    own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
     kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
     files_written: list[str] = field(default_factory=list)  # into the working directory

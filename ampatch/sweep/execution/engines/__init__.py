@@ -1,9 +1,7 @@
 """Engines: what starts the trials of a sweep, on this machine or on a Ray cluster.
 
-`protocol.py` says what a sweep asks of each, `config/sweep_options.py` what a user can
-choose, `schedule.py` in which order trials start.  `local.py` and `ray.py` are the engines.  In
-both `Runner.run` runs a trial, in a process near it; the engines differ in where that process
-is and in how its news come back.
+`protocol.py` says what a sweep asks of each, `schedule.py` in which order trials start.  In both
+`Runner.run` runs a trial; they differ in where that is and in how its news come back.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ class LocalEngine:
 
     def __exit__(self, *exception: object) -> None:
         for _, watch, _ in self._running.values():
-            watch.cancel()
+            watch.cancelled.set()
         try:
             self._join()
         except BaseException:  # a second Ctrl-C
             for _, watch, _ in self._running.values():
-                watch.kill()
+                watch.killed.set()
             self._join()
             raise
 
