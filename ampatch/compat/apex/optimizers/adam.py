@@ -24,7 +24,8 @@ class FusedAdam(Fused, torch.optim.Adam):
     of parameter groups too) the moments are not corrected.  `capturable` and
     `master_weights` are accepted and have no effect; at O2 the weights are FP32.
 
-    What apex's first version had besides (`max_grad_norm`, `step(grads=...)`) is refused.
+    With `max_grad_norm`, of apex's first version, a step clips the gradients of each group to
+    this norm before it uses them.  `step(grads=...)` of that version is refused.
     """
 
     def __init__(
@@ -46,15 +47,12 @@ class FusedAdam(Fused, torch.optim.Adam):
     ) -> None:
         super().__init__(
             params, set_grad_none, may_fuse=True,
-            refused={
-                "amsgrad": amsgrad,
-                "max_grad_norm": max_grad_norm,
-                "eps_inside_sqrt": eps_inside_sqrt,
-            },
+            refused={"amsgrad": amsgrad, "eps_inside_sqrt": eps_inside_sqrt},
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay,
             **({"decoupled_weight_decay": adam_w_mode} if DECOUPLES else {}),
         )  # fmt: skip
         self.adam_w_mode = int(adam_w_mode)
+        self.max_grad_norm = max_grad_norm
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
@@ -86,6 +84,10 @@ class FusedAdam(Fused, torch.optim.Adam):
         return super().step(closure)
 
     def _update(self) -> None:
+        for group in self.param_groups:
+            limit = group.get("max_grad_norm", self.max_grad_norm)
+            if limit > 0:
+                torch.nn.utils.clip_grad_norm_(group["params"], limit)
         step = torch.optim.Adam.step
         if self._is_plain():
             self._step_of_torch(step, decays_apart=False)

@@ -16,8 +16,6 @@ from ampatch.torch_private.devices import have_fused_optimizers
 REFUSED = {
     "amsgrad": "it without amsgrad, or torch.optim.AdamW(amsgrad=True)",
     "eps_inside_sqrt": "it without eps_inside_sqrt",
-    "max_grad_norm": "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm) "
-    "before step()",
 }
 """What to use in the place of arguments that are not available."""
 
