@@ -400,7 +400,7 @@ models/lent_weights.py
 models/managed_model.py
 |             to = dtype_around(state) or to
 |             pass
-| session/test_pairs.py session/test_sharing.py models/test_odd_calls.py models/test_submodule_calls.py
+| models/test_odd_calls.py session/test_sharing.py models/test_submodule_calls.py
 
 models/module_overrides.py
 |             if own & names[key]:
