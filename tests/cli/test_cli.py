@@ -73,10 +73,9 @@ def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials)
 
 
 @pytest.mark.usefixtures("warm_trials")
-def test_on_a_terminal_a_sweep_has_a_line_that_moves_colours_and_each_note_once(
+def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
     script, tmp_path, monkeypatch
 ):
-    pytest.importorskip("rich")
     monkeypatch.chdir(tmp_path)
     text = Path(script).read_text().replace("model =", "torch.manual_seed(5)\nmodel =", 1)
     Path(script).write_text(text)
@@ -89,7 +88,6 @@ def test_on_a_terminal_a_sweep_has_a_line_that_moves_colours_and_each_note_once(
     text = terminal.getvalue()
     moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
     assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
-    assert "\x1b[32mok" in text
     told = " ".join(text.split())
     assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
     assert told.count("The seed does not reach the script") == 1
