@@ -83,7 +83,7 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     for table, rows in by_table.items():
         parts.append(f"\n## {table}\n\n{TITLES[table]}\n")
         parts.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
-        groups: dict[tuple[str, ...], list[Entry]] = {}
+        groups: dict[tuple[str, str, str, str], list[Entry]] = {}
         for entry in rows:
             same = (entry.rule, entry.why, entry.autocast, entry.apex)
             groups.setdefault(same, []).append(entry)
