@@ -157,11 +157,24 @@ def clamp_by_data_within_the_forward(amp):
     plain_loop(amp, model, optimizer)
 
 
-@situation()
-def clamp_by_data_before_the_use_in_a_forward(amp):
+CLAMPS = {
+    "by_data": (1, lambda weight: weight.data.clamp_(min=0)),
+    "late_under_no_grad": (3, torch.no_grad()(lambda weight: weight.clamp_(min=0))),
+}
+
+
+@situation(cases=CLAMPS)
+def clamped_before_the_use_in_a_forward(amp, case):
+    """From the first forward on, or from the third: that write is seen by the weight's version."""
+    first, clamp = case
+
     class First(Block):
+        turn = 0
+
         def forward(self, x):
-            self.first.weight.data.clamp_(min=0)
+            self.turn += 1
+            if self.turn >= first:
+                clamp(self.first.weight)
             return super().forward(x)
 
     trained(amp, First(), count=4)
