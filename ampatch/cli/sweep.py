@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
     said = shown.texts if sys.stdout.isatty() and sys.stderr.isatty() else []
-    return _report(sweep, said, stopped, trackers) or code
+    return report(sweep, said, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:
@@ -81,7 +81,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
         parser.error(str(error))
 
 
-def _report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:
+def report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:
     """Print and write the results so far, but the notes `said`; returns 1 if no run went well.
 
     `stopped` is why not all have run, "" if that has been told; None: they have.

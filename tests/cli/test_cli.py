@@ -11,7 +11,7 @@ import pytest
 from run_command import ampatch_run, write
 from warm_python import environment
 
-from ampatch._version import __version__
+import ampatch
 from ampatch.cli import main
 
 TRAINING = """
@@ -200,7 +200,7 @@ def test_a_wrong_command_line_from_a_shell(tmp_path):
 
 def test_version(here):
     done = here("--version")
-    assert (done.returncode, done.stdout) == (0, f"ampatch {__version__}\n")
+    assert (done.returncode, done.stdout) == (0, f"ampatch {ampatch.__version__}\n")
 
 
 @pytest.mark.parametrize("command", main.NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import os
@@ -33,9 +34,10 @@ assert list(PATTERNS) == list("12345")
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    monkeypatch.setattr(ampatch.session.session.registry.user_functions, "_rules", {})
+def clean():
     yield
+    with contextlib.suppress(ValueError):
+        ampatch.unregister_function(torch, "einsum")  # of a pattern
     compat.uninstall()
     ampatch.deactivate()
 
