@@ -442,7 +442,7 @@ torch_private/probes.py
 casting/tables.py
 | Row("torch", ("embedding", "embedding_bag"), Rule.PROMOTE, _ONE_DTYPE),
 | Row("torch", ("embedding",), Rule.PROMOTE, _ONE_DTYPE),
-| casting/test_op_db_listed.py laws/test_situations.py
+| laws/test_situations.py
 
 casting/tables.py
 | Row("torch", ("ctc_loss", "histogram",
