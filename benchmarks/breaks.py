@@ -368,8 +368,8 @@ scaling/gradients.py
 | scaling/test_distributed.py
 
 scaling/gradients.py
-|             deferred.add([found])
-|             pass
+|                 deferred.add([found])
+|                 pass
 | scaling/test_distributed.py
 
 scaling/gradients.py

@@ -283,8 +283,9 @@ class Gradients:
             return
         self.finish()
         found = self.look_again()  # clipping may hide what another rank's inf has left
-        for deferred in self.waiting if found is not None else ():
-            deferred.add([found])
+        if found is not None:
+            for deferred in self.waiting:
+                deferred.add([found])
 
     # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 
