@@ -47,7 +47,6 @@ def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
     assert shown.index("--budget") < shown.index("more options") < shown.index("--engine")
 
 
-<<<<<<< HEAD
 def test_a_piped_sweep_writes_plain_lines(script, tmp_path, here, warm_trials):
     words = "sweep train.py --levels O0,O1 --dtypes bfloat16 --no-autocast --rounds 1"
     done = here(*words.split())
@@ -61,44 +60,6 @@ def test_a_piped_sweep_writes_plain_lines(script, tmp_path, here, warm_trials):
     assert "Written to ampatch-sweep/train: report.html, " in done.stdout.splitlines()[-1]
     assert done.stderr.splitlines()[0] == "[1/2] O0 seed 0: started"
     rows = json.loads((tmp_path / "ampatch-sweep/train/summary.json").read_text())["rows"]
-=======
-@pytest.mark.usefixtures("warm_trials")
-def test_a_piped_sweep_writes_plain_lines(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path(script).write_text(Path(script).read_text() + "print(sys.argv[1:])\n")
-    own = ["--levels", "O0,O1", "--dtypes", "bfloat16", "--no-autocast", "--rounds", "1"]
-    code = main.main(["sweep", "train.py", *own, "--", "--levels", "x", "--", "y"])
-    out, err = capsys.readouterr()
-
-    assert code == 0
-    assert "\x1b" not in out + err
-    table, parts, verdicts = out.split("\n\n")
-    head, _line, first, second, *notes = table.splitlines()
-    assert head.split()[:8] == ["level", "dtype", "step", "ms", "CPU", "ms", "speed", "memory"]
-    assert head.split()[-4:] == ["accuracy", "skips", "scale", "status"]
-    assert "resident set" in notes[-1]
-    assert first.split()[:2] == ["O0", "float32"] and second.split()[:2] == ["O1", "bfloat16"]
-    assert second.split()[6].endswith("x\N{DAGGER}")
-    assert first.split()[-4:] == ["0.7500", "0/10", "1", "ok"]
-    assert parts.split()[2:6] == ["data", "forward", "backward", "optimizer"]
-    of_o0, of_o1, kind, checked, native_part, threads, load, scaling, recommended, written = (
-        verdicts.splitlines()
-    )
-    assert kind == "Script: calls initialize of ampatch or apex."
-    assert checked.startswith("Checked: O0 had no torch.autocast and no GradScaler, and FP32 prod")
-    assert native_part == "Native part: not in force."
-    assert threads.startswith("Threads: ") and "over a minute" in load and scaling.endswith(".")
-    assert of_o0 == "O0 float32: the baseline"
-    assert of_o1.endswith("accuracy 0.75 against 0.75, not tested (one seed)")
-    assert recommended.startswith("Recommendation: No speed is recommended: that takes two rounds")
-    assert written.startswith("Written to ampatch-sweep/train: report.html, plots/, summary.json")
-    progress = err.splitlines()
-    assert progress[0] == "[1/2] O0 seed 0: started"
-    assert progress[1].startswith("[1/2] O0 seed 0: ok, 10 steps of ")
-    assert progress[-1].startswith("[2/2] O1-bfloat16 seed 0: ok, 10 steps of ")
-    folder = tmp_path / "ampatch-sweep/train"
-    rows = json.loads((folder / "summary.json").read_text())["rows"]
->>>>>>> w-sweepx
     assert [row["metrics"] for row in rows] == [{"accuracy": 0.75}] * 2
 
 
