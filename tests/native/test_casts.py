@@ -159,7 +159,8 @@ def writes_between_and_within(model):
         with torch.no_grad():
             model[0].weight.mul_(2)
             model[2].weight.data.add_(1)
-            found.extend(F.linear(X, model[0].weight))  # of which the forward has an older copy
+        # of which the forward has an older copy
+        found.append(F.linear(X, model[0].weight).detach())
     handle = model[3].register_forward_pre_hook(write)
     for _ in range(2):
         found.append(model(X).detach())
