@@ -43,6 +43,7 @@ def train(rank: int, level: str, dtype: str, ranks: int, device: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_ranks_skip_together_and_stay_equal_to_one_process(level, dtype, ranks):

@@ -77,7 +77,7 @@ def test_a_step_grows_linearly_with_the_parameters(level):
     for layers in (16, 32, 48):  # with the weights of a bucket more each time
         step = step_of(layers, level)
         operators = counts.count_step(step).operators
-        found.append((operators, *counts.calls(step)))
+        found.append((operators, counts.calls(step)))
         ampatch.deactivate()
     first, second, third = found
     for small, middle, large in zip(first, second, third, strict=True):
@@ -100,7 +100,7 @@ def counted_with(functions, level):
     step = step_of(4, level)
     assert all(getattr(users, name) is not own[name] for name in own) or level == "O2"
     operators = counts.count_step(step).operators
-    found = operators, *counts.calls(step)
+    found = operators, counts.calls(step)
     ampatch.deactivate()
     for name in own:
         ampatch.unregister_function(users, name)

@@ -37,7 +37,7 @@ def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, m
     assert 'overrides={"weigh": "float"}' in out and answer.line in out
     assert json.loads((folder / "overrides.json").read_text()) == {"weigh": "float"}
     assert {"cure"} == set(answer.speeds)  # the level has failed
-    assert [line.split()[:3] for line in out.splitlines() if "needed" in line] == [
+    assert [line.split()[:3] for line in out.splitlines() if line.split()[-1:] == ["needed"]] == [
         ["weigh", "Weigh", "inf"]
     ]
 
