@@ -45,6 +45,7 @@ def test_what_cannot_run_is_said_at_once(arguments, variables, said, tmp_path):
     assert done.returncode == 2 and said in done.stderr and "NAMES" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_stops_no_other(tmp_path):
     (tmp_path / "pytest.py").write_text("raise ImportError('not here')")
     options = ["--small", "--device", "cpu", "--only", "tests,machine", "--out", tmp_path]

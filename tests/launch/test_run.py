@@ -464,6 +464,7 @@ def test_two_ranks_under_torchrun(tmp_path):
     assert done.stdout.strip() == "True torch.bfloat16 torch.float32"  # half within the forward
 
 
+@pytest.mark.slow
 def test_under_torchs_old_launcher(tmp_path):
     """It hands the script its rank as an argument."""
     text = "import sys, torch\nx = torch.eye(2)\nprint((x @ x).dtype, *sys.argv[1:], flush=True)\n"
