@@ -42,6 +42,13 @@ def test_the_signature_is_that_of_apex():
     assert next(iter(parameters)) == "models"
 
 
+def test_calls_outside_of_models_are_cast_too_as_in_apex():
+    from apex import amp
+
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+
+
 def test_amp_state_is_an_object_as_an_attribute_and_a_module_by_import():
     import apex.amp._amp_state
     from apex.amp._amp_state import _amp_state

@@ -52,9 +52,10 @@ def test_max_grad_norm_of_the_first_version_clips_each_group():
     for step in range(3):
         for one, other, grad in zip(ours, theirs, gradients(step), strict=True):
             one.grad, other.grad = grad.clone(), grad * min(1, 0.5 / (grad.norm().item() + 1e-6))
-        optimizer.step()
+        optimizer.step(grads=None, scale=1.0)
         peer.step()
     close(ours, theirs)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)  # it clips unscaled ones
 
 
 @pytest.mark.parametrize(
@@ -172,9 +173,10 @@ def test_zero_grad_as_apex_has_it():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda o: o.FusedAdam(parameters(), amsgrad=True), "AdamW(amsgrad=True)"),
+        (lambda o: o.FusedAdam(parameters(), amsgrad=True), "without amsgrad"),
         (lambda o: o.FusedAdam(parameters(), eps_inside_sqrt=True), "without eps_inside_sqrt"),
         (lambda o: o.FusedAdam(parameters()).step(grads=[]), "scale_loss"),
+        (lambda o: o.FusedAdam(parameters()).step(grads=None, scale=2.0), "scale_loss"),
         (lambda o: o.FusedLAMB(parameters(), amsgrad=True), "without amsgrad"),
         (lambda o: o.FusedNovoGrad(parameters(), norm_type=3), "largest value"),
     ],

@@ -55,7 +55,6 @@ DERIVED = {
         ("PluginSettings", "ScaleSettings", "Settings"),
         "for type checkers: keywords, and more of them",
     ),
-    **dict.fromkeys(("FusedLayerNorm", "FusedRMSNorm"), "one constructor, of two layers of torch"),
     **dict.fromkeys(("MixedFusedLayerNorm", "MixedFusedRMSNorm"), "apex's other names"),
 }
 """Classes of ours that derive from a class of ours, and why that is not one class cut in two."""

@@ -39,6 +39,16 @@ def test_a_disabled_session_has_it_without_a_managed_counterpart():
     assert registry.table.find(optimizer) is None and len(registry.table) == 0
 
 
+def test_what_a_disabled_session_was_given_comes_back_after_a_failed_initialize(monkeypatch):
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
+    found = registry.table.find(optimizer)
+    monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ampatch.initialize(model, optimizer, **SETTINGS)
+    assert registry.table.find(optimizer) == found
+
+
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
     model, optimizer = pair()
     for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:

@@ -32,30 +32,44 @@ from . import (
     parallel,
     state,
 )
+from .fp16_utils import conversion, fp16_optimizer, loss_scaler
+from .optimizers import adagrad, adam, lamb, novograd, sgd
 from .packages import Finder, build
-from .parallel import distributed, larc
+from .parallel import distributed, larc, sync_batch_norm
 
 __all__ = ["install", "is_installed", "uninstall"]
 
-_SOURCES = (
-    ("apex apex.amp.lists apex.contrib", {}),
-    ("apex.amp apex.amp.amp apex.amp.frontend apex.amp.handle", amp),
-    ("apex.amp._amp_state", state),
-    ("apex.amp._initialize", internals),
-    ("apex.fp16_utils apex.fp16_utils.fp16util", fp16_utils),
-    ("apex.fp16_utils.fp16_optimizer apex.fp16_utils.loss_scaler", fp16_utils),
-    ("apex.parallel apex.parallel.sync_batchnorm", parallel),
-    ("apex.parallel.optimized_sync_batchnorm", parallel),
-    ("apex.parallel.LARC", larc),
-    ("apex.parallel.distributed", distributed),
-    ("apex.optimizers apex.contrib.optimizers apex.optimizers.fused_adagrad", optimizers),
-    ("apex.optimizers.fused_adam apex.optimizers.fused_lamb", optimizers),
-    ("apex.optimizers.fused_novograd apex.optimizers.fused_sgd", optimizers),
-    ("apex.normalization apex.normalization.fused_layer_norm", normalization),
-    ("apex.multi_tensor_apply apex.multi_tensor_apply.multi_tensor_apply", multi_tensor_apply),
-)
-CONTENTS = {name: source for names, source in _SOURCES for name in names.split()}
-"""What each module has the public names of."""
+CONTENTS = {
+    "apex": {},
+    "apex.amp": amp,
+    "apex.amp.amp": amp,
+    "apex.amp.frontend": amp,
+    "apex.amp.handle": amp,
+    "apex.amp.lists": {},
+    "apex.amp._amp_state": state,
+    "apex.amp._initialize": internals,
+    "apex.fp16_utils": fp16_utils,
+    "apex.fp16_utils.fp16util": conversion,
+    "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
+    "apex.fp16_utils.loss_scaler": loss_scaler,
+    "apex.parallel": parallel,
+    "apex.parallel.LARC": larc,
+    "apex.parallel.distributed": distributed,
+    "apex.parallel.sync_batchnorm": sync_batch_norm,
+    "apex.parallel.optimized_sync_batchnorm": sync_batch_norm,
+    "apex.optimizers": optimizers,
+    "apex.optimizers.fused_adagrad": adagrad,
+    "apex.optimizers.fused_adam": adam,
+    "apex.optimizers.fused_lamb": lamb,
+    "apex.optimizers.fused_novograd": novograd,
+    "apex.optimizers.fused_sgd": sgd,
+    "apex.normalization": normalization,
+    "apex.normalization.fused_layer_norm": normalization,
+    "apex.contrib": {},
+    "apex.contrib.optimizers": optimizers,
+    "apex.multi_tensor_apply": multi_tensor_apply,
+    "apex.multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
+}
 KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
 """apex's compiled modules, which have names of their own; installed ones are not hidden."""
 

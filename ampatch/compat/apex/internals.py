@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...session import facade as engine
 from .state import _amp_state
 
-__all__ = ["applier", "to_type"]
+__all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
 
 
 class AmpModule(ModuleType):
@@ -43,3 +43,15 @@ def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(applier(item, fn) for item in value)
     return value
+
+
+def check_params_fp32(models: Iterable[nn.Module]) -> None:
+    """Does nothing: apex refused half models, ampatch accepts them."""
+
+
+def check_models(models: Iterable[nn.Module]) -> None:
+    """Does nothing: `initialize` checks its models."""
+
+
+def check_optimizers(optimizers: Iterable[Any]) -> None:
+    """Does nothing: `initialize` checks its optimizers."""

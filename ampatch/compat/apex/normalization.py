@@ -63,8 +63,8 @@ class FusedLayerNormAffineFunction:
     apply = staticmethod(fused_layer_norm_affine)
 
 
-class _Norm:
-    """apex's arguments, for a layer of torch.  `memory_efficient` changes nothing."""
+class FusedLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`.  `memory_efficient` is accepted and changes nothing."""
 
     def __init__(
         self,
@@ -73,16 +73,22 @@ class _Norm:
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
         self.memory_efficient = memory_efficient
 
 
-class FusedLayerNorm(_Norm, nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+class FusedRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm`.  `memory_efficient` is accepted and changes nothing."""
 
-
-class FusedRMSNorm(_Norm, nn.RMSNorm):
-    """`torch.nn.RMSNorm`."""
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

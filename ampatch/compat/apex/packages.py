@@ -30,6 +30,8 @@ REPLACEMENTS = {
     "apex.contrib.group_norm": "use torch.nn.GroupNorm",
     "apex.contrib.transducer": "use torchaudio.functional.rnnt_loss",
     "apex.contrib.optimizers.distributed_fused_lamb": "use FusedLAMB from apex.optimizers",
+    "apex.contrib.optimizers.DistributedFusedLAMB": "use FusedLAMB from apex.optimizers",
+    "apex.contrib.optimizers.fused_lamb": "use FusedLAMB from apex.optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "use FP16_Optimizer from apex.fp16_utils",
     "apex.contrib.optimizers.fused_sgd": "use torch.optim.SGD(fused=True)",
     "apex.contrib.optimizers": "use torch.optim.AdamW(fused=True), to share its state among ranks "
@@ -43,14 +45,17 @@ REPLACEMENTS = {
     "apex.pyprof": "use torch.profiler",
     "apex.amp._initialize": "use apex.amp.initialize",
     "apex.amp._process_optimizer": "use apex.amp.initialize",
+    "apex.amp.compat": "ask torch itself",
     "apex.amp.opt": "use the optimizer that handle.wrap_optimizer returns",
     "apex.amp.scaler": "use _amp_state.loss_scalers, or LossScaler from apex.fp16_utils",
+    "apex.amp.utils": "use torch.Tensor's own methods",
     "apex.amp.wrap": "use amp.register_half_function and its siblings",
     "apex.amp.rnn_compat": "nothing is needed: RNNs are cast as they are",
     "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
     "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
+    "amp_C.multi_tensor_lamb_mp": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_lamb_stage1_cuda": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_lamb_stage2_cuda": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
@@ -90,7 +95,7 @@ def replacement(name: str) -> str | None:
 def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
     """A module for each name, with the public names of its source; others are `behind`'s."""
     modules: dict[str, ModuleType] = {}
-    for name, source in sorted(contents.items(), key=lambda item: item[0]):  # parents first
+    for name, source in contents.items():
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
         module = ModuleType(name, getattr(source, "__doc__", None) or "apex, provided by ampatch.")
         public = getattr(source, "__all__", ())

@@ -64,8 +64,11 @@ class FusedAdam(Fused, torch.optim.Adam):
         self._update_kernel_support()
 
     def _update_kernel_support(self) -> None:
-        """Only torch's fused kernels read `found_inf`; the code in this class does not."""
-        if not self._is_plain():
+        """Only torch's fused kernels read `found_inf`; the code in this class does not.
+
+        It clips gradients that are unscaled, too.
+        """
+        if not self._is_plain() or getattr(self, "max_grad_norm", 0.0) > 0:
             self._step_supports_amp_scaling = False
 
     def _is_plain(self) -> bool:
@@ -79,8 +82,10 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     def step(self, closure: Callable | None = None, **of_first_version: Any) -> Any:
         """One step; returns what the closure returns."""
-        for name in of_first_version:
-            refuse("FusedAdam.step", f"{name}=...", "scale_loss, which unscales, and step() alone")
+        for name, value in of_first_version.items():
+            if value is not None and value != 1.0:
+                instead = "scale_loss, which unscales, and step() alone"
+                refuse("FusedAdam.step", f"{name}=...", instead)
         return super().step(closure)
 
     def _update(self) -> None:

@@ -14,8 +14,8 @@ from ampatch.torch_private import foreach
 from ampatch.torch_private.devices import have_fused_optimizers
 
 REFUSED = {
-    "amsgrad": "it without amsgrad, or torch.optim.AdamW(amsgrad=True)",
-    "eps_inside_sqrt": "it without eps_inside_sqrt",
+    "amsgrad": "the optimizer without amsgrad",
+    "eps_inside_sqrt": "the optimizer without eps_inside_sqrt",
 }
 """What to use in the place of arguments that are not available."""
 

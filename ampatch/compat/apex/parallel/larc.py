@@ -59,16 +59,37 @@ class LARC:
             moves = (size != 0) & (length != 0)  # stays on the device
             param.grad.copy_(torch.where(moves, (grad + decay * param) * rate, grad))
 
+    # The optimizer's own
+
     @property
     def param_groups(self) -> list[dict]:
         """The groups of the optimizer."""
         return self.optim.param_groups
 
-    def __getattr__(self, name: str) -> Any:
-        """What there is besides is the optimizer's: its state, checkpoints, `zero_grad`."""
-        if name == "optim":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self.optim, name)
+    @param_groups.setter
+    def param_groups(self, value: list[dict]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer."""
+        return self.optim.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the optimizer."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in the optimizer."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As in the optimizer."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the optimizer."""
+        self.optim.add_param_group(param_group)
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
