@@ -50,8 +50,8 @@ def _left_in_half(answer: Answer) -> str:
     """What no candidate had in FP32, and how the level fails."""
     named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
     return (
-        f"not even with every module in FP32{named}. What is left in half: functions of the "
-        "model's own forward and what it hands from one module to the next, "
+        f"not even with every module that calls torch's functions in FP32{named}. What is left in "
+        "half: functions of the model's own forward and what it hands from one module to the next, "
         "modules whose forward is not called (model.encoder.encode(x)), and code outside the model "
         f"(a loss in half, weights changed by hand). As it is: {answer.failure}. "
         "ampatch run --debug shows where the first inf or NaN comes from."

@@ -267,12 +267,27 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in _FLOATS else tensor
 
 
+def _computed(module: nn.Module) -> dict[int, Any]:
+    """Copies, by id, of attributes that came out of a graph, which `deepcopy` refuses.
+
+    Such is the weight of torch's first weight norm, which a hook computes anew in each call.
+    """
+    every = (value for part in module.modules() for value in vars(part).values())
+    return {
+        id(value): value.detach().clone()
+        for value in every
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+
+
 def _copied(module: nn.Module) -> nn.Module:
-    """A copy that shares nothing and has no hooks."""
-    made = copy.deepcopy(module)
+    """A copy that shares nothing; of hooks only those that are torch's own (weight norm)."""
+    made = copy.deepcopy(module, _computed(module))
     for part in made.modules():
         for table in (*(forward_tables(part) or ()), *backward_tables(part)):
-            table.clear()
+            for key, hook in list(table.items()):
+                if not type(hook).__module__.startswith("torch."):
+                    del table[key]
     return made
 
 

@@ -51,7 +51,7 @@ def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path)
     assert "never calls ampatch.initialize" in said and "add O0 to --levels" in said
     assert log_of(plan, "O1-bfloat16") == "before 0\n"
     assert len(plan.runs) == 1
-    assert plan.results.recommendation.startswith("nothing to compare yet")
+    assert plan.results.recommendation.startswith("Nothing to compare yet")
 
 
 def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mended(tmp_path):

@@ -206,7 +206,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
         ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),
     ):
-        assert recommendation(summarize(runs)) == f"nothing to compare yet: {lacking}."
+        assert recommendation(summarize(runs)) == f"Nothing to compare yet: {lacking}."
 
 
 # The plan
@@ -295,4 +295,4 @@ def test_csv_and_markdown_have_every_row_and_verdict():
 def test_without_a_row_there_is_no_table():
     stream = io.StringIO()
     write_results(Results("train.py", [], "", 1, {}, {}, recommendation=recommendation([])), stream)
-    assert stream.getvalue().strip() == "Recommendation: nothing to compare yet: no run has ended."
+    assert stream.getvalue().strip() == "Recommendation: Nothing to compare yet: no run has ended."

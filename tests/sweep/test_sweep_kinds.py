@@ -139,7 +139,7 @@ def test_half_weights_of_the_script_are_no_fp32_baseline(tmp_path):
         "16, 8)", "16, 8).bfloat16()"
     )
     plan = planned(tmp_path, in_half).run()
-    assert plan.results.recommendation.startswith("none: O0 is not FP32. ")
+    assert plan.results.recommendation.startswith("None: O0 is not FP32. ")
     assert "checked" not in plan.results.machine
 
 

@@ -72,9 +72,31 @@ def test_a_constant_seed_is_said_after_the_first_run(tmp_path):
     for remedy in ("--override-seeds", "-- --seed {seed}", "AMPATCH_SEED"):
         assert remedy in note
     [unreached] = plan.results.notes
-    assert unreached.startswith("The seed does not reach the script: O0 is the same with each.")
+    assert unreached.startswith(
+        "The seed does not reach the script (random.seed(42) at train.py:8)"
+    )
     once, twice = printed(plan)
     assert once == twice  # the note is right
+
+
+@pytest.mark.parametrize("constant", ["random.seed(0)", "random.seed(7)", ""])
+def test_a_constant_beside_a_seed_that_is_passed_on_is_said(constant, tmp_path):
+    script = f"""
+        import random, sys
+        import torch
+        import ampatch as amp
+        torch.manual_seed(int(sys.argv[-1]))
+        {constant}
+        model = torch.nn.Linear(4, 2)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(4):
+            with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    """
+    plan, _events = swept(tmp_path, script, "--seed", "{seed}")
+    said = [note for note in plan.results.notes if "seeds itself" in note]
+    assert [constant in note for note in said] == [True] * bool(constant)
 
 
 def test_overridden_seeds_are_the_trials(tmp_path):

@@ -81,11 +81,11 @@ def test_losses_behind_a_step_say_nothing_of_the_start():
 def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     base, row = rows = summarize([run_of(O0, 2.0), run_of(BFLOAT16, 0.5)])
     assert "first loss 0.5 against 2 of O0 with seed 0" in row.verdict
-    assert recommendation(rows).startswith("none") and "first loss 0.5" in recommendation(rows)
+    assert recommendation(rows).startswith("None") and "first loss 0.5" in recommendation(rows)
     assert (base.outcome, row.outcome, row.comparisons) == ("baseline", "untested", [])
     rows = summarize([run_of(O0, 2.0), run_of(O0, 0.1, short=True, again=True)])
     assert "0.1 against 2 of its first run with seed 0" in rows[0].verdict
-    assert recommendation(rows).startswith("none")
+    assert recommendation(rows).startswith("None")
 
 
 def swept_by_hand(folder, monkeypatch, measured):
@@ -162,7 +162,7 @@ def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
     results = swept(tmp_path, monkeypatch, body)
     said = capsys.readouterr().out
     recommended = said.partition("Recommendation: ")[2]
-    assert recommended.startswith("none: the rows do not start alike")
+    assert recommended.startswith("None: the rows do not start alike")
     for text in (said, (results / "report.html").read_text(), (results / "summary.md").read_text()):
         assert "w.pt" in text and "AMPATCH_TRIAL_DIR" in text.replace("\\", "")
     data = json.loads((results / "summary.json").read_text())

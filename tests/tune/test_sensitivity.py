@@ -363,6 +363,16 @@ def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause
         call.compare(HalfType(torch.float16))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
+    module, x = nn.utils.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)
+    module(x)
+    assert not module.weight.is_leaf  # which deepcopy refuses
+    call = Call(module, (x,), {}, as_group=True)
+    call.watch(module(x))
+    assert 0 < call.compare(HalfType(torch.float16)).output < 2e-3
+
+
 def test_modules_whose_turn_did_not_come_are_candidates_too(tmp_path):
     """Or "every module in FP32" would leave them out."""
     _, whole = trained(tmp_path, steps=30)

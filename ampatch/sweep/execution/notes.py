@@ -92,7 +92,7 @@ def baseline_trouble(script: str, kind: Kind) -> str:
     if not kind.half_weights:
         return ""
     return (
-        f"none: O0 is not FP32. {script} trains weights in {' and '.join(kind.half_weights)} by "
+        f"None: O0 is not FP32. {script} trains weights in {' and '.join(kind.half_weights)} by "
         "itself (model.half(), a default dtype, a framework's pure half precision). Expected FP32 "
         "weights; leave half to the levels."
     )
@@ -106,14 +106,18 @@ def _seed_note(
     One run does not show whether a seed that is not the trial's is made of it; a second does.
     """
     bases = [run for run in runs if run.case == BASE and not run.trial.short and run.measured]
-    if not seeds_matter(bases):
-        return (
-            "The seed does not reach the script: O0 is the same with each. Accuracy is not tested "
-            f"like this. {_PASS_ON}."
-        )
     own = [run.measured.own_seed for run in bases if run.measured.own_seed]
+    if not seeds_matter(bases):
+        where = f" ({own[0]})" if own else ""
+        return (
+            f"The seed does not reach the script{where}: O0 is the same with each. Accuracy is not "
+            f"tested like this. {_PASS_ON}."
+        )
     is_passed_on = any("{seed}" in argument for argument in arguments)
-    is_constant = len(set(own)) == 1 and (len(own) > 1 or not is_passed_on)
+    others = [run.trial.seed for run in bases if not run.measured.own_seed]
+    # A call that gives the trial's own seed is not noted: with seed 0 that of `random.seed(0)`.
+    is_same = bool(others) and all(f"({seed})" in own[0] for seed in others) if own else False
+    is_constant = len(set(own)) == 1 and (len(own) > 1 or is_same or not is_passed_on)
     if options.override_seeds or not is_constant:
         return ""
     return (

@@ -26,7 +26,7 @@ from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
-NOTHING_YET = "nothing to compare yet"
+NOTHING_YET = "Nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
 LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
@@ -40,7 +40,7 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
     if apart:
         first = next((row for row in apart if row.outcome != "baseline"), apart[0])
         return (
-            "none: the rows do not start alike, so they cannot be compared. "
+            "None: the rows do not start alike, so they cannot be compared. "
             f"{_name(first)} has a {first.start}."
         )
     if not anything_compared(rows):
