@@ -67,7 +67,7 @@ class SweepOptions:
         resume: go on with the sweep in the folder
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
-        autocast: leave the rows of torch.autocast out
+        autocast: with or without rows of torch.autocast
         override_seeds: give the script's own calls the trial's seed
         rounds: measure speed in N rounds at least (default: 3)
         steps: end each run after N optimizer steps

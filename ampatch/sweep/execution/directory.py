@@ -34,7 +34,7 @@ from ampatch.sweep.trial import Trial
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _OURS = (
     *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
-    *(f"{PLOTS}/captions.md", f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
+    *(f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
     f"{EVENTS}/*.seed*.repeat*",
 )
 

@@ -31,7 +31,6 @@ SUMMARY = "summary.json"
 RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
-CAPTIONS = "captions.md"  # in PLOTS, of older reports
 TABLES = ("summary.csv", "summary.md", "summary.tex")
 EVENTS = "tensorboard"
 
