@@ -1,8 +1,8 @@
 """Policy contexts: a `with` block or decorator that puts a thread under a policy.
 
-A policy belongs to a thread, as torch's grad mode does: what other generators
-or tasks run in the thread while one of them is suspended inside a `with` block
-is under that block too.
+A policy belongs to a thread, as torch's grad mode does.  While a generator or a task
+is suspended inside a `with` block, all else that runs in the thread is under that
+block too.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
 
 FOLLOW: Any = object()
-"""In the place of a policy: that of the process is in force."""
+"""Instead of a policy: the policy of the process is in force."""
 KEEP: Any = object()
-"""Given to `Block.enter` in the place of a policy: what is in force stays."""
+"""Given to `Block.enter` instead of a policy: the policy in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
@@ -35,7 +35,7 @@ USER = "user"
 REGION = "region"
 """A region of torch.autocast."""
 BACKWARD = "backward"
-"""The backward of a Function with `custom_fwd`: its `custom_bwd` means the casts of its forward."""
+"""The backward of a Function with `custom_fwd`: `custom_bwd` brings back its forward's casts."""
 
 
 class Entry(NamedTuple):
@@ -48,11 +48,12 @@ class Entry(NamedTuple):
 
 
 class Block:
-    """Something that runs under a policy; as a `with` block, without casts.
+    """Code that runs under a policy; in a `with` statement, without casts.
 
-    `of`: the object that it stands for, where its end is known by that.  One object may be entered
-    many times, also in several threads.  Its end is the end of all that was entered within it and
-    has not been left, as after Ctrl-C, which skips forward hooks and may strike any exit.
+    `of`: the object by which its exit is recognized, such as a region of torch.autocast.  One
+    block may be entered many times, also in several threads.  When it is left, all that was entered
+    within it is left too: after Ctrl-C, which skips forward hooks and may strike any exit, entries
+    may still be there.
     """
 
     __slots__ = ("_state", "kind", "of")

@@ -178,7 +178,7 @@ PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* observers = nullptr;
 
-// watch(list): the list of those that look at casts.
+// watch(list): the list of the observers of casts.
 PyObject* watch(PyObject*, PyObject* list) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyList_CheckExact(list), "watch(observers: list)");

@@ -2,7 +2,7 @@
 
 An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
 skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
-what is inf or NaN has the value again that it had after the last step, or was loaded since.
+values that are inf or NaN are set to those that were there after the last step, or loaded since.
 Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
 
 The values are noted after each step, not by a hook on the forward: parts of a model may be called

@@ -81,7 +81,7 @@ class Session:
         return alive(self.optimizer_rows)
 
     def is_alive(self) -> bool:
-        """Whether a model or an optimizer is still in use, or none was collected."""
+        """Whether a member is still in use; True too where none was given or all were released."""
         for rows in self._rows:
             for held in list(rows.values()):
                 if held() is not None:
@@ -250,7 +250,7 @@ class Session:
         }
 
     def mix(self, managed: ManagedModel) -> None:
-        """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
+        """FP32 meets half in a model's forward: have calls that mix them follow the tables."""
         if managed.policy is None:
             managed.policy = self.policies.mixed
             if self.is_open:
@@ -399,7 +399,7 @@ def taken_over(*given: Any) -> Iterator[None]:
 
 
 def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
-    """Parameters (ids) have got other dtypes: what the optimizer keeps of them fits again."""
+    """Fit what the optimizer keeps of these parameters (ids) to the dtypes that they have now."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
         zero.settle(managed.optimizer)

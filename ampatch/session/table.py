@@ -31,7 +31,7 @@ class Table:
         return len(self._rows)
 
     def put(self, given: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
-        """`given` is in `session` from now on; returns what holds its counterpart."""
+        """`given` is in `session` from now on; returns a weak reference to its counterpart."""
         key, rows = id(given), self._rows
 
         def collected(counterpart: weakref.ref) -> None:

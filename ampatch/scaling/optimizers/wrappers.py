@@ -70,8 +70,8 @@ class Methods:
 def _calling(slot: _Slot, name: str, original: Callable, of_class: Any) -> Callable:
     """A method that calls the replacement in `slot`; `original` is the method that it shadows.
 
-    `of_class` is where the class has it, if not None: what other code puts there later is called
-    in its place, as Python would do.  On a copy of the optimizer the original is called.
+    `of_class` is the method of the class, or None.  If other code replaces that one later, the new
+    one is called, as Python would do.  On a copy of the optimizer the original is called.
     """
 
     @functools.wraps(getattr(original, "__func__", original))

@@ -24,7 +24,7 @@ def refuse_join(optimizer: Any) -> None:
 
 
 def settle(optimizer: Any) -> None:
-    """Its parameters may have other memory than before: its buckets hold them again.
+    """Parameters of the optimizer may have got other memory: have its buckets hold them again.
 
     Raises `AmpatchError` if buckets cannot hold them.
     """
