@@ -176,9 +176,9 @@ class ManagedOptimizer:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
         gradients.finish()
-        self.settle_overflow()
+        self.check_overflow()
 
-    def settle_overflow(self) -> None:
+    def check_overflow(self) -> None:
         """Bring the overflow flag up to date with the gradients, and scalers with the flag."""
         waiting = list(self.gradients.waiting)
         for deferred in waiting:

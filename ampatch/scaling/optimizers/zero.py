@@ -23,7 +23,7 @@ def refuse_join(optimizer: Any) -> None:
         )
 
 
-def settle(optimizer: Any) -> None:
+def rebuild_buckets(optimizer: Any) -> None:
     """Parameters of the optimizer may have got other memory: have its buckets hold them again.
 
     Raises `AmpatchError` if buckets cannot hold them.
