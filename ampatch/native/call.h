@@ -158,7 +158,7 @@ class Caster {
     return result.release();
   }
 
-  // Whether it is known here that a copy that is made now is kept.
+  // Whether nobody observes casts, and `WeightCache._make` would keep a copy that is made now.
   bool is_cast_here(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {

@@ -103,8 +103,8 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// cast_into(copies, weights, dtype, in_graph): as the two; each half copy is entered under its
-// weight's id, with the version that it was made from.
+// cast_into(copies, weights, dtype, in_graph): as `cast_together` or `copies`; each half copy is
+// entered under its weight's id, with the version that it was made from.
 PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

@@ -65,7 +65,7 @@ class RunningStatistics:
             now = _cat(buffers)
             is_finite = _is_finite(now)
             noted = _choose(is_finite, now, self._noted[index].to(now))
-            self._noted[index] = noted  # what was not finite before a step of others stays known
+            self._noted[index] = noted  # instead of inf or NaN the value noted before
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):

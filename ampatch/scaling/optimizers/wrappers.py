@@ -24,10 +24,10 @@ class _Slot:
 class Methods:
     """Shadows methods on the instance by bound methods.
 
-    Only a bound method *of the optimizer* is met by LR schedulers built before
-    and after: they rebind `step.__func__`.  A scheduler's wrapper stays when
-    the method is taken out from under it; the next `put` takes the slot that is
-    left inside, so that wrappers do not nest ever deeper.
+    LR schedulers, built before or after, rebind `step.__func__`: so the shadow is
+    a bound method *of the optimizer*.  A scheduler's wrapper stays when the method
+    inside it is taken out.  The next `put` uses the slot in there again, so that
+    wrappers do not nest ever deeper.
     """
 
     def __init__(self, optimizer: Any) -> None:
