@@ -2,7 +2,7 @@
 //
 // Every function here has a twin in Python that gives the same bits; it stands where the function
 // is used.  A function that meets something unusual leaves it to its twin.  ATen's operators
-// compute, so that one source serves every device; only small tensors in host memory are copied here.
+// compute, so that one source serves every device; only small tensors of the host are copied here.
 
 #include <type_traits>
 #include <utility>
