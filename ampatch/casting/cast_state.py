@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
 from .stack import BLOCK, FOLLOW, KEEP, REGION, USER, Block, Entry, is_running
@@ -115,14 +114,6 @@ class CastState:
     def instead_of_torch(self) -> Sequence[str]:
         """Switch torch's autocast off.  Returns `off` for `Block.enter`: where it was on."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
-
-    def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
-        """A context manager and decorator: the policy is `choose()`, asked at each entry.
-
-        With `call`, the user's call as written, it holds inside managed models too, and torch's
-        own autocast is off meanwhile.
-        """
-        return PolicyContext(self, choose, call)
 
     def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.

@@ -10,26 +10,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..types import Called
+from .cast_state import CastState
+from .policy import Policy
 from .stack import BLOCK, USER, Block
-
-if TYPE_CHECKING:
-    from .cast_state import CastState
-    from .policy import Policy
 
 
 class PolicyContext:
     """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
-    `call`: the user's call that has made it, as written; None: it is a block of ampatch's own.
+    `call`: the user's call that has made it, as written.  Such a block holds inside managed models
+    too, and torch's own autocast is off meanwhile.  None: it is a block of ampatch's own.
     """
 
     __slots__ = ("_block", "_call", "_choose", "_state")
 
     def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], call: str | None
+        self, state: CastState, choose: Callable[[], Policy | None], call: str | None = None
     ) -> None:
         self._state = state
         self._choose = choose

@@ -19,6 +19,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_state import CastState
+from .contexts import PolicyContext
 from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
@@ -104,7 +105,7 @@ def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> C
     def attention(*args: Any, **kwargs: Any) -> Any:
         return torch.nn.functional.multi_head_attention_forward(*args, **kwargs)
 
-    return opaque_call(state.under(choose)(attention))
+    return opaque_call(PolicyContext(state, choose)(attention))
 
 
 def whole_in_graphs(original: Callable, state: CastState) -> Callable:

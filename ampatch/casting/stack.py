@@ -9,15 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
+from .policy import Policy
 from .torch_autocast import switch_on
-
-if TYPE_CHECKING:
-    from .cast_state import CastState
-    from .policy import Policy
 
 _BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
 
@@ -36,6 +33,22 @@ REGION = "region"
 """A region of torch.autocast."""
 BACKWARD = "backward"
 """The backward of a Function with `custom_fwd`: `custom_bwd` brings back its forward's casts."""
+
+
+class State(Protocol):
+    """What a block needs of the `CastState`."""
+
+    process: Policy | None
+
+    @property
+    def thread(self) -> Any:
+        """The stack of this thread, and the policy of its innermost entry."""
+
+    def watch(self, change: int) -> None:
+        """One reason more (+1) or fewer (-1) why calls must look at their own thread."""
+
+    def drop_ended(self) -> None:
+        """Leave calls that run no longer."""
 
 
 class Entry(NamedTuple):
@@ -58,7 +71,7 @@ class Block:
 
     __slots__ = ("_state", "kind", "of")
 
-    def __init__(self, state: CastState, kind: str = CALL, of: Any = None) -> None:
+    def __init__(self, state: State, kind: str = CALL, of: Any = None) -> None:
         self._state = state
         self.kind = kind
         self.of = of
