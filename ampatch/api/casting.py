@@ -104,7 +104,7 @@ def disable_casts() -> PolicyContext:
     and `async` functions (`TypeError`): write the block inside.  New threads cast.
     Forked processes inherit the block; spawned processes have no session.
     """
-    return registry.state.under(lambda: None, "ampatch.disable_casts()")
+    return PolicyContext(registry.state, lambda: None, "ampatch.disable_casts()")
 
 
 def precision(dtype: Precision) -> PolicyContext:
@@ -127,7 +127,7 @@ def precision(dtype: Precision) -> PolicyContext:
             policy = policy.in_type(half_type(on[-1]))
         return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
-    return registry.state.under(forced, call)
+    return PolicyContext(registry.state, forced, call)
 
 
 def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:

@@ -4,9 +4,9 @@
 nothing on its device type.  One that is enabled inside a managed forward at O1 gives the half
 type: ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
-policy again: see `CastState.enter_forward`.  Code of torch's that restores the autocast state of
-a forward enters regions too.  What it runs in them takes its policy along
-(`context_propagation`), which is the innermost setting.
+policy again: see `CastState.enter_forward`.  torch's own code enters regions too, to restore the
+autocast state of a forward.  What it runs inside takes the forward's policy along
+(`context_propagation`), which is then the innermost setting.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts as they are; a warning names the cure.
@@ -16,12 +16,14 @@ calls on the device are cast: libraries ask in order to act as under autocast, a
 `custom_fwd`.  Torch's other modules get torch's answer, since they save the state to restore it,
 guard on it or choose kernels by it.
 
-So the frame of the caller decides one question: *does torch's own code ask for the state, or set
-it?*  It stands between `set_` and `is_autocast_enabled` and their callers only.  Tried instead:
-answers as to everybody else, which `autocast.__enter__`, checkpoints and Dynamo restore as a state
-of torch's, and which keep transformer layers and CUDA graphs from their fast ways; a flag that is
-set while such code runs, which has no place to be set where a module's forward asks in its middle,
-and runs code of the user's too; a list of what saves, which a newer torch makes longer.
+So the caller's frame decides one question: *does torch's own code ask for the state, or set it?*
+Only the switch and the questions look at it.  Three other ways were tried:
+
+* One answer for all.  Then `autocast.__enter__`, checkpoints and Dynamo restore it as torch's own,
+  and transformer layers and CUDA graphs leave their fast ways.
+* A flag that is set while such code of torch's runs.  A module's forward asks in its middle, where
+  no flag can be set, and such code runs the user's code too.
+* A list of the functions that save the state.  Each newer torch makes it longer.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class AutocastInterop:
         ]
 
     def end(self) -> None:
-        """The patches go, and nothing will be seen to leave a region: this thread leaves all."""
+        """The patches go, and no exit of a region will be seen: this thread leaves all of them."""
         for entry in list(self._state.thread.stack):
             if entry.block.kind == REGION:
                 entry.block.leave()
@@ -163,10 +165,10 @@ class AutocastInterop:
         return get_autocast_dtype
 
     def _answer(self, asking: FrameType | None, device: str) -> Policy | None:
-        """The policy that the answer about `device` is of; None: the answer is torch's.
+        """The policy by which to answer about `device`; None: the answer is torch's.
 
-        Where only some calls are cast, libraries are not to cast the others: `custom_fwd` alone
-        hears of that policy.
+        Where only some calls are cast (a gate), libraries must not cast the others: `custom_fwd`
+        alone gets the answer of that policy.
         """
         policy = self._state.policy_on(device)
         if policy is None or policy.gate is None:

@@ -47,11 +47,11 @@ MOST_BYTES_OF_LISTS = 32 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights.
 
 The larger one is for devices that copy a list in one kernel: the fewer buckets, the fewer kernels.
-It is about that of DDP's buckets, so that gradients wait no longer for these than for those.
+It is about that of DDP's buckets, so gradients wait no longer here than there.
 """
 
 HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
-"""Without, no weights are cast together."""
+"""If False, no weights are cast together."""
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -81,7 +81,7 @@ class _CastTogether(Function):
 
 
 _apply = super(Function, _CastTogether).apply
-"""`Function.apply` without its questions about torch.func: in its transforms it is not used."""
+"""`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -92,7 +92,7 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `copies`, of tensors in one block of memory: they share one too, at the same places."""
+    """As `copies`, for tensors in one block of memory: the copies share one, at the same places."""
     first = tensors[0]
     size = first.untyped_storage().nbytes() // first.element_size()
     block = torch.empty(size, dtype=dtype, device=first.device).untyped_storage()
@@ -107,7 +107,7 @@ def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
 
 
 def cast_in_one_block(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The copies of weights that share one block of memory; one call uses all or none."""
+    """Copies of an RNN's weights, which share one block of memory; a call uses all or none."""
     if torch.is_grad_enabled() and any(map(_wants_grad, weights)):
         return _apply(_in_one_block, dtype, *weights)
     with torch.no_grad():
@@ -172,8 +172,7 @@ def alike(bucket: list[Tensor], alone: Collection[int] = ()) -> list[list[Tensor
 class LastForward:
     """The weights that a model's last forward cast to `dtype`: what its next one begins with.
 
-    A weight that has another dtype or device by then is no reason to leave it out: its copy is not
-    used.
+    A weight that has got another dtype or device since is among them: nothing uses its copy.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -192,8 +191,8 @@ class LastForward:
     def buckets(self) -> list[list[Tensor]]:
         """What to cast together as a forward begins; the rest is cast at its use.
 
-        Nothing in evaluation mode where a graph is recorded: who asks for one without a step, as
-        libraries that prune, may look in it for the weights behind each layer.
+        Nothing in evaluation mode where a graph is recorded: libraries that prune record one to
+        find the weights behind each layer.
         """
         _, buckets, tables = self._found
         if not buckets or not HOOKS_CAN_BE_SEEN:
@@ -250,7 +249,7 @@ def hook_tables(parts: list[nn.Module]) -> list[dict]:
 def below_hooks(parts: list[nn.Module]) -> set[int]:
     """Ids of the weights of modules with backward hooks, their children's among them.
 
-    Such a hook runs when the gradients of its module are complete, not those of a bucket.
+    Such a hook runs when the gradients of its module are complete; those of a bucket may not be.
     """
     if any(GLOBAL_BACKWARD_TABLES):
         hooked = parts

@@ -4,17 +4,17 @@ A call is under the process's policy, unless its thread is inside something that
 policy of its own: see `stack`.
 
 Patched functions read the state on every call, so it is plain attributes.
-`torch.compile` guards on what it reads while tracing: on plain attributes and
-on attributes that a `threading.local` subclass sets in `__init__` it guards
-correctly (a class-level default of a `threading.local`, and a `ContextVar`, it
-does not: the first is silently frozen into the graph, the second refused).
+`torch.compile` guards on what it reads while tracing.  Its guards are right for plain
+attributes, and for those that a `threading.local` subclass sets in `__init__`.  It freezes
+a class-level default of a `threading.local` into the graph silently, and refuses a
+`ContextVar`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .contexts import PolicyContext
 from .handler_tables import HandlerTables
 from .policy import Policy
 from .stack import BLOCK, FOLLOW, KEEP, REGION, USER, Block, Entry, is_running
@@ -92,7 +91,7 @@ class CastState:
         """A managed forward begins, and the thread's stack has entries: enter `block`.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
-        torch.autocast do not: the innermost wins.  One that is enabled gives the half type.
+        torch.autocast do not: the forward is inside them.  An enabled one gives the half type.
         """
         if not is_dynamo_compiling():
             self.drop_ended()
@@ -113,16 +112,8 @@ class CastState:
             block.enter(policy if half_type(on[-1]) is policy.half_to else None)
 
     def instead_of_torch(self) -> Sequence[str]:
-        """Switch torch's autocast off; on which devices it was on, for `Block.enter`."""
+        """Switch torch's autocast off.  Returns `off` for `Block.enter`: where it was on."""
         return () if is_dynamo_compiling() else switched_off(devices_on())
-
-    def under(self, choose: Callable[[], Policy | None], call: str | None = None) -> PolicyContext:
-        """A context manager and decorator: the policy is `choose()`, asked at each entry.
-
-        One that is made by a `call` of the user's holds inside managed models too, and instead of
-        torch's own autocast.
-        """
-        return PolicyContext(self, choose, call)
 
     def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.
@@ -156,7 +147,7 @@ class CastState:
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:
-        """Within `casts_off`: the policy that was in force around it is so again meanwhile."""
+        """Context manager inside `casts_off`: the policy around that block is in force again."""
         self.casts_off.leave()
         try:
             yield
@@ -164,7 +155,7 @@ class CastState:
             self.casts_off.enter()
 
     def casts_here(self) -> bool:
-        """Whether a session casts in this thread, or would but for a block of the user's."""
+        """Whether a session casts in this thread, or would cast without a block of the user's."""
         if self.process is not None:
             return True
         for entry in self.thread.stack:

@@ -1,15 +1,15 @@
 """What runs later, or in another thread, runs under the policy that its call ran under.
 
-*Custom autograd Functions*: each call makes a context, and that is where the policy of its backward
-is kept.  The pass may run in another thread, after the forward's `with` block has ended, or after
-another session has opened with other rules.  So are the half copies that were lent where the
-Function was called (O2): what calls modules again in the backward pass (reversible networks,
-adjoint solvers) finds the forward's own copies, whose gradients it may ask for.  They are let go
-with the graph's buffers.
+*Custom autograd Functions*: each call makes a context, which keeps the policy of its backward.  The
+pass may run in another thread, after the forward's `with` block has ended, or after another session
+has opened with other rules.  The context also keeps the half copies that were lent where the
+Function was called (O2): code that calls modules again in the backward pass (reversible networks,
+adjoint solvers) finds the forward's own copies, and may ask for their gradients.  The copies are
+let go with the graph's buffers.
 
-*Activation checkpoints*: the recompute makes the casts of the forward.  What `checkpoint` itself
-calls is replaced, since its callers hold it already: `checkpoint_wrapper` and transformers in a
-`partial`; and Dynamo knows it by its identity.
+*Activation checkpoints*: the recompute makes the casts of the forward.  The functions that
+`checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
+it in a `partial`, and Dynamo knows it by its identity.
 
 *Replicas of DataParallel* run in threads of their own.
 """
@@ -38,7 +38,7 @@ from .torch_autocast import devices_on
 _POLICY = "_ampatch_policy"
 _LENT = "_ampatch_lent"
 _BESIDE_TORCH = "_ampatch_beside_torch"
-"""torch's autocast was on too: it is what `custom_bwd` brings back."""
+"""torch's autocast was on too: `custom_bwd` brings back that, and no casts of ampatch."""
 _UNKNOWN = object()
 
 
@@ -133,7 +133,7 @@ def _along(
     state: CastState,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable:
-    """`function` under the policy of now, in `around()`; torch's autocast is as it finds it."""
+    """`function` under the present policy, in `around()`; torch's autocast stays as it is there."""
     policy, kind = _setting(state)
 
     def along(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ def _with_own_copies(function: Callable, state: CastState) -> Callable:
 
 
 def _repeatable(function: Callable, state: CastState) -> Callable:
-    """`function` under the policy of now, with half copies of weights of its own."""
+    """`function` under the present policy, with what is lent now and with casts of its own."""
     policy = state.forward_policy()
     apart = nullcontext if policy is None else policy.cache.apart
     return _along(_with_own_copies(function, state), state, apart)

@@ -1,8 +1,8 @@
 """Policy contexts: a `with` block or decorator that puts a thread under a policy.
 
-A policy belongs to a thread, as torch's grad mode does: what other generators
-or tasks run in the thread while one of them is suspended inside a `with` block
-is under that block too.
+A policy belongs to a thread, as torch's grad mode does.  While a generator or a task
+is suspended inside a `with` block, all else that runs in the thread is under that
+block too.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..types import Called
+from .cast_state import CastState
+from .policy import Policy
 from .stack import BLOCK, USER, Block
-
-if TYPE_CHECKING:
-    from .cast_state import CastState
-    from .policy import Policy
 
 
 class PolicyContext:
     """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
-    `call`: the user's call that has made it, as written; None: it is a block of ampatch's own.
+    `call`: the user's call that has made it, as written.  Such a block holds inside managed models
+    too, and torch's own autocast is off meanwhile.  None: it is a block of ampatch's own.
     """
 
     __slots__ = ("_block", "_call", "_choose", "_state")
 
     def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], call: str | None
+        self, state: CastState, choose: Callable[[], Policy | None], call: str | None = None
     ) -> None:
         self._state = state
         self._choose = choose

@@ -83,8 +83,8 @@ _ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
 class _Search:
     """Looks for two functions in what a function's code, a class or an instance refers to.
 
-    `tables` have the original, and can take the replacement beside it; `original` says that
-    something else has it.  `entered` have the replacement, as `patched` says of anything.
+    `tables` have the original, and can take the replacement beside it; `original`: something else
+    has the original.  `entered` are tables that have the replacement; `patched`: something has it.
     """
 
     def __init__(self, original: Callable, patched: Callable) -> None:
@@ -127,7 +127,7 @@ class _Search:
                     self._into(inner)
 
     def _into(self, value: Any) -> bool:
-        """Note what `value` is or has as a member; whether it has members at all."""
+        """Note which of the two `value` is or has as a member.  Returns whether it has members."""
         original, patched = self._pair
         if value is original:
             self.original = True
@@ -156,7 +156,7 @@ class _Search:
 
 
 def _names_below(names: set[str], original: Callable) -> bool:
-    """Whether these names in a handler are of the module that F has some functions from."""
+    """Whether a handler names the original by `torch._C._nn`, from which F has some functions."""
     name = getattr(original, "__name__", "")
     return NN_NAME in names and name in names and getattr(NN, name, None) is original
 

@@ -59,7 +59,7 @@ def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
-    if original is _OPERATOR:  # of which torch speaks as of the method
+    if original is _OPERATOR:  # for which torch gives handlers the method
         patched, original = torch.Tensor.matmul, original_of_matmul()
     overloaded = overloaded_args(tuple(leaves((*args, *kwargs.values()))))
     types = tuple(map(type, overloaded))
@@ -163,7 +163,7 @@ class FunctionModes:
         self._patches = PatchSet()
 
     def watch(self, needed: bool) -> None:
-        """Know of modes from now on, or no longer."""
+        """Watch torch's stack of modes from now on, or no longer."""
         if not needed:
             self._patches.undo()
         elif not len(self._patches):
@@ -173,7 +173,7 @@ class FunctionModes:
             self.look()
 
     def look(self) -> None:
-        """Find out how it is in this thread."""
+        """Find out whether this thread is in a mode."""
         thread, is_in = threading.get_ident(), count_modes() > 0
         with self._lock:
             if is_in is (thread in self._threads):

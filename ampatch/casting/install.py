@@ -171,7 +171,7 @@ class Installation:
             self.missing.append(f"{where}.{name}")
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
-        """What a row puts in one of its places: decided here for all rows."""
+        """Makes what a row puts in one of its places: decided here for all rows."""
         rule, uncast = row.rule, None
         message = f"{public_name(f'{row.where}.{name}')} was called with a half precision argument."
         if rule is Rule.BANNED:

@@ -1,8 +1,8 @@
 """Half copies of one model's weights that serve all its forwards, inside `ampatch.cached_weights`.
 
-Only copies without a graph: one in a graph belongs to one backward pass.  A copy serves as long as
-its weight has the version and the place in memory that it had; a step drops all copies, since fused
-optimizers raise no versions.
+Only copies without a graph: one in a graph belongs to one backward pass.  The copies serve until a
+weight has another version or place in memory.  A step drops them too, since fused optimizers raise
+no versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeptCopies:
     """The copies of one model, while `blocks` are there."""
 
     unseen_changes = 0
-    """Steps and reads of `.data` so far, in any thread: they may change weights at no version."""
+    """Steps and reads of `.data` so far, in any thread: they may change weights unseen."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks: list[object] = []
@@ -86,7 +86,7 @@ class KeptCopies:
         return self._stores[torch.is_inference_mode_enabled()]
 
     def of_all(self, groups: list[tuple[list[Tensor], bool]], dtype: torch.dtype) -> list[Tensor]:
-        """As `of`, for all groups of weights of a model or a part; known by their identity."""
+        """As `of`, for all groups of a model or a part; the list is recognized by its identity."""
         if self._latest[0] is not groups:
             made = [copy for group in groups for copy in self.of(group[0], dtype, group[1])]
             if not all(self._may_keep(weights) for weights, _ in groups):
@@ -110,7 +110,7 @@ class KeptCopies:
         return [copies[id(one)][0] for one in weights]
 
     def _may_keep(self, weights: list[Tensor]) -> bool:
-        """Whether copies are of values, and of weights whose changes are seen."""
+        """Whether copies of these weights have values, and changes of the weights are seen."""
         return self._ids.issuperset(map(id, weights)) and not computes_with_fakes()
 
 

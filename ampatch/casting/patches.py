@@ -11,8 +11,9 @@ Three rules keep the restore exact:
 * an inherited name is deleted, not written back: of the 696 callables on
   `torch.Tensor` only 64 are its own, and a written-back copy would hide any
   later change to the base;
-* what other code put over a replacement afterwards is left alone.  If it puts the replacement
-  back, as a mock does that ends later, that one stays: without a policy it calls the original.
+* what other code put over a replacement afterwards is left alone.  If that code puts the
+  replacement back later, as a mock does when it ends, the replacement stays: without a policy it
+  calls the original.
 """
 
 from __future__ import annotations

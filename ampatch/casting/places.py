@@ -54,7 +54,7 @@ def public_name(where: str) -> str:
 
 
 def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
-    """`(owner, name)` of a function of the user's, given so or as one dotted string.
+    """`(owner, name)` of a function of the user's, given as these two or as one dotted string.
 
     Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
     """

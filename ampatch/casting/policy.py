@@ -24,11 +24,11 @@ class Policy:
     tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
     says whether the rules apply to it at all.  `special` maps an original
     function to the dtype the user's overrides ask for.  Where `follows_tables` is
-    False these are the only functions that cast: the rows count for nothing.
+    False only calls of these functions are cast: the rows count for nothing.
     `apex_tables`: the rows that only apex's tables have count too.
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
-    `in_forwards`, where a policy is not in force in backward passes: what a forward that runs
-    under it, and all that repeats this forward in a backward pass, is under.
+    `in_forwards`: what forwards are under, and all that repeats a forward in a backward pass,
+    where this policy itself casts nothing in backward passes; else None.
     `recorded_attention`: see `special_ops.whole_in_graphs`.
     """
 

@@ -39,7 +39,8 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
 def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
     """Bind each global that is an original (its id) to its replacement, until `patches.undo`.
 
-    By an original's id: these patches, and the replacement, which may be replaced in turn.
+    `replacements` has, by an original's id, the patches that undo it and the replacement, which
+    may be replaced in turn.
     """
     for namespace, name, value in bound(replacements):
         while id(value) in replacements:

@@ -22,7 +22,7 @@ class RegisteredFunctions:
         self._rules: dict[tuple[Any, str], Rule] = {}  # by owner and name
 
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
-        """Have a function follow a rule from now on; whether patches in force are out of date.
+        """Have a function follow a rule from now on.  Returns whether patches are out of date.
 
         Raises `AttributeError` if its module has no such name, `TypeError` for something that
         cannot follow a rule.

@@ -37,7 +37,7 @@ class Replacements:
     def put(self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False) -> None:
         """Replace `owner.name` by `make(original)`.
 
-        `shared`: if the function has a replacement already, under another name, by that one.
+        `shared`: a function that has a replacement already, under another name, gets that one.
         """
 
         def make_and_register(original: Any) -> Any:
@@ -60,12 +60,12 @@ class Replacements:
             self._patches.on_undo(lambda: table.pop(id(made), None))
 
     def rebind(self, *originals: Any) -> None:
-        """Have modules that bound these originals before use replacements; none given: all."""
+        """Bind modules' names for these originals (none given: for all) to their replacements."""
         chosen = map(id, originals) if originals else self._by_original
         rebind.rebind({key: (self._patches, self._by_original[key]) for key in chosen})
 
     def give_back(self) -> None:
-        """The patches are undone: give originals to the user's modules that hold replacements."""
+        """The patches are out: bind the user's names for replacements to the originals again."""
         if self.pairs:
             rebind.give_back((made, self.original(made)) for made, _ in self.pairs.values())
         self.pairs.clear()

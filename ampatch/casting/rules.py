@@ -36,7 +36,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class _NoHalfKernel(Exception):
-    """An argument is compressed sparse on the CPU, whose kernels know no half: FP32 it is."""
+    """An argument is compressed sparse on the CPU, where its kernels take no half: FP32 instead."""
 
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
@@ -99,7 +99,7 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
 
 
 def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and type of device, for which no handler is asked: no call of the user's."""
+    """A tensor's dtype and type of device.  Handlers do not see this look: it is not the user's."""
     if type(value) not in TENSORS and wants_to_see(value):
         with unhandled():
             return value.dtype, value.device.type
@@ -113,7 +113,7 @@ def castable(value: Tensor, policy: Policy) -> bool:
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
-    """A tensor's dtype, which no handler is asked for."""
+    """A tensor's dtype.  Handlers do not see this look."""
     return kind_of(value)[0]
 
 
@@ -160,7 +160,7 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """FP32 as `_single` on the CPU; elsewhere the widest."""
+    """FP32 if a tensor is on the CPU; else the widest dtype, as PROMOTE."""
     if any(kind_of(value)[1] == "cpu" for value in tensors_in((*args, *kwargs.values()))):
         return torch.float32
     return widest(args, kwargs, policy)
@@ -195,12 +195,12 @@ def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 
 
 def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Only an override of the function casts it."""
+    """No rule: only an override casts this function."""
     return None
 
 
 def banned(message: str, warn: Callable[[str], None]) -> Choose:
-    """FLOAT for calls with half arguments: refused with `message`, or warned of."""
+    """As FLOAT, for calls with half arguments; each is refused with `message`, or warned of."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         if not _has_half(args, kwargs, policy):
@@ -225,7 +225,7 @@ def refused(message: str) -> Choose:
 
 
 def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
-    """Whether half tensors are among what is cast; what a handler is yet to see does not count."""
+    """Whether a castable argument is half; False for a call that a handler is to see first."""
     return not is_asked(args, kwargs) and any(
         value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
         for value in tensors_in((*args, *kwargs.values()))

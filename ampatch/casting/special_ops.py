@@ -19,6 +19,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
 from .cast_state import CastState
+from .contexts import PolicyContext
 from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
@@ -31,9 +32,9 @@ _EVERYWHERE = Policy(half_to=torch.float32)
 
 
 def float_inside(choose: Choose) -> Callable:
-    """What PyTorch computes wrongly in half, in FP32 where `choose` says so: for `replacement`.
+    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where `choose` says so.
 
-    The result has the dtype as without us.
+    For `uncast` of `wrapper.replacement`.  The result has the dtype that PyTorch gives it.
     """
 
     def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +72,8 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
 def _fast_path(original: Callable, state: CastState) -> Callable:
     """Whether attention and encoder layers may take fused kernels in evaluation.
 
-    As under autocast not where calls are cast: the kernels are one call, of which no row knows
-    what is in it.  A policy with a gate casts some calls, and only the asking module's frame has
+    As under autocast, they may not where calls are cast: a fused kernel is one call, which no row
+    can take apart.  A policy with a gate casts some calls, and only the asking module's frame has
     the tensors of this one.  Code being compiled has no frames, and may not call the original.
     """
 
@@ -104,13 +105,13 @@ def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> C
     def attention(*args: Any, **kwargs: Any) -> Any:
         return torch.nn.functional.multi_head_attention_forward(*args, **kwargs)
 
-    return opaque_call(state.under(choose)(attention))
+    return opaque_call(PolicyContext(state, choose)(attention))
 
 
 def whole_in_graphs(original: Callable, state: CastState) -> Callable:
     """Attention of `nn.MultiheadAttention`, which Dynamo does not trace but keeps as one call.
 
-    AOTAutograd runs it later, outside of the model's forward: it takes its policy along.
+    AOTAutograd runs the call later, outside of the model's forward: it takes its policy along.
     """
     without_casts = _attention_under(lambda: None, state)
 

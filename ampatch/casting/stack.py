@@ -9,22 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
+from .policy import Policy
 from .torch_autocast import switch_on
-
-if TYPE_CHECKING:
-    from .cast_state import CastState
-    from .policy import Policy
 
 _BETWEEN = (__name__.partition(".")[0] + ".", "contextlib")
 
 FOLLOW: Any = object()
-"""In the place of a policy: that of the process is in force."""
+"""Instead of a policy: the policy of the process is in force."""
 KEEP: Any = object()
-"""Given to `Block.enter` in the place of a policy: what is in force stays."""
+"""Given to `Block.enter` instead of a policy: the policy in force stays."""
 
 CALL = "call"
 """A call of a module, from hook to hook.  Ctrl-C skips hooks: its entry may be left behind."""
@@ -35,7 +32,23 @@ USER = "user"
 REGION = "region"
 """A region of torch.autocast."""
 BACKWARD = "backward"
-"""The backward of a Function with `custom_fwd`: its `custom_bwd` means the casts of its forward."""
+"""The backward of a Function with `custom_fwd`: `custom_bwd` brings back its forward's casts."""
+
+
+class State(Protocol):
+    """What a block needs of the `CastState`."""
+
+    process: Policy | None
+
+    @property
+    def thread(self) -> Any:
+        """The stack of this thread, and the policy of its innermost entry."""
+
+    def watch(self, change: int) -> None:
+        """One reason more (+1) or fewer (-1) why calls must look at their own thread."""
+
+    def drop_ended(self) -> None:
+        """Leave calls that run no longer."""
 
 
 class Entry(NamedTuple):
@@ -48,16 +61,17 @@ class Entry(NamedTuple):
 
 
 class Block:
-    """Something that runs under a policy; as a `with` block, without casts.
+    """Code that runs under a policy; in a `with` statement, without casts.
 
-    `of`: the object that it stands for, where its end is known by that.  One object may be entered
-    many times, also in several threads.  Its end is the end of all that was entered within it and
-    has not been left, as after Ctrl-C, which skips forward hooks and may strike any exit.
+    `of`: the object by which its exit is recognized, such as a region of torch.autocast.  One
+    block may be entered many times, also in several threads.  When it is left, all that was entered
+    within it is left too: after Ctrl-C, which skips forward hooks and may strike any exit, entries
+    may still be there.
     """
 
     __slots__ = ("_state", "kind", "of")
 
-    def __init__(self, state: CastState, kind: str = CALL, of: Any = None) -> None:
+    def __init__(self, state: State, kind: str = CALL, of: Any = None) -> None:
         self._state = state
         self.kind = kind
         self.of = of

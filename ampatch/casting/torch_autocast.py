@@ -1,6 +1,6 @@
 """torch's own autocast in this thread: asked, and switched.
 
-By the functions that torch had when this module was imported, not by their replacements.
+This module calls the functions that torch had when it was imported, not their replacements.
 """
 
 from __future__ import annotations

@@ -78,8 +78,9 @@ class WeightCache:
         those of `lasting`.
 
         Within another model's forward nothing happens: the outermost counts.
-        An opener that finds itself was interrupted (Ctrl-C skips hooks) or calls
-        itself; both are safe with no copies.
+        If a forward of the opener is still open, it was interrupted (Ctrl-C skips
+        hooks) or calls itself: then the new one begins without copies, which is right
+        for both.
         """
         thread = self._thread
         if thread.forward is not None and thread.forward.opener is not opener:
@@ -123,10 +124,11 @@ class WeightCache:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Copies of its own for what runs inside, each weight cast at its use, by itself.
+        """Context manager: code inside has copies of its own, each cast at its use, by itself.
 
-        For what an activation checkpoint runs twice: both times it makes the same calls, and
-        a weight used twice sums its gradients in the same dtype as without the checkpoint.
+        For the function that an activation checkpoint runs twice: both times it makes the same
+        calls, and a weight used twice sums its gradients in the dtype that it has without the
+        checkpoint.
         """
         found = self._thread.forward
         own = self._thread.forward = None if is_recording() else _Forward(object(), below=found)
@@ -155,7 +157,7 @@ class WeightCache:
             forward = forward.below
 
     def forget_all(self) -> None:
-        """An optimizer has stepped within this thread's forward, perhaps raising no versions."""
+        """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
         forward = self._thread.forward
         if forward is not None:
             forward.graphed, forward.plain = {}, {}
@@ -214,5 +216,5 @@ def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return half
 
 
-if native.part is not None:  # it casts weights at their use, where nobody looks at casts
+if native.part is not None:  # it casts weights at their use, unless there are observers
     native.part.watch(observers)

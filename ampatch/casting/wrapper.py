@@ -3,7 +3,7 @@
 `replacement(original, choose, state)` returns a plain function (torch.compile sees
 through plain functions; it silently unwraps wrapt's proxies) that asks for the policy
 in force, casts the arguments to the dtype that the rule chooses, and calls the original.
-The native part does the last two for the usual kinds of arguments.
+The native part casts and calls, for the usual kinds of arguments.
 
 Calls with `out=` are never cast.
 """
@@ -42,8 +42,8 @@ def replacement(
 ) -> Callable:
     """A plain function that stands in for `original` and casts to what `choose` says.
 
-    `is_whole`: casts are off inside the function, as in one that has an override.
-    `uncast(call, *args, **kwargs)` makes calls that are not cast here, if it is given.
+    `is_whole`: the function runs without casts inside, as an overridden one does.
+    `uncast(call, *args, **kwargs)`, if given, makes the calls that are not cast here.
     """
     as_object = opaque_call(original)
 
@@ -119,10 +119,10 @@ def overridden(
 ) -> Any:
     """A patched call under a policy with overrides of functions, or of a function that is whole.
 
-    Casts are off inside an overridden function: the rows of what it calls itself
-    (F.softmax calls Tensor.softmax) would have the last word.
-    In a model without casts (O2, O3) the code around the call expects the dtype
-    it put in, so that the result goes back to the widest of the arguments.
+    Casts are off inside an overridden function: else the rows of the functions that it
+    calls (F.softmax calls Tensor.softmax) would decide.
+    In a model without casts (O2, O3) the code around the call expects the dtype that it
+    has passed, so the result is cast to the widest dtype among the arguments.
     """
     if is_asked(args, kwargs):
         return call_handlers(state, patched, original, args, kwargs)

@@ -62,8 +62,8 @@ def build(again: bool = True, verbose: bool = False) -> Path:
     """Compile the native part for this torch and Python; about half a minute.
 
     Returns the file in the cache, which appears there whole or not at all.  Processes that build at
-    once take turns.  Without `again` a file that is there then is the answer, and so is the error
-    of a build that failed.  `verbose`: show what the compiler says.
+    once take turns.  Without `again` a build that is there by then is the result, and so is the
+    error of one that failed.  `verbose`: show what the compiler says.
 
     Raises `AmpatchError` if something that it needs is missing, or if it does not compile.
     """

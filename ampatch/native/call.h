@@ -19,7 +19,7 @@ Names names;
 
 PyObject* compiler = nullptr;  // the module torch.compiler
 
-// As `probes.is_recording`; also if that cannot be told.
+// As `probes.is_recording`; true also where that is not known.
 bool is_recording() {
   constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
   if (is_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
@@ -28,7 +28,7 @@ bool is_recording() {
   return flag.get() != Py_False;
 }
 
-// The types that a call's arguments may have beside tensors, and tuples of these.
+// The types that arguments of a call may have, apart from tensors and tuples.
 bool is_scalar(PyObject* value) {
   PyTypeObject* type = Py_TYPE(value);
   return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
@@ -41,8 +41,8 @@ class Caster {
   Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
       : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
 
-  // Whether `cast` knows this kind of argument.  A list in lists in lists, `deepest` of them, is
-  // none: it may hold itself.
+  // Whether `cast` knows this kind of argument.  A list within more than `deepest` lists is not
+  // known: it may hold itself.
   static bool is_usual(PyObject* value, int deepest = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
@@ -158,7 +158,7 @@ class Caster {
     return result.release();
   }
 
-  // Whether it is known here that a copy that is made now is kept.
+  // Whether nobody observes casts, and `WeightCache._make` would keep a copy that is made now.
   bool is_cast_here(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {

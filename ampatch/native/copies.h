@@ -128,7 +128,7 @@ bool lies_within(const Tensor& tensor, float limit) {
 }
 
 // fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
-// (-limit, limit).  None: one does not, or it is for ATen, autograd or a mode to make the copy.
+// (-limit, limit).  None: one does not, or ATen, autograd or a mode must make the copy.
 PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

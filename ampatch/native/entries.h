@@ -30,7 +30,7 @@ PyObject* entries_are(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// What a list has at the place that a number says; borrowed.
+// The item of a list at the index that a Python number gives; a borrowed reference.
 PyObject* chosen(PyObject* list, PyObject* number) {
   const Py_ssize_t place = PyLong_AsSsize_t(number);
   TORCH_CHECK_INDEX(place >= 0 && place < PyList_GET_SIZE(list), "no such place");

@@ -1,8 +1,8 @@
 // The native part of ampatch: what a training step does most often, without the price of Python.
 //
 // Every function here has a twin in Python that gives the same bits; it stands where the function
-// is used.  A function that meets something unusual leaves it to its twin.  Only ATen's operators
-// compute, so that one source serves every device.
+// is used.  A function that meets something unusual leaves it to its twin.  ATen's operators
+// compute, so that one source serves every device; only small tensors of the host are copied here.
 
 #include <type_traits>
 #include <utility>

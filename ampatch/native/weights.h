@@ -103,8 +103,8 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// cast_into(copies, weights, dtype, in_graph): as the two; each half copy is entered under its
-// weight's id, with the version that it was made from.
+// cast_into(copies, weights, dtype, in_graph): as `cast_together` or `copies`; each half copy is
+// entered under its weight's id, with the version that it was made from.
 PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -178,7 +178,7 @@ PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* observers = nullptr;
 
-// watch(list): the list of those that look at casts.
+// watch(list): the list of the observers of casts.
 PyObject* watch(PyObject*, PyObject* list) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyList_CheckExact(list), "watch(observers: list)");

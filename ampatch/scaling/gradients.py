@@ -43,10 +43,10 @@ class Check:
 
 
 class Gradients:
-    """What happens to the gradients of `optimizer`.
+    """The gradients of `optimizer`, and what blocks, steps and zeroes do to them.
 
-    The ranks of `process_group` share their overflow flag in each block.  `owners` says, where the
-    optimizers of a block share parameters, which of them scales and unscales a gradient
+    The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
+    block share parameters, `owners` says which of them scales and unscales a gradient
     (`owners_among`).
     """
 
@@ -86,7 +86,7 @@ class Gradients:
     # A block
 
     def gather(self, scaler: Scaler) -> list[Tensor]:
-        """Complete the gradients before a block; returns the parameters that have gradients.
+        """Bring the gradients up to date before a block; returns the parameters that have some.
 
         Gradients that wait scaled are unscaled, unless new ones of `scaler` may be added to them.
         A block that was interrupted before its end is abandoned.
@@ -172,7 +172,7 @@ class Gradients:
     def unscale(self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]) -> Flag | None:
         """Unscale the gradients and look for overflow; returns found_inf, None: unchecked.
 
-        Gradients that an earlier optimizer of the block has unscaled are looked at only.
+        Gradients that an earlier optimizer of the block has unscaled are only checked.
         """
         self.scaled = None
         if not owners:
@@ -262,7 +262,7 @@ class Gradients:
                 owner.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
-        """Gradients of these parameters (ids) were zeroed; with none left forget an overflow."""
+        """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
         if self.aside:
             self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
         if self.aside or (self.check is None and not self.left_scaled):

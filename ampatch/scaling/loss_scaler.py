@@ -1,6 +1,6 @@
 """The loss scale: static, or dynamic.
 
-A scale of 1 is a static scaler like any other, with nothing to do.  Gradients are unscaled by a
+A scale of 1 is a static scaler that has nothing to do.  Gradients are unscaled by a
 snapshot of the scale that their loss was multiplied by: another block or `set` may have changed
 the scale since.  A static scale is a number, a dynamic one a 0-dim tensor on the device of the
 losses; how it moves is in `scale_value`.
@@ -237,7 +237,7 @@ class DynamicScaler:
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, clean: int | None) -> None:
-        """Within the limits; torch's kernel would never meet a count beyond the interval."""
+        """Set both within limits: from a count beyond the interval torch's kernel never grows."""
         if clean is not None:
             clean = min(clean, self.settings.growth_interval - 1, 2**31 - 1)
         self._numbers.fill(self.settings.bounded(scale), clean)

@@ -30,8 +30,8 @@ from .tensor_lists import drop_grads
 Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
 layouts: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
-"""Read checkpoints of other packages: `(state, optimizer, is_in_half)` to torch's layout of the
-state, and parameters with the FP32 values that were saved beside it.
+"""Readers of other packages' checkpoints.  Each takes `(state, optimizer, is_in_half)`, and returns
+the state in torch's layout, and parameters with the FP32 values that were saved for them.
 """
 
 
@@ -176,9 +176,9 @@ class ManagedOptimizer:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
         gradients.finish()
-        self.settle_overflow()
+        self.check_overflow()
 
-    def settle_overflow(self) -> None:
+    def check_overflow(self) -> None:
         """Bring the overflow flag up to date with the gradients, and scalers with the flag."""
         waiting = list(self.gradients.waiting)
         for deferred in waiting:
@@ -296,7 +296,7 @@ class ManagedOptimizer:
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """As the original; understands other `layouts`, whose values the weights get."""
+        """As the original; reads other `layouts` too, and gives weights the FP32 values in them."""
         if args:
             state, args = args[0], args[1:]
         else:

@@ -38,7 +38,7 @@ class Sharers(NamedTuple):
 
 
 def sharers(group: Any, grads: list[Tensor]) -> Sharers:
-    """Those of the gradients' DTensors, by their meshes, and `group`.
+    """The groups of the gradients' DTensors, by their meshes, and `group`.
 
     A rank has its own part of a DTensor, and an inf may be in one part alone.
     """
@@ -54,7 +54,7 @@ def sharers(group: Any, grads: list[Tensor]) -> Sharers:
 def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:
     """A flag that is set on all ranks of these process groups if it is on one.
 
-    What the host knows travels on the device of the tensors in `near`.
+    A flag that the host knows is sent on the device of the tensors in `near`.
     """
     if isinstance(flag, Tensor):
         shared = flag

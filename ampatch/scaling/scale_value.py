@@ -29,7 +29,7 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def moved(scale: Any, clean: Any, overflowed: Any, rule: ScaleSettings) -> tuple[Any, Any]:
-    """The scale and the count of clean steps after one more step, of numbers or of FP64 tensors.
+    """The scale and the count of clean steps after one more step; numbers or FP64 tensors.
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
     when a gradient has `overflowed` (1 or 0), grow after `growth_interval` clean steps, unless FP32
@@ -86,9 +86,9 @@ class Numbers:
         return self.scale.item(), int(self.clean.item())
 
     def unscale_(self, grads: list[Tensor], scale: Tensor) -> Flag:
-        """Divide gradients by `scale`, in place; whether an inf or NaN was met.
+        """Divide gradients by `scale`, in place.  Returns the flag of an inf or NaN in them.
 
-        That is a tensor, 1.0 for yes, or a number where the host owns the memory.
+        It is a `bool` where the host owns the memory, else a tensor.
         """
         if self._is_hosts and part is not None and (bad := part.unscale(grads, scale)) is not None:
             return bad
@@ -118,7 +118,7 @@ class Numbers:
         self.clamp(rule)
 
     def clamp(self, rule: ScaleSettings) -> None:
-        """Draw the scale within floor and cap."""
+        """Bring the scale between floor and cap."""
         self.scale.clamp_(rule.min_loss_scale, rule.max_loss_scale)
 
 
@@ -127,9 +127,9 @@ _reciprocal = torch.ops.aten.reciprocal.default
 
 
 def multiplied(grads: list[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
-    """Multiply gradients by `inverse`, in place; whether an inf or NaN was met.
+    """Multiply gradients by `inverse`, in place.  Returns the flag of an inf or NaN in them.
 
-    `found` is the flag, not set yet, that is set where the gradients are on its device.
+    `found` is a flag that is not set; gradients on its device set it in place.
     """
     for device, group in alike(grads):
         here = found if device == found.device else torch.zeros_like(found, device=device)
@@ -140,7 +140,7 @@ def multiplied(grads: list[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
 
 
 def alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors that hold their numbers, in lists that one kernel takes together."""
+    """The tensors behind gradients (`values`), in lists that one kernel takes together."""
     are_together = len(grads) == 1 or (grads and all(map(_is_cpu, grads)))
     if are_together and _are_plain(grads):  # the usual case, without a look at each
         return [(grads[0].device, grads)]

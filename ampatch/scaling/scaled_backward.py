@@ -25,7 +25,7 @@ def refuse_attribute(block: object, name: str) -> NoReturn:
 class PlainBackward:
     """Context manager: yields the loss as it is, and does nothing.
 
-    Dynamo, which traces it, fails where a `contextlib.nullcontext` of a tensor has a backward pass.
+    Dynamo traces it.  At the backward pass in a `contextlib.nullcontext` of a tensor it fails.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -48,10 +48,11 @@ class ScaledBackward:
     left alone.  If the unscaling itself is interrupted, the optimizers have no
     gradients afterwards: some would be scaled and some not.  Ctrl-C may strike before
     the end of the block is reached at all: then the next block puts back what there
-    was before this one.  `others` are
-    optimizers that the block was not given; if the backward pass reaches them, they
-    log an error when they step.  With `together` an overflow in the gradients of one
-    optimizer has all of them skip.
+    was before this one.
+
+    `others` are optimizers that the block was not given; if the backward pass reaches
+    them, they log an error when they step.  With `together` an overflow in the
+    gradients of one optimizer has all of them skip.
     """
 
     def __init__(

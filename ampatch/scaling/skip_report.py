@@ -1,4 +1,4 @@
-"""The messages about skipped steps: the first, each doubling of their number, and many in a row."""
+"""The messages about skipped steps: of the first ten and each doubling, and of many in a row."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ class StepCounts(NamedTuple):
 
 
 class News(NamedTuple):
-    """What is to be said of skipped steps."""
+    """What is to be reported of skipped steps."""
 
     counts: StepCounts
-    steps: int  # since it was said last
+    steps: int  # since the last report
     skipped: int  # of these
-    is_due: bool  # it is to be said now
+    is_due: bool  # a report is due now
     is_long_row: bool  # as many in a row as the limit
     scaler: Scaler | None  # that saw the overflow
     scales: list[float]  # of its last blocks, and the present one
@@ -53,10 +53,10 @@ class StepCounter:
         self._beside: tuple[list[float], Scaler | None] = ([], None)  # what the copy is of
         self._unseen = 0  # steps since the last look
         self._blocks = 0  # that had begun then
-        self._said = StepCounts(0, 0, 0)  # when it was said last
-        self._due = 1  # so many skipped steps are said next
-        self._said_scale = 0.0
-        self._said_row = False
+        self._reported = StepCounts(0, 0, 0)  # at the last report
+        self._due = 1  # as many skipped steps make the next report
+        self._reported_scale = 0.0
+        self._reported_row = False
 
     def note(self, skipped: bool | Tensor) -> None:
         """Count a step.  A tensor, 0-dim and not 0 for a skipped step, is not waited for."""
@@ -91,7 +91,7 @@ class StepCounter:
         return StepCounts(steps - left_out, left_out, row)
 
     def news(self, limit: int, gradients: Gradients) -> News | None:
-        """What is to be said after a step; never waits.
+        """What is to be reported after a step; never waits.
 
         The first ten skipped steps and then each doubling of their number; and `limit` of them in
         a row, once for each such row.  What an accelerator counts or scales by itself is known
@@ -113,13 +113,13 @@ class StepCounter:
             if late is None:
                 return None
             self._copy, found = None, [*found, *late]
-        return self._told(limit, found, scaler)
+        return self._news_of(limit, found, scaler)
 
     def _is_to_look(self, limit: int) -> bool:
         if self._on_device is not None:
             return self._unseen >= max(1, limit // 4)
-        self._said_row &= self._row > 0
-        is_new_row = self._row >= limit and not self._said_row
+        self._reported_row &= self._row > 0
+        is_new_row = self._row >= limit and not self._reported_row
         return self._row > 0 and (self._skipped >= self._due or is_new_row)
 
     def _look(self, gradients: Gradients) -> None:
@@ -137,19 +137,19 @@ class StepCounter:
             place = late[0].device
             self._copy = LateCopy(_stack([number.to(place) for number in late]))
 
-    def _told(self, limit: int, numbers: list[float], scaler: Scaler | None) -> News | None:
+    def _news_of(self, limit: int, numbers: list[float], scaler: Scaler | None) -> News | None:
         steps, skipped, row = map(int, numbers[:3])
-        was_said, self._said_row = self._said_row, row >= limit
-        is_due, is_long_row = skipped >= self._due, self._said_row and not was_said
+        was_reported, self._reported_row = self._reported_row, row >= limit
+        is_due, is_long_row = skipped >= self._due, self._reported_row and not was_reported
         if not (is_due or is_long_row):
             return None
-        counts, before = StepCounts(steps - skipped, skipped, row), self._said
+        counts, before = StepCounts(steps - skipped, skipped, row), self._reported
         if is_due:
-            self._said = counts
+            self._reported = counts
             self._due = skipped + 1 if skipped < 10 else 10 << (skipped // 10).bit_length()
         since = steps - before.taken - before.skipped, skipped - before.skipped
         scales = [scale for scale, _ in itertools.groupby(numbers[3:])]
-        if self._said_scale in scales:  # with several losses there are earlier ones before it
-            scales = scales[scales.index(self._said_scale) :]
-        self._said_scale = scales[-1] if scales else 0.0
+        if self._reported_scale in scales:  # with several losses there are earlier ones before it
+            scales = scales[scales.index(self._reported_scale) :]
+        self._reported_scale = scales[-1] if scales else 0.0
         return News(counts, *since, is_due, is_long_row, scaler, scales)

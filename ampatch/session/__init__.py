@@ -1,4 +1,4 @@
-"""One `initialize`; the only room that knows the operator and the optimizer side.
+"""One `initialize`: where the operator and the optimizer side meet.
 
 Where to look first:
 

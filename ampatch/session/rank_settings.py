@@ -42,7 +42,7 @@ class RankSettings:
                 )
 
     def _parts(self, model: nn.Module) -> Iterator[tuple[str, Session]]:
-        """Names in `model` of what it shares with managed models: their whole, or a part of one."""
+        """By name the parts of `model` that managed models have too, and these models' sessions."""
         names = {
             id(module): name
             for name, module in model.named_modules()

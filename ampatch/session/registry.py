@@ -1,7 +1,4 @@
-"""The open sessions, what they manage, and the objects of which a process has only one.
-
-`registry` is the only module-level variable of the engine that changes.
-"""
+"""The open sessions, what they manage, and the objects of which a process has only one."""
 
 from __future__ import annotations
 
@@ -159,8 +156,8 @@ class Registry:
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.
 
-        The session opened last decides whether every call of the process is cast.  With another
-        scope, or if it casts nothing itself, calls on half tensors and on parameters are.
+        The session opened last decides whether every call of the process is cast.  If it has
+        another scope, or casts nothing itself, only calls on half tensors and on parameters are.
         """
         casting = [(one, policy) for one, policy in casting if policy.gate is not mixes]
         if not casting:

@@ -2,7 +2,7 @@
 
 An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
 skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
-what is inf or NaN has the value again that it had after the last step, or was loaded since.
+values that are inf or NaN are set to those that were there after the last step, or loaded since.
 Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
 
 The values are noted after each step, not by a hook on the forward: parts of a model may be called
@@ -65,7 +65,7 @@ class RunningStatistics:
             now = _cat(buffers)
             is_finite = _is_zero(_minus(now, now))  # else NaN; two kernels, where isfinite has four
             noted = _choose(is_finite, now, self._noted[index].to(now))
-            self._noted[index] = noted  # what was not finite before a step of others stays known
+            self._noted[index] = noted  # instead of inf or NaN the value noted before
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):

@@ -81,7 +81,7 @@ class Session:
         return alive(self.optimizer_rows)
 
     def is_alive(self) -> bool:
-        """Whether a model or an optimizer is still in use, or none was collected."""
+        """Whether a member is still in use; True too where none was given or all were released."""
         for rows in self._rows:
             for held in list(rows.values()):
                 if held() is not None:
@@ -122,7 +122,7 @@ class Session:
             self.is_open = True
             registry.add(self)
             notify()
-            self._settle()
+            self._fit_optimizers()
         except BaseException:
             self.close()
             raise
@@ -131,7 +131,7 @@ class Session:
         """Manage more of them; all or, on an exception, none."""
         try:
             self._put_in(models, optimizers)
-            self._settle()
+            self._fit_optimizers()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for given in (*optimizers, *models):
@@ -194,7 +194,7 @@ class Session:
         inside = [managed.policy for managed in self.models if managed.policy is not None]
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
-    def _settle(self) -> None:
+    def _fit_optimizers(self) -> None:
         """Fit the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
         converted = self._converted()
@@ -250,7 +250,7 @@ class Session:
         }
 
     def mix(self, managed: ManagedModel) -> None:
-        """FP32 meets half in a model's forward: what PyTorch refuses then follows the tables."""
+        """FP32 meets half in a model's forward: have calls that mix them follow the tables."""
         if managed.policy is None:
             managed.policy = self.policies.mixed
             if self.is_open:
@@ -372,7 +372,7 @@ class Session:
         for optimizer in optimizers:
             self._join(self.optimizer_rows, optimizer.optimizer, optimizer)
             optimizer.reinstall()
-        self._settle()
+        self._fit_optimizers()
         registry.refresh()
 
 
@@ -399,10 +399,10 @@ def taken_over(*given: Any) -> Iterator[None]:
 
 
 def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
-    """Parameters (ids) have got other dtypes: what the optimizer keeps of them fits again."""
+    """Fit what the optimizer keeps of these parameters (ids) to the dtypes that they have now."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
-        zero.settle(managed.optimizer)
+        zero.rebuild_buckets(managed.optimizer)
 
 
 def _scalers(properties: Properties, count: int) -> list[Any]:

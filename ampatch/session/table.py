@@ -18,10 +18,10 @@ Rows = dict[int, "weakref.ref[Managed]"]
 class Table:
     """The session of each object that `initialize` was given, and its managed counterpart.
 
-    An object keeps its counterpart alive (by its hooks or methods), which holds the object; the
-    table holds it weakly.  So both are collected when the user's code drops the object, and its row
-    goes.  A disabled session changes nothing, and an object there is its own counterpart.  An
-    object is in one session at a time: the one that put it last.
+    An object keeps its counterpart alive (by its hooks or methods), and the counterpart holds the
+    object.  The table holds the counterpart weakly.  So both are collected when the user's code
+    drops the object, and its row goes.  A disabled session changes nothing, and an object there is
+    its own counterpart.  An object is in one session at a time: the one that put it last.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Table:
         return len(self._rows)
 
     def put(self, given: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
-        """`given` is in `session` from now on; returns what holds its counterpart."""
+        """`given` is in `session` from now on; returns a weak reference to its counterpart."""
         key, rows = id(given), self._rows
 
         def collected(counterpart: weakref.ref) -> None:

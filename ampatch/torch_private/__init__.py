@@ -18,5 +18,5 @@ Where to look first:
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
 * activation checkpoints: `checkpoints`; threads that drop objects late: `late_threads`;
-* the DataLoader: `data_loading`; what torch's own modules say to autocast, and ask it: `autocast`.
+* the DataLoader: `data_loading`; where torch's own modules ask about autocast: `autocast`.
 """

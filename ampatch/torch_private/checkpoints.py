@@ -25,9 +25,9 @@ _KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # asked before anything is 
 
 
 def no_reentry() -> str | None:
-    """The name of what runs around a checkpoint's forward and keeps its function for the recompute.
+    """The name of torch's function around a checkpoint's forward, which keeps what is recomputed.
 
-    Its arguments begin with that function.  None: this torch has it under no name that is known.
+    Its arguments begin with the user's function.  None: this torch has it under no known name.
     """
     called = _called_in_module()
     return next((name for name in _NAMES if name in called and name in _KNOWN), None)
@@ -42,7 +42,7 @@ def place_of_contexts(original: Callable) -> int | None:
 
 
 def _called_in_module() -> set[str]:
-    """What the functions of torch's module name; a name that only other modules use is left out."""
+    """The names that functions of torch's module use, without those that only other modules use."""
     functions = {
         name: inspect.unwrap(value)
         for name, value in vars(torch.utils.checkpoint).items()

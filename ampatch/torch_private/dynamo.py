@@ -15,7 +15,7 @@ _compiled_now = getattr(_context, "try_get", lambda: None)
 
 
 def is_compiling() -> bool:
-    """Whether this thread is within torch.compile's compiler, and not in what it made.
+    """Whether this thread is within torch.compile's compiler, and not in code that it made.
 
     Without a way to ask, nothing is being compiled.
     """

@@ -1,8 +1,7 @@
-"""Tensors that go into graphs of Dynamo: those that are no leaves are not asked for their `grad`.
+"""Keeps Dynamo from reading `grad` of tensors that are no leaves, such as half copies of weights.
 
-Dynamo asks every one.  Where a tensor is no leaf, as half copies of weights, torch warns; Dynamo
-hides that, but a filter that makes errors of warnings raises it all the same, and nothing is
-compiled.
+Dynamo reads it of every tensor that goes into a graph.  Where a tensor is no leaf, torch warns.
+Dynamo hides the warning, but under a filter that makes errors of warnings nothing is compiled.
 """
 
 from __future__ import annotations

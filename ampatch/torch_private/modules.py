@@ -41,8 +41,9 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(rnn: nn.RNNBase) -> None:
-    """Make an RNN's list of weights anew from its attributes, and what tells it of new weights:
-    its next forward would lay them out in memory anew.
+    """Make an RNN's list of weights anew from its attributes, and its references to them.
+
+    With other references its next forward would lay the weights out in memory anew.
     """
     own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
     if names is None or FLAT_WEIGHTS not in own:

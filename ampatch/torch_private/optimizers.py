@@ -21,7 +21,7 @@ def _code_around_steps() -> Any:
 
 
 CODE_AROUND_STEPS = _code_around_steps()
-"""Of the function by which torch wraps the `step` of each class; None: it has another way."""
+"""The code of the function in which torch wraps each class's `step`; None: it does not so."""
 
 
 def hooks_of_steps(optimizer: Any) -> list[Any]:

@@ -35,7 +35,7 @@ _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def _no_mode(kind: Any) -> None:
-    """Modes that cannot be asked for: tensors have values, and no `make_fx` records."""
+    """For a torch that cannot be asked for modes: tensors have values, and no `make_fx` records."""
 
 
 _kinds = of_torch("torch._C._TorchDispatchModeKey", None)

@@ -61,7 +61,7 @@ TABLES = [
 """Functions of `torch.overrides` that remember tables of overridable functions."""
 
 unhandled = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
-"""For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are."""
+"""For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are asked."""
 
 NN_NAME = "_nn"
 NN = of_torch("torch._C._nn", None)

@@ -22,7 +22,7 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
     """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
 
     None where the wrapper is not torch's or has something to do.  Ampatch's own hook does not
-    count: the session forgets its copies after a step of its own.
+    count: after a step of its optimizers the session itself drops its copies.
     """
     function: Any = getattr(original, "__func__", None)
     if (

@@ -26,8 +26,8 @@ def replaced(
     """The closures among the arguments of `step`, and the arguments with `around(closure)` in
     their place.
 
-    A closure is a callable in first place or called `closure`, and any function, in a dict of
-    options too.
+    A closure is a callable in first place or named `closure`, or any function; in a dict of options
+    too.
     """
     found: list[Callable] = []
 

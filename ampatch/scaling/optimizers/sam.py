@@ -13,14 +13,32 @@ An overflow in either half leaves out the whole step: `first_step` then moves no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..optimizer import ManagedOptimizer
+from ..gradients import Gradients
+
+
+class Managed(Protocol):
+    """What the halves of a step need of the `ManagedOptimizer`."""
+
+    optimizer: Any
+    owner: Any
+    gradients: Gradients
+    parameters: Callable[[], Sequence[Tensor]]
+    is_evaluating: bool
+
+    def before_step(self) -> None:
+        """Bring gradients and scalers up to date."""
+
+    def note_step(self, skipped: bool | Tensor) -> None:
+        """Record whether the step is left out."""
+
+    def after_step(self) -> None:
+        """A step has ended that `note_step` has recorded."""
 
 
 def has_two_steps(optimizer: Any) -> bool:
@@ -31,7 +49,7 @@ def has_two_steps(optimizer: Any) -> bool:
 class TwoSteps:
     """The halves of one managed optimizer's step."""
 
-    def __init__(self, managed: ManagedOptimizer) -> None:
+    def __init__(self, managed: Managed) -> None:
         self._managed = managed
         self._before: list[tuple[Tensor, Tensor]] = []  # weights, with values before the first half
         self._overflowed = False

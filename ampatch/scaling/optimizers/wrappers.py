@@ -24,10 +24,10 @@ class _Slot:
 class Methods:
     """Shadows methods on the instance by bound methods.
 
-    Only a bound method *of the optimizer* is met by LR schedulers built before
-    and after: they rebind `step.__func__`.  A scheduler's wrapper stays when
-    the method is taken out from under it; the next `put` takes the slot that is
-    left inside, so that wrappers do not nest ever deeper.
+    LR schedulers, built before or after, rebind `step.__func__`: so the shadow is
+    a bound method *of the optimizer*.  A scheduler's wrapper stays when the method
+    inside it is taken out.  The next `put` uses the slot in there again, so that
+    wrappers do not nest ever deeper.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -70,8 +70,8 @@ class Methods:
 def _calling(slot: _Slot, name: str, original: Callable, of_class: Any) -> Callable:
     """A method that calls the replacement in `slot`; `original` is the method that it shadows.
 
-    `of_class` is where the class has it, if not None: what other code puts there later is called
-    in its place, as Python would do.  On a copy of the optimizer the original is called.
+    `of_class` is the method of the class, or None.  If other code replaces that one later, the new
+    one is called, as Python would do.  On a copy of the optimizer the original is called.
     """
 
     @functools.wraps(getattr(original, "__func__", original))

@@ -23,8 +23,8 @@ def refuse_join(optimizer: Any) -> None:
         )
 
 
-def settle(optimizer: Any) -> None:
-    """Its parameters may have other memory than before: its buckets hold them again.
+def rebuild_buckets(optimizer: Any) -> None:
+    """Parameters of the optimizer may have got other memory: have its buckets hold them again.
 
     Raises `AmpatchError` if buckets cannot hold them.
     """
