@@ -11,7 +11,7 @@ import linecache
 import re
 from types import FrameType
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.opt_levels import HALF_TYPES
 
@@ -104,12 +104,21 @@ def _package(frame: FrameType) -> str:
 
 
 def _tensors(frame: FrameType, line: int) -> dict[str, Tensor]:
-    """A frame's floating tensors by their names: those of its line, if one of them is half."""
+    """A frame's floating tensors by their names: those of its line, if one of them is half.
+
+    Of modules their own parameters and buffers too, such as `self.weight`.
+    """
+    known: dict[str, object] = dict(frame.f_locals)
+    for name, module in frame.f_locals.items():
+        if isinstance(module, nn.Module):
+            for own in (module.named_parameters, module.named_buffers):
+                known.update({f"{name}.{key}": value for key, value in own(recurse=False)})
     found = {
         name: value
-        for name, value in frame.f_locals.items()
+        for name, value in known.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    words = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
+    text = linecache.getline(frame.f_code.co_filename, line)
+    words = {*re.findall(r"\w+", text), *re.findall(r"\b\w+\.\w+", text)}
     named = {name: value for name, value in found.items() if name in words}
     return named if any(value.dtype in HALF_TYPES for value in named.values()) else found

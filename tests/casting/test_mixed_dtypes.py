@@ -137,6 +137,21 @@ def test_an_error_that_half_has_caused_has_a_note(call):
     assert "Calling is at O2" in said(caught.value)
 
 
+class MakesWeight(nn.Module):
+    def forward(self, x):
+        self.weight = nn.Parameter(torch.eye(4))
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_parameter_that_a_forward_makes_and_uses_is_named(level):
+    model = nn.Sequential(nn.Linear(4, 4), MakesWeight())
+    ampatch.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 4))
+    assert "self.weight is torch.float32. Cast one of them yourself" in said(caught.value)
+
+
 CONSTANTS = {
     "masked_fill": lambda x, value: x.masked_fill(x > 0, value),
     "masked_fill_": lambda x, value: x.clone().masked_fill_(x > 0, value),
