@@ -8,7 +8,6 @@ these files.  The pages in `distributed/` have programs for two ranks.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
