@@ -195,8 +195,8 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
     others = [one for one in registry.sessions if one is not session and one.is_alive()]
     if of is None and any(one.looks_for_overflow() for one in others):
         logger.warning(
-            "%s: only the session opened last is meant, and earlier calls of initialize have loss "
-            "scales of their own. Give each one's model: ampatch.state_dict(of=model).",
+            "%s: it covers the session opened last, and earlier calls of initialize have loss "
+            "scales of their own. Do the same for their models: ampatch.state_dict(of=model).",
             call,
             extra=ONCE,
         )
