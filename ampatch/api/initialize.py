@@ -154,8 +154,9 @@ def initialize(
         TypeError, ValueError: an argument is wrong; the message names it.
         AmpatchError: parameters would become half (O3) of a model that is wrapped in
             DistributedDataParallel already; a model is sharded by other code than `fully_shard`
-            and tensor parallel, and the opt level is not O0 or O1; `fully_shard` stores or computes in another dtype than the opt level; or the parts
-            of DTensors under DistributedDataParallel come without `process_group`.
+            and tensor parallel, and the opt level is not O0 or O1; `fully_shard` stores or
+            computes in another dtype than the opt level; or the parts of DTensors under
+            DistributedDataParallel come without `process_group`.
 
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
