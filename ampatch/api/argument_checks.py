@@ -180,7 +180,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     if is_part_of_dtensor(tensor) and properties.lends_weights:
         return (
             "a part of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
-            "in each forward, and would not know its half copy."
+            "in each forward, and would not use its half copy."
         )
     return None
 

@@ -62,9 +62,9 @@ def register_half_function(module: Owner, name: str | None = None) -> None:
 
     `register_half_function(package.module, "function")`, or one dotted string
     `"package.module.function"`, whose module is imported.  The module may be a class, and the
-    name that of a method or of an autograd Function class.  It may be called before or after
-    `initialize`.  It holds for this session and later ones, until `unregister_function`.
-    Registered again the function follows the new rule.
+    name that of a method or of an autograd Function class.  Register before or after `initialize`:
+    the rule holds for this session and later ones, until `unregister_function`.  Registered again
+    the function follows the new rule.
 
     Raises:
         AttributeError: the module lacks the name.
@@ -97,11 +97,11 @@ def unregister_function(module: Owner, name: str | None = None) -> None:
 def disable_casts() -> PolicyContext:
     """Context manager and decorator: nothing is cast in this thread.
 
-    It holds in managed models that are called inside, and there is no autocast of torch's inside
-    while a session casts, unless a region of it begins there.
-    Like torch's grad mode it belongs to the thread: while a generator or task is suspended
-    inside the block, other code in the thread runs without casts too.  It decorates no generators
-    and `async` functions (`TypeError`): write the block inside.  New threads cast.
+    It holds in managed models that are called inside.  While a session casts, torch's own autocast
+    is off inside too, unless a region of it begins there.
+    Like torch's grad mode the block belongs to the thread: while a generator or task is suspended
+    inside, other code in the thread runs without casts too.  Decorating a generator or an `async`
+    function is a `TypeError`: write the block inside the function.  New threads cast.
     Forked processes inherit the block; spawned processes have no session.
     """
     return PolicyContext(registry.state, lambda: None, "ampatch.disable_casts()")
@@ -138,15 +138,15 @@ def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:
             for inputs, targets in loader:
                 outputs = model(inputs)
 
-    For decoding, evaluation, and other loops of forwards without a step.  At O1 and O2 each of
-    them casts weights anew otherwise.  Results are the same to the bit.  The copies are made when
-    a forward first needs them, hold for all threads, and go with the block: until then they take
-    half the memory of the weights.  They are of forwards that record no graph: with gradients on,
-    only frozen weights have them.  At O0 and O3, and with `enabled=False`, nothing changes.
+    For decoding, evaluation, and other loops of forwards without a step.  Without the block each
+    forward at O1 and O2 casts the weights again.  Results are the same to the bit.  The copies are
+    made when a forward first needs them, serve all threads, and take half the memory of the weights
+    until the block ends.  Only forwards that record no graph use them; with gradients on, frozen
+    weights alone.  At O0 and O3, and with `enabled=False`, nothing changes.
 
     Weights may change inside: after a step, and when a forward begins after a write, all are cast
-    anew.  Alone a write through NumPy, or into a `.data` that was read before the block's forwards,
-    is not seen, and forwards use the old values.
+    again.  A write through NumPy, or into a `.data` that was read before the block's forwards, is
+    not seen: forwards then use the old values.
 
     Args:
         model: one that `initialize` was given, a part of it, or a module around it

@@ -152,10 +152,11 @@ def initialize(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        AmpatchError: a model was wrapped in DistributedDataParallel before this call, or is
-            sharded by other code than `fully_shard` and tensor parallel and the opt level is not
-            O1; `fully_shard` stores or computes in another dtype than the opt level; or the parts
-            of DTensors under DistributedDataParallel come without `process_group`.
+        AmpatchError: parameters would become half (O3) of a model that is wrapped in
+            DistributedDataParallel already; a model is sharded by other code than `fully_shard`
+            and tensor parallel, and the opt level is not O0 or O1; `fully_shard` stores or
+            computes in another dtype than the opt level; or the parts of DTensors under
+            DistributedDataParallel come without `process_group`.
 
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
@@ -222,7 +223,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     if not {*holders} <= {None, session}:
         raise AmpatchError(
             f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
-            "Call initialize with it and its optimizer instead: that moves both."
+            "Call initialize with that model and its optimizer instead, which moves both."
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
@@ -278,9 +279,9 @@ def _session_of(optimizers: list[Any]) -> Session:
     found |= {session for session in managing if session is not None}
     if len(found) > 1:
         raise AmpatchError(
-            "ampatch.add_optimizers(optimizers=...): they belong to the models of "
+            "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "
             f"{len(found)} calls of initialize. Make an optimizer for the models of each call, and "
-            "add it by itself."
+            "add each by itself."
         )
     return next(iter(found), latest)
 

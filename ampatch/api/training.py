@@ -146,10 +146,9 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
     """Restore the loss scalers of one session, which `of` names as in `state_dict`.
 
     `state` comes from `state_dict`, from a checkpoint of apex, or from
-    `torch.amp.GradScaler.state_dict()`, which then goes to every loss.  Entries that nothing here
-    answers to are left out, and scalers without an entry stay as they are.  A dynamic
-    scale is not loaded into a static scaler, nor a static one into a dynamic scaler.  Each is
-    logged.
+    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  Entries without a loss
+    scaler here are left out, and scalers without an entry stay as they are.  A dynamic scale is not
+    loaded into a static scaler, nor a static one into a dynamic scaler.  Each of these is logged.
 
     Raises:
         TypeError, ValueError: the entries are wrong, or none is that of a loss scaler here.
@@ -195,8 +194,8 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
     others = [one for one in registry.sessions if one is not session and one.is_alive()]
     if of is None and any(one.looks_for_overflow() for one in others):
         logger.warning(
-            "%s: only the session opened last is meant, and earlier calls of initialize have loss "
-            "scales of their own. Give each one's model: ampatch.state_dict(of=model).",
+            "%s: it covers the session opened last, and earlier calls of initialize have loss "
+            "scales of their own. Do the same for their models: ampatch.state_dict(of=model).",
             call,
             extra=ONCE,
         )

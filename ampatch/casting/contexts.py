@@ -48,8 +48,8 @@ class PolicyContext:
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
                 f"{self._call} cannot decorate {name}: a generator or coroutine function returns "
-                f"before it runs. Write `with {self._call}:` inside of it, around what is meant; "
-                "no `yield` or `await` belongs inside the block."
+                f"before it runs. Write `with {self._call}:` inside the function, around the "
+                "calls; no `yield` or `await` belongs inside the block."
             )
 
         @functools.wraps(function)

@@ -44,7 +44,7 @@ _CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 where the reader of 
 _OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
 _ENDINGS = {
     "sweep": "0; 1 where no run went well or the sweep could not go on; 143 after SIGTERM",
-    "tune": "0; 1 where nothing brings the level back, or that cannot be told; 143 after SIGTERM",
+    "tune": "0; 1 where no cure was found, or the tuning could not go on; 143 after SIGTERM",
     "report": "0; 1 where something cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
     "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "

@@ -33,7 +33,7 @@ def build() -> bool:
     if failed:
         _say(
             f"no native part: {failed} The run goes on in Python, with the same results; "
-            "AMPATCH_NATIVE=0 does not try."
+            "AMPATCH_NATIVE=0 leaves the attempt out."
         )
     else:
         seconds = time.monotonic() - start

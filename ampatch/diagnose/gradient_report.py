@@ -61,8 +61,8 @@ class GradientReport:
             )
         if self.left_out:
             lines.append(
-                "Left out, because the softmax cancels it and its gradient is rounding errors of "
-                f"zero: the part for the keys of {', '.join(self.left_out)}."
+                f"Left out: the part for the keys of {', '.join(self.left_out)}. The softmax "
+                "cancels it, so its gradient is rounding errors of zero."
             )
         return "\n".join(lines)
 

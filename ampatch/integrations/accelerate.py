@@ -94,7 +94,7 @@ class AmpatchAccelerator(Accelerator):
             )
         if self.distributed_type in _ENGINES:
             raise ampatch.AmpatchError(
-                f"AmpatchAccelerator: it was launched for {self.distributed_type.value}, which has "
+                f"AmpatchAccelerator: launched for {self.distributed_type.value}, which has "
                 "weights and gradients of its own. Launch for one device or for several with "
                 "DistributedDataParallel, or use accelerate's Accelerator(mixed_precision=...)."
             )

@@ -120,7 +120,7 @@ class Managed:
             self.scales = torch.load(found, weights_only=True)
         elif any(entry.get("dynamic", True) for entry in self.scales.values()):
             logger.warning(
-                "%s: no loss scale is in this checkpoint (%s), so that it stays as it is.",
+                "%s: no loss scale is in this checkpoint (%s): the present scale stays.",
                 *(folder, own),
             )
 

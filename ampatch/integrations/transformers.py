@@ -79,8 +79,8 @@ class AmpatchTrainerMixin:
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(AmpatchTrainerMixin):
             raise TypeError(
-                f"class {cls.__name__}: AmpatchTrainerMixin stands behind the Trainer, where none "
-                f"of it is in force. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
+                f"class {cls.__name__}: AmpatchTrainerMixin comes after the Trainer, so none of "
+                f"it is in force. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -128,7 +128,7 @@ def _check_seams() -> None:
     if missing:
         raise AmpatchError(
             f"AmpatchTrainerMixin: the Trainer of transformers {transformers.__version__} has no "
-            f"{', '.join(missing)}, where ampatch comes in. Expected transformers 4.57 to 5.23."
+            f"{', '.join(missing)}, which ampatch extends. Expected transformers 4.57 to 5.23."
         )
 
 
@@ -154,8 +154,8 @@ def _refuse(arguments: Any, accelerator: Any) -> None:
         )
     if accelerator.distributed_type not in _PLAIN:
         raise AmpatchError(
-            f"AmpatchTrainerMixin: {accelerator.distributed_type.value} has the weights and their "
-            "precision in its own hands. Expected one device or DistributedDataParallel (torchrun)."
+            f"AmpatchTrainerMixin: {accelerator.distributed_type.value} sets the precision of "
+            "weights itself. Expected one device or DistributedDataParallel (torchrun)."
         )
     optim = getattr(arguments.optim, "value", arguments.optim)
     if optim in ("lomo", "adalomo") or optim.endswith("layerwise"):

@@ -61,7 +61,7 @@ def _refuse_lent_dtensors(module: nn.Module, is_lent: IsLent) -> None:
         if is_dtensor(parameter) and is_lent(parameter):
             raise AmpatchError(
                 f"DistributedDataParallel({type(module).__name__}, device_mesh=...): {name} is a "
-                "DTensor, of which forwards at O2 have half copies. DDP would not know these. "
+                "DTensor, of which forwards at O2 have half copies. DDP would not use these. "
                 'Nothing was changed. Expected opt_level="O1". Tensor and data parallel at O2: '
                 "DTensors on a mesh of two dimensions, as in docs/distributed/tensor_parallel.md."
             )

@@ -47,8 +47,8 @@ def _warn(what: str, compiled: Any) -> None:
     names = uncast_operators(compiled)
     if names:
         logger.warning(
-            "%s is TorchScript, which calls torch's operators itself: ampatch casts none of "
-            "those in it (%s). It computes in the dtypes it is given. To have the casts, leave "
+            "%s is TorchScript, which calls torch's operators itself: ampatch does not cast "
+            "these (%s). It computes in the dtypes it is given. To have the casts, leave "
             "it unscripted, use torch.compile, or record them with torch.jit.trace after "
             "initialize.",
             what,

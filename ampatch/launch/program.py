@@ -62,7 +62,7 @@ def _file_of_script(script: str) -> Path:
     if path.suffix.lower() == ".ipynb":
         raise ValueError(
             f"{script}: a notebook. Expected the path of a Python file: `jupyter nbconvert --to "
-            f"script {shlex.quote(script)}` writes one; lines of % and ! have to leave it."
+            f"script {shlex.quote(script)}` writes one; delete lines of % and ! from it."
         )
     return path
 

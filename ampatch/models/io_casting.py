@@ -146,8 +146,8 @@ class ModelInputs:
             return False
         self._float_places.add(place)
         logger.warning(
-            "%s: its input of shape %s holds values that %s cannot (from %g to %g). It "
-            "stays in FP32, as does what comes in its place from now on.",
+            "%s: an input of shape %s has values that %s cannot hold (from %g to %g). This input "
+            "stays FP32, here and in later forwards.",
             self._name,
             tuple(tensor.shape),
             self._dtype,

@@ -265,10 +265,10 @@ class ManagedOptimizer:
             if id(param) not in left_out:
                 logger.warning(
                     "%s: %s, of shape %s, was FP32 and is %s now: the script has written its "
-                    ".data, as a loss does that casts its own weight to its inputs' dtype. It is "
-                    "trained in half, without an FP32 master weight, and updates that are small "
-                    "beside it are lost. Give that code FP32 inputs (embeddings.float()), or have "
-                    "it compute with weight.to(x.dtype) and leave .data alone.",
+                    ".data, as a loss does that casts its own weight to its inputs' dtype. The "
+                    "weight is trained in half, without an FP32 master weight, and small updates "
+                    "are lost. Give that code FP32 inputs (embeddings.float()), or have it "
+                    "compute with weight.to(x.dtype) and leave .data alone.",
                     *(type(self.optimizer).__name__, known.get(id(param), place)),
                     *(tuple(param.shape), param.dtype),
                 )

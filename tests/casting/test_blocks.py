@@ -69,7 +69,7 @@ def test_what_runs_after_it_has_returned_is_not_decorated(function, block, writt
         block()(function)
     assert str(error.value) == (
         f"{written} cannot decorate {function.__qualname__}: a generator or coroutine function "
-        f"returns before it runs. Write `with {written}:` inside of it, around what is meant; "
+        f"returns before it runs. Write `with {written}:` inside the function, around the calls; "
         "no `yield` or `await` belongs inside the block."
     )
     assert now() is H and not frames()

@@ -70,7 +70,7 @@ def test_a_failure_is_one_line_and_noted(built, monkeypatch, capsys):
     assert not native_first.build()
     assert capsys.readouterr().err == (
         f"{BEGUN}ampatch: no native part: it does not compile. The run goes on in Python, with the "
-        "same results; AMPATCH_NATIVE=0 does not try.\n"
+        "same results; AMPATCH_NATIVE=0 leaves the attempt out.\n"
     )
     assert noted == ["it does not compile."]
 

@@ -8,10 +8,8 @@ these files.  The pages in `distributed/` have programs for two ranks.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -134,7 +132,7 @@ def run_python(parts: list[Snippet], names: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("page, parts", PROGRAMS)
-def test_the_python_of_a_page_runs(page, parts, folder, request, monkeypatch):
+def test_the_python_of_a_page_runs(page, parts, folder, request):
     if page.parent.name == ON_RANKS:
         texts = [part.text for part in parts]
         ranks = request.getfixturevalue("ranks")
@@ -145,7 +143,6 @@ def test_the_python_of_a_page_runs(page, parts, folder, request, monkeypatch):
         torch.compiler.reset()
         for name in ("train", "train-2"):
             made_sweep(folder / "ampatch-sweep" / name)
-        monkeypatch.setitem(sys.modules, "mlflow", MagicMock())  # it needs a hundred MiB
         run_python(parts, of_any_page())
     ampatch.deactivate()
 

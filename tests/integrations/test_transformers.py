@@ -298,7 +298,7 @@ def test_other_mixed_precision_and_wrong_settings_are_refused_by_name(
 
 
 def test_the_mixin_behind_the_trainer_is_refused():
-    with pytest.raises(TypeError, match="stands behind the Trainer"):
+    with pytest.raises(TypeError, match="comes after the Trainer"):
         type("Wrong", (Trainer, AmpatchTrainerMixin), {})
 
 

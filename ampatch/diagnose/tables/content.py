@@ -23,8 +23,8 @@ TITLES = {
 }
 RULES = {
     Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
-    Rule.CONTRACTION: "Of an equation: half, if every operand has a label that is summed over it "
-    "and another operand; else as float, if there is a sum at all; else as promote.",
+    Rule.CONTRACTION: "Half if each operand of the equation shares a summed label with another "
+    "operand; as float if the equation has other sums; else as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
