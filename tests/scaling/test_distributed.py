@@ -5,8 +5,6 @@ Trainings in DDP beside one process, and overflows in them, are in `tests/intero
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,40 +97,8 @@ def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
     assert all(map(torch.equal, one, two))
 
 
-def with_another_forward(rank: int, enabled: bool, which: str) -> list:
-    """Every second pass is averaged; another forward comes between the model's and its pass."""
-    torch.manual_seed(0)
-    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    pair = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
-    settings = {"init_scale": 256.0, "verbosity": 0, "enabled": enabled}
-    amp.initialize([model, other], pair, opt_level="O2", **settings)
-    parallel = DistributedDataParallel(model)
-    second = parallel if which == "its own" else DistributedDataParallel(other)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(4):
-        inputs = torch.randn(8, 4, generator=generator)
-        with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
-            loss = (parallel(inputs) - second(-inputs)).square().mean()
-            with amp.scale_loss(loss, pair) as scaled_loss:
-                scaled_loss.backward()
-        pair[1].zero_grad()
-        if step % 2:
-            pair[0].step()
-            pair[0].zero_grad()
-    return [value.detach().clone() for value in model.state_dict().values()]
-
-
-@pytest.mark.parametrize("which", ["its own", "that of another model"])
-def test_another_forward_does_not_lose_what_no_sync_kept_back(which, ranks):
-    expected, _ = ranks(with_another_forward, False, which)
-    first, second = ranks(with_another_forward, True, which)
-    assert all(map(torch.equal, first, second))
-    for ours, theirs in zip(first, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=0)
-
-
-def kept_loss(rank: int) -> bool:
-    """A loss of the model is alive when its dtype is to change, then no more."""
+def test_a_loss_that_is_kept_is_refused_as_ddp_is():
+    """Both hold the nodes that add to gradients; the message names both."""
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
     with pytest.raises(amp.AmpatchError, match="or a loss of it is kept"):
@@ -140,12 +106,6 @@ def kept_loss(rank: int) -> bool:
     assert "step" not in vars(optimizer) and model(batch(0)[0]).dtype is torch.float32
     del loss
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    return amp.step_was_skipped(optimizer)
-
-
-def test_a_loss_that_is_kept_is_refused_as_ddp_is(ranks):
-    """Both hold the nodes that add to gradients; the message names both."""
-    assert ranks(kept_loss) == [False, False]
 
 
 LEVELS = [("", "O3"), ("O0", "O2"), ("O2", "O1"), ("O1", "O3")]
@@ -283,29 +243,6 @@ def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(
     assert one["skipped"] == [none, skips, none, none]
     assert one["moved"] == two["moved"] == [True, not all(skips), True, True]
     assert one["scales"] == [(64.0, blocks), (32.0, 0), (32.0, blocks), (32.0, 2 * blocks)]
-
-
-def reducing_inside_the_last_block(rank: int, level: str) -> list[torch.Tensor]:
-    """Two micro-batches, the first of which waits scaled; the sum is reduced before unscaling."""
-    model, optimizer = build(seed=0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
-    for number in range(2):
-        inputs, targets = batch(10 * rank + number)
-        loss = F.cross_entropy(model(inputs), targets) / 4
-        with amp.scale_loss(loss, optimizer, delay_unscale=number == 0) as scaled_loss:
-            scaled_loss.backward()
-            if number == 1:
-                for grad in [param.grad.data for param in model.parameters()]:
-                    dist.all_reduce(grad)
-    return grads_of(model)
-
-
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_reducing_inside_the_last_block_is_of_all_micro_batches(ranks, level):
-    one, two = ranks(reducing_inside_the_last_block, level)
-    for ours, other, expected in zip(one, two, whole_batch(0, 1, 10, 11), strict=True):
-        torch.testing.assert_close(ours, expected, atol=3e-3, rtol=0.02)
-        assert torch.equal(ours, other)
 
 
 # `process_group`: gradients of their own, one flag

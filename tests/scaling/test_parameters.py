@@ -92,22 +92,6 @@ def test_add_param_group_in_the_middle_of_a_step(when):
         torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0)
 
 
-def test_parameters_that_came_are_unscaled_beside_those_that_left():
-    """A head is exchanged: as many new parameters as old ones that still get gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    optimizer = torch.optim.SGD(groups, lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level="O2", init_scale=1024.0, verbosity=0)
-    head, x = nn.Linear(4, 4), torch.randn(2, 4)
-    del optimizer.param_groups[1]
-    optimizer.add_param_group({"params": list(head.parameters())})
-    expected = torch.autograd.grad(head(model(x).float()).square().mean(), head.weight)[0]
-    with ampatch.scale_loss(head(model(x).float()).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    torch.testing.assert_close(head.weight.grad, expected, rtol=1e-3, atol=1e-6)
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_param_groups_keep_their_identity(level):
     """Schedulers, warm-up code and users hold the list, its dicts and their lists."""

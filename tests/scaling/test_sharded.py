@@ -583,16 +583,3 @@ def test_checkpoints_between_two_and_four_ranks(ranks, four_ranks, tmp_path, sha
         folder = str(tmp_path / str(one[0]))
         saved = first(saved_or_loaded, folder, *one, False)
         check_resume(saved, second(saved_or_loaded, folder, *other, True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_twenty_runs_without_a_hang(request, count):
-    """They are equal too: an order that depends on time would show."""
-    ranks = request.getfixturevalue("ranks" if count == 2 else "four_ranks")
-    settings = {"opt_level": "O2", "init_scale": 256.0}
-    found = [
-        ranks(by_ampatch, ORDERS[run % 2], "AdamW", settings, {}, True, 2, (count,))
-        for run in range(20)
-    ]
-    assert all(run[0]["losses"] == found[0][0]["losses"] for run in found)

@@ -111,16 +111,6 @@ def test_trains_as_in_float(kind, way, settings):
     assert close(values(optimizer), plain(kind, range(6)))
 
 
-def test_the_second_forward_sees_the_perturbed_weights():
-    """They are `rho` away."""
-    model, optimizer = start()
-    before = values(optimizer)
-    backward(model, optimizer, data())
-    optimizer.first_step(zero_grad=True)
-    apart = [(new - old).norm() for new, old in zip(values(optimizer), before, strict=True)]
-    assert math.isclose(torch.stack(apart).norm().item(), 0.5, rel_tol=0.01)
-
-
 @pytest.mark.parametrize("where", ["first", "second", "both"])
 @pytest.mark.parametrize("kind, bad", [("SGD", math.inf), ("AdamW fused", math.nan)])
 def test_an_overflow_in_either_half_leaves_the_step_out(kind, where, bad):
@@ -140,6 +130,7 @@ def test_an_overflow_in_either_half_leaves_the_step_out(kind, where, bad):
     for step in range(3, 6):
         by_halves(model, optimizer, step)
         assert not ampatch.step_was_skipped(optimizer)
+    assert ampatch.step_counts(optimizer) == (6, 1, 0)
     assert close(values(optimizer), plain(kind, range(6)))
 
 
@@ -172,13 +163,6 @@ def test_an_overflow_in_any_of_several_climbs_leaves_the_step_out(where):
     optimizer.second_step(zero_grad=True)
     assert ampatch.step_counts(optimizer) == (0, 1, 1)
     assert same(weights, values(optimizer))
-
-
-def test_both_halves_count_as_one_step():
-    model, optimizer = start(level="O1")
-    for step, factors in enumerate([(1.0, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, 1.0)]):
-        by_halves(model, optimizer, step, *factors)
-    assert ampatch.step_counts(optimizer) == (2, 2, 0)
 
 
 def test_gradients_that_were_not_zeroed_are_checked_in_both_halves():

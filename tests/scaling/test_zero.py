@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from sharded_training import loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,11 +48,6 @@ def groups(model: nn.Module, count: int) -> list:
     ]
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    data = torch.Generator().manual_seed(number)
-    return torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
-
-
 def zero(params, kind: str, **options):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -80,11 +75,6 @@ def managed(level: str, dtype: torch.dtype, kind: str, order="before", count=1, 
     optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
     amp.initialize(model, optimizer, **settings)
     return (model if "alone" in order else DistributedDataParallel(model)), optimizer
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    inputs, targets = batch(number)
-    return F.cross_entropy(model(inputs).float(), targets)
 
 
 def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False) -> None:
@@ -214,23 +204,6 @@ def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
     assert all(map(torch.equal, one[2], two[2]))
 
 
-def in_join(rank: int) -> tuple[str, bool]:
-    """What is said of a step there, and whether weights stay."""
-    from torch.distributed.algorithms.join import Join
-
-    model, optimizer = managed("O2", FP16, "SGD", "before, alone")
-    before = values(model, optimizer)
-    with pytest.raises(amp.AmpatchError) as refused, Join([optimizer]):
-        one_step(model, optimizer, rank, 0)
-    return str(refused.value), all(map(torch.equal, before, values(model, optimizer)))
-
-
-def test_join_is_refused_under_a_dynamic_scale(ranks):
-    """A rank without data would make the step that the others skip."""
-    for said, is_unchanged in ranks(in_join):
-        assert "in Join" in said and "loss_scale=1.0, or dtype=torch.bf" in said and is_unchanged
-
-
 def saved(optimizer, model, rank: int) -> bytes | None:
     """A checkpoint of rank 0 alone, as scripts write it."""
     optimizer.consolidate_state_dict(to=0)
@@ -282,7 +255,6 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
         slow("O1", FP16, "before", True, False),
         slow("O2", FP16, "before", False, True),
         ("O2", BF16, "after", False, False),
-        slow("O2", FP16, "before, alone", True, False),
         slow("O3", BF16, "before", False, False),
     ],
 )
