@@ -104,6 +104,29 @@ def test_an_overflow_that_is_set_aside_outlives_the_zeroing_of_other_gradients(w
     assert ampatch.step_was_skipped(whole) and torch.equal(before, first.weight)
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_an_overflow_is_forgotten_when_no_gradient_is_left_that_was_not_zeroed(both):
+    """Not when a part is zeroed, and another part holds the inf."""
+    model, optimizer = start("O1")
+    model[0].requires_grad_(both)
+    backward(model, optimizer, data(), math.inf)
+    model[2].zero_grad(set_to_none=False)
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer) is both
+
+
+def test_optimizers_that_share_through_a_third_one_skip_together():
+    first, second, third = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    held = [[first.weight, second.weight], [second.weight, third.weight], [third.weight]]
+    several = [torch.optim.SGD(params, lr=0.1) for params in held]
+    ampatch.initialize([first, second, third], several, opt_level="O1", verbosity=0)
+    with ampatch.scale_loss(third(torch.ones(1, 2)).sum() * math.inf, several[0]) as scaled:
+        scaled.backward()
+    for optimizer in several:
+        optimizer.step()
+    assert [ampatch.step_was_skipped(one) for one in several] == [False, True, True]
+
+
 # Clipping
 
 

@@ -127,6 +127,25 @@ def test_state_goes_along(kind, level):
         torch.testing.assert_close(ours, theirs, atol=0.03 if level == "O3" else 0.01, rtol=0)
 
 
+def test_lists_in_the_state_go_along():
+    """LBFGS has its history in lists."""
+    model = seeded()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(data()[0]), data()[1])
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for level, kept in (("O0", torch.float32), ("O3", BF16), ("O1", torch.float32)):
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+        optimizer.step(closure)
+        history = optimizer.state[model[0].weight]["old_dirs"]
+        assert history and {direction.dtype for direction in history} == {kept}
+
+
 class Slots:
     __slots__ = ("param_groups",)
 

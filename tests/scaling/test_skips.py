@@ -154,15 +154,17 @@ def test_steps_are_counted(kind):
     assert all(type(count) is int for count in counts)
 
 
-def test_counts_go_on_when_a_fused_optimizer_stops_looking():
+def test_counts_go_on_when_a_fused_optimizer_begins_or_stops_looking():
     """Gradients of a plain backward are not checked; the host decides and says so."""
     model, optimizer = begin("Adam fused", "O1")
-    train(model, optimizer, factor=math.inf)
-    for _ in range(2):
+    for is_plain in (True, False, True, True):
+        if not is_plain:
+            train(model, optimizer, factor=math.inf)
+            continue
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    assert ampatch.step_counts(optimizer) == (2, 1, 0)
+    assert ampatch.step_counts(optimizer) == (3, 1, 0)
 
 
 def test_counts_of_a_disabled_optimizer():
