@@ -175,8 +175,6 @@ class Session:
         rows = next((rows for rows in self._rows if id(given) in rows), {})
         managed = rows[id(given)]() if rows else None
         if isinstance(managed, ManagedModel):
-            for optimizer in self.optimizers:
-                optimizer.gradients.finish()
             changed = managed.converted()
             managed.uninstall()
             for optimizer in self.optimizers:
@@ -338,7 +336,6 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        self.policies.cache.close()
         registry.events.forget_copies()
         registry.state.drop_interrupted()
         if self.has_norms:

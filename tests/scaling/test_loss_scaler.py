@@ -179,22 +179,6 @@ def test_the_state_is_tensors_of_fixed_identity():
     assert scaler.peek().device.type == "meta"
 
 
-def test_state_dict_is_apexs_and_comes_back():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    apexs = {
-        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 17},
-        "loss_scaler1": {"loss_scale": 4096.0, "unskipped": 1},
-    }
-    ampatch.initialize(model, optimizer, num_losses=2, growth_interval=18, verbosity=0)
-    ampatch.load_state_dict(apexs)
-    assert ampatch.state_dict() == apexs
-    assert [ampatch.loss_scale(0), ampatch.loss_scale(1)] == [512.0, 4096.0]
-    with ampatch.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-        scaled.backward()  # the eighteenth clean step
-    assert ampatch.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 0}
-
-
 def test_another_default_device_does_not_draw_the_scale_away():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

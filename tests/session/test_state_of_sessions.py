@@ -94,19 +94,3 @@ def test_more_or_fewer_scalers_load_what_is_known_and_say_the_rest(edit, expecte
     assert [ampatch.loss_scale(n) for n in range(2)] == expected
     assert [said in record.getMessage() for record in caplog.records] == [True]
     del kept
-
-
-def test_a_wrong_entry_and_a_state_of_something_else_change_nothing():
-    kept = begin(num_losses=2)
-    state = ampatch.state_dict()
-    before = copy.deepcopy(state)
-    for name in state:
-        state[name] = {**state[name], "loss_scale": 2.0}
-    for value in (-1.0, 0.0, float("nan")):
-        wrong = {**state, "loss_scaler1": {"loss_scale": value, "unskipped": 0}}
-        with pytest.raises(ValueError, match=r"state\['loss_scaler1'\]"):
-            ampatch.load_state_dict(wrong)
-    with pytest.raises(ValueError, match=r"\['amp', 'model'\], expected .*'loss_scaler1'"):
-        ampatch.load_state_dict({"model": {}, "amp": state})
-    assert ampatch.state_dict() == before
-    del kept
