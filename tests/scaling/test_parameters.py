@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import backward, data, same, seeded, train
+from small_training import backward, data, same, seeded, step, train
 from torch import nn
 
 import ampatch
@@ -139,9 +139,7 @@ def test_an_eps_that_is_zero_in_half_weights_is_named(kind, level, dtype, is_add
     optimizer = {**DIVIDE_BY_ZERO, **FINE}[kind](model.parameters(), lr=0.01)
     ampatch.initialize(model, None if is_added else optimizer, opt_level=level, dtype=dtype)
     ampatch.add_optimizers(optimizer)
-    with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(model(torch.zeros(1, 2)).sum(), optimizer)
     expected = kind in DIVIDE_BY_ZERO and (level, dtype) == ("O3", torch.float16)
     assert bool(model.weight.isnan().any()) is expected
     said = [line for line in caplog.messages if "is 0 in torch.float16" in line]
@@ -169,11 +167,7 @@ def test_a_trained_weight_that_is_made_half_is_named_once(level, after, half, ca
     for number in range(after + 8):
         if number == after:
             assert "FP32" not in caplog.text
-        optimizer.zero_grad()
-        out = model(data()[0]).to(torch.float32 if number < after else half)
-        with ampatch.scale_loss(loss(out), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(loss(model(data()[0]).to(torch.float32 if number < after else half)), optimizer)
     (said,) = [line for line in caplog.messages if "FP32" in line]
     expected = f"SGD: param_groups[0]['params'][4], of shape (2,), was FP32 and is {half} now"
     assert said.startswith(expected) and "weight.to(x.dtype)" in said

@@ -81,6 +81,15 @@ def test_one_in_thirty_is_no_warning_and_one_in_ten_afterwards_is(caplog):
 
 
 @on_the_host
+def test_a_long_row_counts_in_the_next_message(caplog):
+    """It has an error of its own in between."""
+    model, optimizer = begin()
+    run(model, optimizer, [*every(2, 20), *[math.inf] * 7, 1.0, *[math.inf] * 3])
+    assert said(caplog)[-1].startswith("Gradient overflow: 10 of 11 steps were skipped")
+    assert caplog.text.count("in a row were skipped") == 1
+
+
+@on_the_host
 def test_of_several_losses_the_scale_is_told_from_where_it_was_told_last(caplog):
     model, optimizer = begin(num_losses=2)
     for _ in range(2):

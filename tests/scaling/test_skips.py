@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_training import backward, data, everything, same, start, train
+from small_training import backward, data, everything, same, start, step, train
 from torch import nn
 
 import ampatch
@@ -91,11 +91,7 @@ def run(caplog, steps, *, limit=4, **settings):
     ampatch.initialize(model, optimizer, opt_level="O2", **settings)
     caplog.clear()
     for factor in steps:
-        optimizer.zero_grad()
-        loss = model(torch.tensor([1, 2]), factor)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(torch.tensor([1, 2]), factor), optimizer)
     return [record.getMessage() for record in caplog.records if "in a row" in record.message]
 
 
@@ -128,10 +124,7 @@ def test_many_offenders_are_counted_and_those_of_no_model_named_by_their_place(c
     model, alone = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([alone, *model.parameters()], lr=0.1)
     ampatch.initialize(model, optimizer, max_consecutive_skips=1)
-    loss = (model(torch.ones(1, 2)) + alone).sum() * math.nan
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step((model(torch.ones(1, 2)) + alone).sum() * math.nan, optimizer)
     assert "param_groups[0]['params'][0], 0.weight, 0.bias, 1.weight, 1.bias and 4 more." in (
         caplog.text
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_training import step
 from torch import nn
 from torch.func import functional_call
 
@@ -49,13 +50,12 @@ def train(models, optimizers, call=lambda model: model(INPUTS), with_ampatch=Tru
     """Three steps of each pair of model and optimizer in turn; the weights in the end."""
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
             loss = call(model).square().mean()
             if with_ampatch:
-                with ampatch.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
+                step(loss, optimizer)
+                continue
+            optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
     return [p.detach().clone() for model in models for p in model.parameters()]
 
@@ -174,10 +174,7 @@ def test_a_layer_shared_with_an_o3_teacher_stays_fp32(first, half):
     for _ in range(3):
         with torch.no_grad():
             targets = teacher(inputs)
-        optimizer.zero_grad()
-        with ampatch.scale_loss((student(inputs) - targets).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step((student(inputs) - targets).square().mean(), optimizer)
     assert seen == [(half, half)] * 6
     assert not torch.equal(shared.weight, shared.weight.to(half).float())
     ampatch.deactivate()
