@@ -50,15 +50,15 @@ def test_every_level_after_every_level(first, opt_level):
     assert not same(before, values(model, optimizer))
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("scheduled", [None, "before", "after"])
 def test_many_times_over_nothing_nests(opt_level, scheduled):
     """Schedulers wrap our step, and stay when it goes: the next step of ours must not wrap them."""
     model, optimizer = pair()
     depths, hooks = [], []
     for number in range(30):
-        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
-        if scheduled and number == 0:
+        if (scheduled, number) in {("before", 0), ("after", 1)}:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
         depths.append(depth(optimizer.step))
         hooks.append(hook_count(model))
     assert len(set(depths[1:])) == 1 and len(set(hooks)) == 1
@@ -68,10 +68,12 @@ def test_many_times_over_nothing_nests(opt_level, scheduled):
     if scheduled:
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.05
-        backward(model, optimizer, 1)
-        next(ampatch.master_params(optimizer)).grad.fill_(torch.nan)
+    backward(model, optimizer, 1)
     ampatch.deactivate()
-    assert depth(optimizer.step) == (depths[-1] if scheduled else depths[-1] - 1)
+    assert depth(optimizer.step) == (depths[-1] if scheduled == "after" else depths[-1] - 1)
+    model[0].weight.grad.fill_(torch.nan)
+    optimizer.step()  # a plain one
+    assert model[0].weight.isnan().all()
 
 
 def test_enabled_false_gives_the_objects_back(opt_level):

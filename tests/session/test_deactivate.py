@@ -102,24 +102,6 @@ def test_gradients_move_along(opt_level, delayed):
             assert torch.allclose(ours.grad, theirs.grad, atol=5e-3)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_goes_on(opt_level, when):
-    """One built meanwhile wraps our step: it stays, and ours lets calls through."""
-    model = build()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    make = torch.optim.lr_scheduler.StepLR
-    scheduler = make(optimizer, 1, gamma=0.5) if when == "before" else None
-    ampatch.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    scheduler = scheduler or make(optimizer, 1, gamma=0.5)
-    train(model, optimizer, range(1))
-    ampatch.deactivate()
-    before = model[3].weight.detach().clone()
-    train(model, optimizer, range(1), scaled=False)
-    scheduler.step()
-    assert not torch.equal(before, model[3].weight)
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
 def test_twice_is_once_and_without_a_session_nothing():
     ampatch.deactivate()
     model = build()
