@@ -39,17 +39,11 @@ class Wrapper:
     def param_groups(self):
         return self.inner.param_groups
 
-    def step(self, closure=None):
-        return self.inner.step(closure)
+    def step(self):
+        self.inner.step()
 
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
+    def zero_grad(self):
+        self.inner.zero_grad()
 
 
 class Holder(torch.optim.Optimizer):
