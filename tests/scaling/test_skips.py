@@ -158,11 +158,3 @@ def test_counts_go_on_when_a_fused_optimizer_begins_or_stops_looking():
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     assert ampatch.step_counts(optimizer) == (3, 1, 0)
-
-
-def test_counts_of_a_disabled_optimizer():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, enabled=False)
-    assert ampatch.step_counts(optimizer) == (0, 0, 0)
-    assert not ampatch.step_was_skipped(optimizer)

@@ -67,6 +67,7 @@ def test_enabled_false_is_plain_torch():
         reference.step()
     loss = torch.ones(())
     assert ampatch.scale_loss(loss, optimizer).__enter__() is loss
+    assert ampatch.step_counts(optimizer) == (0, 0, 0) and not ampatch.step_was_skipped(optimizer)
     assert same(list(model.parameters()), list(plain.parameters()))
 
 
