@@ -60,26 +60,6 @@ def train(models, optimizers, call=lambda model: model(INPUTS), with_ampatch=Tru
     return [p.detach().clone() for model in models for p in model.parameters()]
 
 
-def same_as_by_hand(make, manage):
-    """`make()` gives models and optimizers, `manage` gives those to `initialize`, perhaps later
-    ones too; after `deactivate` all is FP32, and the objects are the same.
-    """
-    expected = train(*make(), call=by_hand, with_ampatch=False)
-    models, optimizers = make()
-    before = [p for model in models for p in model.parameters()]
-    manage(models, optimizers)
-    found = train(models, optimizers)
-    for _ in range(2):
-        after = [p for model in models for p in model.parameters()]
-        assert all(a is b for a, b in zip(before, after, strict=True))
-        assert {p.dtype for p in after} == {torch.float32}
-        owned = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-        assert {id(p) for p in owned} <= set(map(id, after))
-        assert all(map(torch.equal, found, expected))
-        assert all(map(torch.equal, found, [p.detach() for p in after]))
-        ampatch.deactivate()
-
-
 def one_model_two_optimizers():
     model = Net()
     parts = model.encoder, model.head
@@ -117,21 +97,22 @@ MAKERS = [
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 0, 1)])
 def test_two_calls_of_initialize_and_the_same_again(make, order):
-    def manage(models, optimizers):
-        for index in order:
-            initialize(models[index], optimizers[index])
-
-    same_as_by_hand(make, manage)
-
-
-@pytest.mark.parametrize("make", [two_models_one_optimizer, shared_layer, inner_and_outer])
-def test_the_models_first_and_the_optimizers_later(make):
-    def manage(models, optimizers):
-        for model in models:
-            initialize(model)
-        initialize(models, list({id(one): one for one in optimizers}.values()))
-
-    same_as_by_hand(make, manage)
+    """Objects stay the same; weights are FP32, after `deactivate` too."""
+    expected = train(*make(), call=by_hand, with_ampatch=False)
+    models, optimizers = make()
+    before = [p for model in models for p in model.parameters()]
+    for index in order:
+        initialize(models[index], optimizers[index])
+    found = train(models, optimizers)
+    for _ in range(2):
+        after = [p for model in models for p in model.parameters()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+        assert {p.dtype for p in after} == {torch.float32}
+        owned = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        assert {id(p) for p in owned} <= set(map(id, after))
+        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, found, [p.detach() for p in after]))
+        ampatch.deactivate()
 
 
 def test_an_encoder_that_was_trained_first_joins_a_larger_model():
