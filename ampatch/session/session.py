@@ -336,6 +336,7 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
+        self.policies.cache.close()
         registry.events.forget_copies()
         registry.state.drop_interrupted()
         if self.has_norms:
