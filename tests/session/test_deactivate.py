@@ -6,7 +6,7 @@ import pytest
 import session_pairs
 import torch
 import torch.nn.functional as F
-from small_training import data
+from small_training import backward, close, data, float_grads, grads, start
 
 import ampatch
 
@@ -100,6 +100,15 @@ def test_gradients_move_along(opt_level, delayed):
         else:
             assert ours.grad.dtype is torch.float32
             assert torch.allclose(ours.grad, theirs.grad, atol=5e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_gradients_that_wait_scaled_are_unscaled_where_the_model_alone_is_taken_over(level):
+    model, optimizer = start(level, loss_scale=64.0)
+    backward(model, optimizer, data(), delay_unscale=True)
+    ampatch.initialize(model, opt_level="O1", verbosity=0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert close(grads(optimizer), float_grads(data()))
 
 
 def test_twice_is_once_and_without_a_session_nothing():
