@@ -265,7 +265,7 @@ class Gradients:
         """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
         if self.aside:
             self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
-        if self.aside or (self.check is None and not self.left_scaled):
+        if self.aside:
             return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.check, self.left_scaled = None, False

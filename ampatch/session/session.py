@@ -175,8 +175,6 @@ class Session:
         rows = next((rows for rows in self._rows if id(given) in rows), {})
         managed = rows[id(given)]() if rows else None
         if isinstance(managed, ManagedModel):
-            for optimizer in self.optimizers:
-                optimizer.gradients.finish()
             changed = managed.converted()
             managed.uninstall()
             for optimizer in self.optimizers:

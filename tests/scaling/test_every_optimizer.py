@@ -7,8 +7,9 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import everything, same
+from small_training import backward, data, everything, same
 from torch import nn
+from torch.func import functional_call
 
 import ampatch
 
@@ -60,41 +61,28 @@ def test_none_is_forgotten():
 
 
 def trained(name, flags, level=None, dtype=torch.float16, kind="cpu", **settings):
-    """Six steps by a level, or by hand as the paper writes it: a half model, and float copies.
+    """Six steps by a level, or by hand: half copies of FP32 weights in each forward.
 
-    Returns the model, the optimizer, what it steps on, and a function for a step on a loss that is
-    multiplied.
+    Returns the model, the optimizer, and a function for a step on a loss that is multiplied.
     """
     torch.manual_seed(0)
     bias = name != "Muon"  # which takes matrices only
     model = nn.Sequential(nn.Linear(4, 8, bias=bias), nn.Tanh(), nn.Linear(8, 2, bias=bias))
-    params = list(model.to(kind).parameters())
-    by_hand = level is None
-    if by_hand:
-        params = [param.detach().clone().requires_grad_() for param in params]
-        model.to(dtype)
-    optimizer = classes()[name](params, **OPTIONS[name], **flags)
-    if not by_hand:
+    optimizer = classes()[name](model.to(kind).parameters(), **OPTIONS[name], **flags)
+    if level is not None:
         settings = {"init_scale": SCALE, "verbosity": 0, **settings}
         ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
 
     def evaluate(number, factor):
-        generator = torch.Generator().manual_seed(number)
-        x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
+        x, y = (one.to(kind) for one in data(number))
         optimizer.zero_grad()
-        if by_hand:
-            for param, master in zip(model.parameters(), params, strict=True):
-                param.data.copy_(master)
-                param.grad = None
-        out = model(x.to(kind, dtype if by_hand else None))
-        loss = F.mse_loss(out.float(), y.to(kind)) * factor
-        if not by_hand:
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            return loss.detach()
+        if level is not None:
+            return backward(model, optimizer, (x, y), factor).detach()
+        copies = {name: param.to(dtype) for name, param in model.named_parameters()}
+        loss = F.mse_loss(functional_call(model, copies, x.to(dtype)).float(), y)
         (loss * SCALE).backward()
-        for param, master in zip(model.parameters(), params, strict=True):
-            master.grad = param.grad.float() / SCALE
+        for param in model.parameters():
+            param.grad /= SCALE
         return loss.detach()
 
     def step(number, factor=1.0):
@@ -106,17 +94,17 @@ def trained(name, flags, level=None, dtype=torch.float16, kind="cpu", **settings
 
     for number in range(6):
         step(number)
-    return model, optimizer, params, step
+    return model, optimizer, step
 
 
 @pytest.mark.parametrize("name, flags", WAYS)
 def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
     """Bit for bit; the scale is a power of two, so it rounds nothing."""
-    _, _, masters, _ = trained(name, flags)
+    by_hand = list(trained(name, flags)[0].parameters())
     settings = {"loss_scale": SCALE} if name == "LBFGS" else {}  # it takes no dynamic one
-    model, optimizer, _, step = trained(name, flags, "O2", **settings)
-    assert same(list(model.parameters()), masters)
-    assert not same(masters, [master.half().float() for master in masters])
+    model, optimizer, step = trained(name, flags, "O2", **settings)
+    assert same(list(model.parameters()), by_hand)
+    assert not same(by_hand, [weight.half().float() for weight in by_hand])
     if name == "LBFGS":
         return
     before = everything(model, optimizer)

@@ -84,19 +84,6 @@ def test_one_optimizer_of_a_block_zeroes_what_it_shares_with_another(who):
     ]
 
 
-def test_an_overflow_in_a_gradient_that_two_optimizers_share_skips_both_steps():
-    model = torch.nn.Linear(2, 1, bias=False)
-    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    ampatch.initialize(model, pair, opt_level="O1", init_scale=8.0, verbosity=0)
-    with ampatch.scale_loss(model(torch.ones(1, 2)).sum() * math.inf, pair) as scaled:
-        scaled.backward()
-    before = model.weight.detach().clone()
-    for optimizer in pair:
-        optimizer.step()
-        assert ampatch.step_was_skipped(optimizer)
-    assert torch.equal(before, model.weight) and ampatch.loss_scale() == 4.0
-
-
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
 def test_an_overflow_that_is_set_aside_outlives_the_zeroing_of_other_gradients(whose):
     first, second = (torch.nn.Linear(2, 1, bias=False) for _ in range(2))
@@ -117,30 +104,44 @@ def test_an_overflow_that_is_set_aside_outlives_the_zeroing_of_other_gradients(w
     assert ampatch.step_was_skipped(whole) and torch.equal(before, first.weight)
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_an_overflow_is_forgotten_when_no_gradient_is_left_that_was_not_zeroed(both):
+    """Not when a part is zeroed, and another part holds the inf."""
+    model, optimizer = start("O1")
+    model[0].requires_grad_(both)
+    backward(model, optimizer, data(), math.inf)
+    model[2].zero_grad(set_to_none=False)
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer) is both
+
+
+def test_optimizers_that_share_through_a_third_one_skip_together():
+    first, second, third = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    held = [[first.weight, second.weight], [second.weight, third.weight], [third.weight]]
+    several = [torch.optim.SGD(params, lr=0.1) for params in held]
+    ampatch.initialize([first, second, third], several, opt_level="O1", verbosity=0)
+    with ampatch.scale_loss(third(torch.ones(1, 2)).sum() * math.inf, several[0]) as scaled:
+        scaled.backward()
+    for optimizer in several:
+        optimizer.step()
+    assert [ampatch.step_was_skipped(one) for one in several] == [False, True, True]
+
+
 # Clipping
 
 
-CLIPS = {
-    "module": lambda *args: torch.nn.utils.clip_grad_norm_(*args),
-    "bound early": lambda *args: clip_bound_early(*args),
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("through", ["master_params", "model.parameters", "one by one"])
-def test_clipping_unscales_and_gives_the_float_runs_norm(through, clip):
+@pytest.mark.parametrize("is_bound_early", [False, True])
+def test_clipping_unscales_and_gives_the_float_runs_norm(is_bound_early):
+    """One by one too; at every level: tests/laws/test_graphs.py."""
     model, optimizer = start("O2")
-    clip = CLIPS[clip]
+    clip = clip_bound_early if is_bound_early else torch.nn.utils.clip_grad_norm_
     backward(model, optimizer, data(), delay_unscale=True)
     plain = float_grads(data())
     norm = math.sqrt(sum(grad.double().square().sum().item() for grad in plain))
     assert norm > 0.2
-    if through == "one by one":
-        found = math.sqrt(sum(clip(p, 1e9).item() ** 2 for p in model.parameters()))
-        assert found == pytest.approx(norm, rel=0.02)
-        return
-    params = ampatch.master_params(optimizer) if through == "master_params" else model.parameters()
-    assert clip(params, 0.1).item() == pytest.approx(norm, rel=0.02)
+    found = math.sqrt(sum(clip(p, 1e9).item() ** 2 for p in model.parameters()))
+    assert found == pytest.approx(norm, rel=0.02)
+    assert clip(model.parameters(), 0.1).item() == pytest.approx(norm, rel=0.02)
     assert close(grads(optimizer), [grad * (0.1 / norm) for grad in plain])
 
 

@@ -122,6 +122,7 @@ def both(**changed):
         (STATE, None, TypeError, "got None"),
         (STATE, [], TypeError, "got list"),
         (STATE, {}, ValueError, ""),
+        (STATE, {"model": {}, "amp": both()}, ValueError, "['amp', 'model'], expected"),
         (STATE, {0: APEX, 1: APEX}, ValueError, ""),
         (STATE, {"loss_scaler0": APEX, "loss_scaler1": None}, TypeError, "loss_scaler1"),
         (STATE, {"loss_scaler0": APEX, "loss_scaler1": {"unskipped": 1}}, ValueError, "scaler1"),
@@ -237,23 +238,26 @@ def test_what_is_loaded_stays_within_the_limits(floor, cap, expected):
     assert ampatch.loss_scale() == expected
 
 
-def test_a_dynamic_scale_does_not_become_a_static_one(caplog):
-    """At 65536 without a look at overflow, float16 gradients would be inf, and so the weights."""
-    start(loss_scale=1.0)
-    ampatch.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}})
-    assert ampatch.loss_scale() == 1.0
-    assert "65536 is not of a static scaler; the static scale stays 1" in caplog.text
+@pytest.mark.parametrize(
+    "level, settings, level_of_log, said",
+    [
+        ("O1", {"loss_scale": 1.0}, "WARNING", "512 is not of a static scaler; the static scale"),
+        ("O2", {"dtype": torch.bfloat16}, "INFO", "is not needed here: gradients have the range"),
+    ],
+    ids=["static", "bfloat16"],
+)
+def test_a_dynamic_scale_does_not_become_a_static_one(level, settings, level_of_log, said, caplog):
+    """Without a look at overflow, float16 gradients would be inf, and so the weights.
 
-
-def test_a_float16_run_resumed_in_bfloat16_needs_no_scale(caplog):
-    """Nothing is to be done, so nothing is recommended."""
-    start("O2", dtype=torch.bfloat16)
+    In bfloat16 nothing is to be done, so nothing is recommended.
+    """
+    start(level, **settings)
+    caplog.clear()
     with caplog.at_level("INFO", logger="ampatch"):
         ampatch.load_state_dict({"loss_scaler0": APEX})
-    assert ampatch.loss_scale() == 1.0
-    assert "is not needed here: gradients have the range of FP32" in caplog.text
-    assert "set_loss_scale" not in caplog.text
-    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert ampatch.loss_scale() == 1.0 and said in caplog.text
+    assert ("set_loss_scale" in caplog.text) == (level_of_log == "WARNING")
+    assert {record.levelname for record in caplog.records} == {level_of_log}
 
 
 @pytest.mark.parametrize("then, expected", [({}, 65536.0), ({"loss_scale": 64.0}, 256.0)])

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from small_training import step
 from torch import nn
 
 import ampatch
@@ -74,9 +75,9 @@ def test_the_rule_is_that_of_the_paper_to_the_bit(rule):
     chance, settings = random.Random(0), dict(zip(NAMES, rule, strict=True))
     scaler = DynamicScaler(init_scale=1e3 / 7, **settings)
     expected, seen = (single(1e3 / 7), 0), set()
-    for step in range(300):
+    for number in range(300):
         values = torch.randn(5) * 10.0 ** chance.randint(-30, 30)
-        if chance.random() < (0.7 if step // 50 % 2 else 0.05):
+        if chance.random() < (0.7 if number // 50 % 2 else 0.05):
             values[2] = chance.choice([math.inf, -math.inf, math.nan])
         grads = [values[:2].clone(), values.clone()]
         found = scaler.unscale_(grads, scaler.snapshot())
@@ -95,8 +96,8 @@ def test_it_is_the_rule_of_torchs_gradscaler():
     ours = DynamicScaler(init_scale=1024.0, growth_interval=4)
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    for step in range(40):
-        bad = step % 11 == 7
+    for number in range(40):
+        bad = number % 11 == 7
         theirs.scale(weight.sum() * (math.inf if bad else 1.0)).backward()
         theirs.step(optimizer)
         theirs.update()
@@ -179,29 +180,11 @@ def test_the_state_is_tensors_of_fixed_identity():
     assert scaler.peek().device.type == "meta"
 
 
-def test_state_dict_is_apexs_and_comes_back():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    apexs = {
-        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 17},
-        "loss_scaler1": {"loss_scale": 4096.0, "unskipped": 1},
-    }
-    ampatch.initialize(model, optimizer, num_losses=2, growth_interval=18, verbosity=0)
-    ampatch.load_state_dict(apexs)
-    assert ampatch.state_dict() == apexs
-    assert [ampatch.loss_scale(0), ampatch.loss_scale(1)] == [512.0, 4096.0]
-    with ampatch.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-        scaled.backward()  # the eighteenth clean step
-    assert ampatch.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 0}
-
-
 def test_another_default_device_does_not_draw_the_scale_away():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, dtype=torch.bfloat16, loss_scale="dynamic", verbosity=0)
     loss = model(torch.ones(2, 4)).float().square().mean()
     with torch.device("meta"):
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(loss, optimizer)
     assert model.weight.isfinite().all() and model.weight.grad.device.type == "cpu"

@@ -39,17 +39,11 @@ class Wrapper:
     def param_groups(self):
         return self.inner.param_groups
 
-    def step(self, closure=None):
-        return self.inner.step(closure)
+    def step(self):
+        self.inner.step()
 
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
+    def zero_grad(self):
+        self.inner.zero_grad()
 
 
 class Holder(torch.optim.Optimizer):
@@ -125,6 +119,25 @@ def test_state_goes_along(kind, level):
     assert state.get("steps", 9) == 9
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.03 if level == "O3" else 0.01, rtol=0)
+
+
+def test_lists_in_the_state_go_along():
+    """LBFGS has its history in lists."""
+    model = seeded()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(data()[0]), data()[1])
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for level, kept in (("O0", torch.float32), ("O3", BF16), ("O1", torch.float32)):
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+        optimizer.step(closure)
+        history = optimizer.state[model[0].weight]["old_dirs"]
+        assert history and {direction.dtype for direction in history} == {kept}
 
 
 class Slots:

@@ -16,7 +16,6 @@ from small_training import (
     backward,
     close,
     data,
-    everything,
     float_grads,
     grads,
     same,
@@ -114,23 +113,6 @@ def test_a_delayed_loss_for_two_optimizers_counts_once():
 # Overflows
 
 
-def test_an_overflow_in_one_micro_batch_that_waits_skips_the_whole_step():
-    """And nothing of it is left for the next, which is the step of a fresh run."""
-    model, optimizer = start("O2", torch.optim.Adam)
-    before = everything(model, optimizer)
-    for index, factor in enumerate((1.0, math.inf, 1.0)):
-        backward(model, optimizer, data(index), factor, delay_unscale=index < 2)
-    optimizer.step()
-    assert ampatch.step_was_skipped(optimizer) and same(everything(model, optimizer), before)
-    optimizer.zero_grad()
-    assert ampatch.loss_scale() == 512.0
-    fresh = start("O2", torch.optim.Adam, init_scale=512.0)
-    for pair in ((model, optimizer), fresh):
-        backward(*pair, data(5))
-        pair[1].step()
-    assert same(everything(model, optimizer), everything(*fresh))
-
-
 def test_delay_overflow_check():
     """The scale reacts with the next check; the step is skipped all the same."""
     model, optimizer = start("O1")
@@ -191,14 +173,6 @@ def test_nested_blocks_of_different_optimizers_unscale_by_their_own_scale():
 
 
 @on_the_host
-def test_an_optimizer_listed_twice_counts_once():
-    model, optimizer = start("O1")
-    backward(model, [optimizer, optimizer], data())
-    assert close(grads(optimizer), float_grads(data()))
-    assert ampatch.state_dict()["loss_scaler0"]["unskipped"] == 1
-
-
-@on_the_host
 def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimizer_steps():
     """They waited together; the one that is in a block of its own is unscaled by that block."""
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
@@ -215,21 +189,7 @@ def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimiz
     assert torch.equal(models[0].weight.grad, 2 * x)
 
 
-# Refusals; exceptions are in tests/laws/test_interruptions.py
-
-
-@on_the_host
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_step_in_a_block_is_refused_and_changes_nothing(waits):
-    model, optimizer = start("O1", loss_scale=8.0)
-    backward(model, optimizer, data(), delay_unscale=waits)
-    before = values(optimizer)
-    with ampatch.scale_loss(F.mse_loss(model(data(2)[0]), data(2)[1]), optimizer) as scaled:
-        scaled.backward()
-        with pytest.raises(ampatch.AmpatchError, match="SGD.* block"):
-            optimizer.step()
-    assert same(before, values(optimizer))
-    assert close(grads(optimizer), float_grads(data(), data(2)))
+# Refusals; a step in a block: tests/laws/test_graphs.py, exceptions: test_interruptions.py there
 
 
 @on_the_host

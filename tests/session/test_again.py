@@ -6,16 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from session_pairs import (
-    Slotted,
-    backward,
-    build,
-    hook_count,
-    one_step,
-    pair,
-    state_of,
-    values,
-)
+from session_pairs import Slotted, backward, build, hook_count, one_step, pair, state_of, values
+from small_training import data, same
 from torch import nn
 
 import ampatch
@@ -55,31 +47,33 @@ def test_every_level_after_every_level(first, opt_level):
         assert torch.equal(found, before.to(kept))
     before = values(model, optimizer)
     one_step(model, optimizer, 3)
-    assert not all(map(torch.equal, before, values(model, optimizer)))
+    assert not same(before, values(model, optimizer))
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("scheduled", [None, "before", "after"])
 def test_many_times_over_nothing_nests(opt_level, scheduled):
     """Schedulers wrap our step, and stay when it goes: the next step of ours must not wrap them."""
     model, optimizer = pair()
     depths, hooks = [], []
     for number in range(30):
-        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
-        if scheduled and number == 0:
+        if (scheduled, number) in {("before", 0), ("after", 1)}:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)
         depths.append(depth(optimizer.step))
         hooks.append(hook_count(model))
     assert len(set(depths[1:])) == 1 and len(set(hooks)) == 1
     before = values(model, optimizer)
     one_step(model, optimizer, 0)
-    assert not all(map(torch.equal, before, values(model, optimizer)))
+    assert not same(before, values(model, optimizer))
     if scheduled:
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.05
-        backward(model, optimizer, 1)
-        next(ampatch.master_params(optimizer)).grad.fill_(torch.nan)
+    backward(model, optimizer, 1)
     ampatch.deactivate()
-    assert depth(optimizer.step) == (depths[-1] if scheduled else depths[-1] - 1)
+    assert depth(optimizer.step) == (depths[-1] if scheduled == "after" else depths[-1] - 1)
+    model[0].weight.grad.fill_(torch.nan)
+    optimizer.step()  # a plain one
+    assert model[0].weight.isnan().all()
 
 
 def test_enabled_false_gives_the_objects_back(opt_level):
@@ -105,16 +99,12 @@ class Unhookable(nn.Linear):
         raise TypeError("no hooks")
 
 
-def fail_to_initialize(model, optimizer, other, late, level):
-    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    refused = other_optimizer if late else Slotted(other.parameters())
+def fail_to_initialize(model, optimizer, other, late=False, level="O1"):
+    kind = torch.optim.SGD if late else Slotted
     with pytest.raises(TypeError):
         ampatch.initialize(
-            [model, other],
-            [optimizer, refused],
-            opt_level=level,
-            dtype=torch.bfloat16,
-            verbosity=0,
+            *([model, other], [optimizer, kind(other.parameters())]),
+            **{"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0},
         )
 
 
@@ -141,8 +131,7 @@ def test_a_failing_second_time_leaves_the_first_in_force(opt_level, when, schedu
             other = Unhookable(4, 8) if late else build(1)
             fail_to_initialize(model, optimizer, other, late, second)
             after = values(model, optimizer), hook_count(model), depth(optimizer.step)
-            assert len(before[0]) == len(after[0]) and before[1:] == after[1:]
-            assert all(map(torch.equal, before[0], after[0]))
+            assert same(before[0], after[0]) and before[1:] == after[1:]
             assert hook_count(other) == hook_count(Unhookable(4, 8) if late else build())
             assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
             assert len(registry.sessions) == 1
@@ -151,8 +140,7 @@ def test_a_failing_second_time_leaves_the_first_in_force(opt_level, when, schedu
             one_step(model, optimizer, step)
         runs.append((values(model, optimizer), ampatch.state_dict()))
         ampatch.deactivate()
-    assert runs[0][1] == runs[1][1]
-    assert all(map(torch.equal, runs[0][0], runs[1][0]))
+    assert same(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
 
 
 def test_an_overflow_seen_before_a_failing_second_time_still_skips():
@@ -161,9 +149,7 @@ def test_an_overflow_seen_before_a_failing_second_time_still_skips():
     loss = model(torch.ones(3, 4)).sum() * torch.inf
     with ampatch.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
-    other = build(1)
-    with pytest.raises(TypeError):
-        ampatch.initialize([model, other], [optimizer, Slotted(other.parameters())], verbosity=0)
+    fail_to_initialize(model, optimizer, build(1))
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer)
 
@@ -186,7 +172,6 @@ AGAIN = {
 @pytest.mark.parametrize("how", AGAIN)
 def test_after_ctrl_c_in_a_forward_at_o2(how):
     """Half copies of weights are in their places; what comes next finds the weights."""
-
     model, optimizer = pair()
     params = list(model.parameters())
     again("O2")(model, None if how == "add_optimizers" else optimizer)
@@ -199,3 +184,18 @@ def test_after_ctrl_c_in_a_forward_at_o2(how):
     before = model[0].weight.detach().clone()
     one_step(model, optimizer, 0)
     assert not torch.equal(before, model[0].weight)
+
+
+def test_after_ctrl_c_in_a_forward_and_a_step_other_models_cast_anew():
+    """Within a forward that has not ended their copies would be those of an earlier one."""
+    (first, _), (second, _) = pair(), pair()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    again("O1")([first, second], optimizer)
+    first[2].register_forward_pre_hook(mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        first(torch.ones(3, 4))
+    optimizer.step()
+    x = data()[0]
+    second(x)
+    second[3].weight.detach().numpy()[:] = 0  # raises no version
+    assert torch.equal(second(x), second[3].bias.bfloat16().expand(len(x), 2))

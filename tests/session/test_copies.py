@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from small_training import managed
+from small_training import managed, train
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from warm_python import python
@@ -85,17 +85,7 @@ def test_a_model_with_its_own_state(level, copied):
 # Other processes
 
 
-def test_saved_models_load_where_ampatch_is_not(tmp_path):
-    plain = {}
-    for level in LEVELS:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Softmax(-1))
-        start(level, model.eval())
-        torch.save(model, tmp_path / f"{level}.pt")
-        ampatch.deactivate()
-        model.to(weights_in(level))
-        plain[level] = model(X.to(weights_in(level)))
-    torch.save(plain, tmp_path / "outputs.pt")
-    code = """
+READER = """
 import sys
 sys.modules["ampatch"] = None  # not to be had
 import torch
@@ -105,8 +95,32 @@ for level, output in torch.load("outputs.pt").items():
     assert torch.equal(model(x.to(output.dtype)), output), level
     assert {value.dtype for value in model.parameters()} == {output.dtype}
     assert not model._forward_hooks and not model._forward_pre_hooks
+    saved = torch.load(level + ".checkpoint", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert torch.equal(model(x.to(output.dtype)), output), level
+    model.train()(x.to(output.dtype)).float().square().sum().backward()
+    optimizer.step()
+    assert all(bool(value.isfinite().all()) for value in model.parameters()), level
 """
-    done = python("-W", "error", "-c", code, cwd=tmp_path)
+
+
+def test_saved_models_and_checkpoints_load_where_ampatch_is_not(tmp_path):
+    """And go on training there."""
+    plain = {}
+    for level in LEVELS:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Softmax(-1))
+        model, optimizer = start(level, model, kind=torch.optim.Adam)
+        train(model, optimizer, (X, X))
+        torch.save(model.eval(), tmp_path / f"{level}.pt")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, tmp_path / f"{level}.checkpoint")
+        ampatch.deactivate()
+        model.to(weights_in(level))
+        plain[level] = model(X.to(weights_in(level)))
+    torch.save(plain, tmp_path / "outputs.pt")
+    done = python("-W", "error", "-c", READER, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

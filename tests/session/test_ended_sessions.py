@@ -8,6 +8,7 @@ import pytest
 import torch
 from repository import HELPERS
 from session_pairs import pair
+from small_training import step
 from torch import nn
 from torch_snapshot import changes, snapshot
 from warm_python import python
@@ -21,14 +22,6 @@ SETTINGS = {
     "verbosity": 0,
     "patch_scope": "model",
 }
-
-
-def train(model, optimizer, factor=1.0):
-    loss = model(torch.ones(3, 4)).float().sum() * factor
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def tensors():
@@ -48,7 +41,10 @@ def test_a_session_whose_members_are_gone_holds_no_weight_and_ends(opt_level, ha
             model, optimizer if has_optimizer else None, opt_level=opt_level, **SETTINGS
         )
         for _ in range(steps):
-            train(model, optimizer) if has_optimizer else model(torch.ones(3, 4))
+            loss = model(torch.ones(3, 4)).float().sum()
+            if has_optimizer:
+                step(loss, optimizer)
+                optimizer.zero_grad()
 
     experiment()  # torch keeps a little for good
     ampatch.deactivate()

@@ -1,21 +1,25 @@
-"""After `deactivate` no replacement is left: in modules imported later, with mocks, on failures."""
+"""After `deactivate` no replacement is left: with mocks, registered functions, on failures.
+
+Names in modules: tests/casting/test_early_names.py.
+"""
 
 from __future__ import annotations
 
 import builtins
 import sys
-import textwrap
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from registrations import forgotten_afterwards
+from small_training import managed
 from torch import nn
 
 import ampatch
 from ampatch.errors import UndoAll
 from ampatch.models import conversion
+from ampatch.session.registry import registry
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")
@@ -23,53 +27,7 @@ ORIGINALS = {name: getattr(F, name) for name in FUNCTIONS}
 
 
 def start(**options):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(
-        model, optimizer, **{"opt_level": "O1", "patch_scope": "process", "verbosity": 0, **options}
-    )
-    return model, optimizer
-
-
-def replacements():
-    return [
-        made
-        for made, _ in ampatch.session.session.registry.installation.replacements.pairs.values()
-    ]
-
-
-HOLDERS = """
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.functional import conv1d
-
-    table = {F.linear: "linear", "conv1d": F.conv1d}
-
-    class Layer:
-        linear = staticmethod(F.linear)
-
-    def forward(x, w, product=F.linear):
-        return product(x, w)
-"""
-
-
-def test_modules_imported_meanwhile(tmp_path, monkeypatch):
-    """Their globals are the originals again; what their containers hold calls the originals."""
-    (tmp_path / "holders.py").write_text(textwrap.dedent(HOLDERS))
-    monkeypatch.syspath_prepend(tmp_path)
-    start()
-    ours = replacements()
-    import holders
-
-    monkeypatch.setitem(sys.modules, "holders", holders)  # forgotten afterwards
-    x = torch.ones(1, 2)
-    held = (holders.Layer.linear, holders.forward, next(iter(holders.table)))
-    assert holders.conv1d in ours and [call(x, x).dtype for call in held] == [H] * 3
-    ampatch.deactivate()
-    assert holders.conv1d is ORIGINALS["conv1d"]
-    assert [call(x, x).dtype for call in held] == [torch.float32] * 3
-    start()
-    assert F.linear not in held and F.linear(x, x).dtype is H
+    return managed(nn.Linear(2, 2), **{"level": "O1", "patch_scope": "process", **options}, dtype=H)
 
 
 # Mocks
@@ -99,7 +57,7 @@ def test_what_a_mock_puts_back_only_calls_the_original(name):
     """A mock that was made in a session, and ends after it, has found the replacement."""
     owner, use = USES[name]
     level, original = "O2" if owner is nn.Module else "O1", vars(owner).get(name)
-    start(opt_level=level)
+    start(level=level)
     patcher = mock.patch.object(owner, name, lambda *args: "mocked")
     ours, _ = getattr(owner, name), patcher.start()
     ampatch.deactivate()
@@ -108,7 +66,7 @@ def test_what_a_mock_puts_back_only_calls_the_original(name):
     assert getattr(owner, name) is ours
     try:
         assert use() is torch.float32
-        start(opt_level=level)
+        start(level=level)
         assert use() is (torch.float32 if level == "O2" else H)
         ampatch.deactivate()
         assert use() is torch.float32
@@ -183,10 +141,9 @@ def failing(name):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("part", ["uninstall", "finish"])
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
-    models, optimizers = zip(*[start(opt_level=level) for _ in range(3)], strict=True)
-    registry = ampatch.session.session.registry
-    managed = registry.table.managed(optimizers[1])
-    owner = managed.gradients if part == "finish" else managed
+    models, optimizers = zip(*[start(level=level) for _ in range(3)], strict=True)
+    failed = registry.table.managed(optimizers[1])
+    owner = failed.gradients if part == "finish" else failed
     monkeypatch.setattr(owner, part, failing(part))
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
@@ -199,7 +156,7 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
 
 
 def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
-    model, optimizer = start(opt_level="O3")
+    model, optimizer = start(level="O3")
     found = conversion.set_data
     monkeypatch.setattr(
         conversion,
@@ -213,7 +170,6 @@ def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
 
 def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
-    registry = ampatch.session.session.registry
     for number, model in enumerate(models[:2]):
         monkeypatch.setattr(registry.table.managed(model), "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
@@ -233,7 +189,6 @@ def test_errors_of_a_python_without_groups(monkeypatch):
 
 
 def test_ctrl_c_wins(monkeypatch):
-    registry = ampatch.session.session.registry
     for strike in (mock.Mock(side_effect=KeyboardInterrupt), failing("model")):
         model, _ = start()
         monkeypatch.setattr(registry.table.managed(model), "uninstall", strike)

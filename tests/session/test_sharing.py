@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_training import step
 from torch import nn
 from torch.func import functional_call
 
@@ -49,35 +50,14 @@ def train(models, optimizers, call=lambda model: model(INPUTS), with_ampatch=Tru
     """Three steps of each pair of model and optimizer in turn; the weights in the end."""
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
             loss = call(model).square().mean()
             if with_ampatch:
-                with ampatch.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
+                step(loss, optimizer)
+                continue
+            optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
     return [p.detach().clone() for model in models for p in model.parameters()]
-
-
-def same_as_by_hand(make, manage):
-    """`make()` gives models and optimizers, `manage` gives those to `initialize`, perhaps later
-    ones too; after `deactivate` all is FP32, and the objects are the same.
-    """
-    expected = train(*make(), call=by_hand, with_ampatch=False)
-    models, optimizers = make()
-    before = [p for model in models for p in model.parameters()]
-    manage(models, optimizers)
-    found = train(models, optimizers)
-    for _ in range(2):
-        after = [p for model in models for p in model.parameters()]
-        assert all(a is b for a, b in zip(before, after, strict=True))
-        assert {p.dtype for p in after} == {torch.float32}
-        owned = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-        assert {id(p) for p in owned} <= set(map(id, after))
-        assert all(map(torch.equal, found, expected))
-        assert all(map(torch.equal, found, [p.detach() for p in after]))
-        ampatch.deactivate()
 
 
 def one_model_two_optimizers():
@@ -117,21 +97,22 @@ MAKERS = [
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("order", [(1, 0), (0, 1, 0, 1)])
 def test_two_calls_of_initialize_and_the_same_again(make, order):
-    def manage(models, optimizers):
-        for index in order:
-            initialize(models[index], optimizers[index])
-
-    same_as_by_hand(make, manage)
-
-
-@pytest.mark.parametrize("make", [two_models_one_optimizer, shared_layer, inner_and_outer])
-def test_the_models_first_and_the_optimizers_later(make):
-    def manage(models, optimizers):
-        for model in models:
-            initialize(model)
-        initialize(models, list({id(one): one for one in optimizers}.values()))
-
-    same_as_by_hand(make, manage)
+    """Objects stay the same; weights are FP32, after `deactivate` too."""
+    expected = train(*make(), call=by_hand, with_ampatch=False)
+    models, optimizers = make()
+    before = [p for model in models for p in model.parameters()]
+    for index in order:
+        initialize(models[index], optimizers[index])
+    found = train(models, optimizers)
+    for _ in range(2):
+        after = [p for model in models for p in model.parameters()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+        assert {p.dtype for p in after} == {torch.float32}
+        owned = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        assert {id(p) for p in owned} <= set(map(id, after))
+        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, found, [p.detach() for p in after]))
+        ampatch.deactivate()
 
 
 def test_an_encoder_that_was_trained_first_joins_a_larger_model():
@@ -174,10 +155,7 @@ def test_a_layer_shared_with_an_o3_teacher_stays_fp32(first, half):
     for _ in range(3):
         with torch.no_grad():
             targets = teacher(inputs)
-        optimizer.zero_grad()
-        with ampatch.scale_loss((student(inputs) - targets).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step((student(inputs) - targets).square().mean(), optimizer)
     assert seen == [(half, half)] * 6
     assert not torch.equal(shared.weight, shared.weight.to(half).float())
     ampatch.deactivate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 from functools import partial
 from unittest import mock
 
@@ -68,6 +69,16 @@ def test_part_of_a_session_leaves_it():
     assert registry.table.session_of(other) is registry.table.session_of(second) is not old
     assert [managed.model for managed in old.models] == [first]
     assert [managed.optimizer for managed in old.optimizers] == [one]
+
+
+def test_what_stands_for_an_optimizer_has_its_groups():
+    _, optimizer = ampatch.initialize(*pair(), **SETTINGS)
+    own, shared = (
+        types.SimpleNamespace(optimizer=optimizer, param_groups=groups)
+        for groups in (list(optimizer.param_groups), optimizer.param_groups)
+    )
+    assert registry.table.optimizer_behind(shared) is optimizer
+    assert registry.table.optimizer_behind(own) is own
 
 
 @pytest.mark.parametrize("enabled", [True, False])
