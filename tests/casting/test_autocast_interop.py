@@ -461,7 +461,8 @@ def product(cast_inputs):
     seen = []
 
     def note(*tensors):
-        seen.append([*(t.dtype for t in tensors), torch.mm(X, X.t()).dtype])
+        made = torch.mm(X, X.t())
+        seen.append([*(t.dtype for t in tensors), made.dtype, made.tolist()])
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -503,6 +504,33 @@ def test_custom_fwd_and_custom_bwd(cast_inputs, forward_in):
     model = o1(forward)
     assert seen(lambda: model(X), NOTHING()) == expected
     assert seen(lambda: model(X), off()) == expected
+
+
+HELD = {  # options of the model, and what is around the call in its forward
+    "a precision": ({}, lambda: ampatch.precision("float")),
+    "overrides at O2": ({"level": "O2", "overrides": {torch.mm: "half"}}, NOTHING),
+}
+
+
+@pytest.mark.parametrize("title", HELD)
+def test_custom_bwd_means_the_policy_of_its_forward(title):
+    """Not the tables in the half type, which torch's autocast would be."""
+    o1()  # regions are seen where a session has the tables
+    (options, around), (function, seen) = HELD[title], product(None)
+
+    def forward(layer, x):
+        with around():
+            return function.apply(x, layer.weight)
+
+    o1(forward, **options)(X).float().sum().backward()
+    assert len(seen) == 2 and seen[0][-2:] == seen[1][-2:]
+
+
+def test_custom_bwd_beside_models_casts_the_calls_that_its_forward_did():
+    function, seen = product(None)
+    o1(patch_scope="model")
+    function.apply(X, torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert [dtypes[-2] for dtypes in seen] == [FP32, FP32]
 
 
 @torch.library.custom_op("ampatch_tests::early", mutates_args=())

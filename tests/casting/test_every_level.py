@@ -74,6 +74,16 @@ def with_gradient(call: Callable, given: Tensor, *more: Tensor) -> list[Tensor]:
     return [found.detach(), given.grad]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_out_is_written_as_without_us(level, half):
+    """PyTorch's builtin has `out=`; a result in FP32 would not be written into it."""
+    x, targets, out = r(4, 3).to(half), ints(3, 4), torch.zeros(4, dtype=half)
+    expected = F.nll_loss(x, targets, reduction="none")
+    ampatch.initialize(nn.Linear(1, 1), opt_level=level, dtype=half, verbosity=0)
+    assert torch._C._nn.nll_loss(x, targets, out=out) is out
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.filterwarnings("ignore:Default grid_sample")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_values_and_gradients_are_those_of_fp32(level, half):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
@@ -107,7 +108,11 @@ def test_a_change_between_forwards_is_seen(model, change, mode):
         assert result(model) == 4
 
 
-@pytest.mark.parametrize("change", [in_place, new_data, load])
+def in_a_checkpoint(model):
+    checkpoint(swap_data, model, use_reentrant=False)
+
+
+@pytest.mark.parametrize("change", [in_place, new_data, load, in_a_checkpoint])
 def test_a_change_within_a_forward_is_seen(model, change):
     model.between = lambda: change(model)
     with torch.no_grad():
