@@ -33,25 +33,12 @@ def plain(self, x):
     return F.linear(x, self.weight, self.bias)
 
 
-def in_place(self, x):
-    with torch.no_grad():
-        self.weight.mul_(2)
-    return plain(self, x)
-
-
-def new_data(self, x):
-    self.bias.data = 2 * self.bias.data
-    return plain(self, x)
-
-
 WAYS = {  # what is called, and the dtype that comes out
     "no bias": (lambda self, x: F.linear(x, self.weight), H),
     "half already": (lambda self, x: F.linear(x.to(H), self.weight, self.bias), H),
     "keywords": (lambda self, x: F.linear(input=x, weight=self.weight, bias=self.bias), H),
     "a weight that is no parameter": (lambda self, x: F.linear(x, 1 * self.weight), H),
     "a bias that is no parameter": (lambda self, x: F.linear(x, self.weight, 1 * self.bias), H),
-    "a weight changed in the forward": (in_place, H),
-    "a bias with new data": (new_data, H),
     "casts off": (ampatch.disable_casts()(plain), torch.float32),
     "all in float": (ampatch.precision("float")(plain), torch.float32),
     "float16 input": (lambda self, x: plain(self, x.half()), H),
@@ -67,9 +54,8 @@ def test_a_call_computes_what_autocast_does(name):
     found = model(X)  # from now on the weights are cast together
     assert found.dtype is dtype
     ampatch.deactivate()
-    changes = what in (in_place, new_data)
     with torch.autocast("cpu", dtype=H, enabled=dtype is H):
-        assert torch.equal(found, (plain if changes or dtype is not H else what)(model, X))
+        assert torch.equal(found, (what if dtype is H else plain)(model, X))
 
 
 def test_overrides_of_the_function_win():

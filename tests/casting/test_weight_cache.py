@@ -98,16 +98,6 @@ def in_place(model):
         model.weight.mul_(2)
 
 
-@pytest.mark.parametrize("change", [swap_data, new_data, load, in_place])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_a_change_between_forwards_is_seen(model, change, mode):
-    with mode():
-        assert result(model) == 1
-    change(model)
-    with mode():
-        assert result(model) == 4
-
-
 def in_a_checkpoint(model):
     checkpoint(swap_data, model, use_reentrant=False)
 
@@ -288,20 +278,15 @@ def test_another_memory_format_is_followed():
         assert model(x).stride() == expected.stride()
 
 
-@pytest.mark.parametrize("forwards", [0, 3])
-@pytest.mark.parametrize("how", ["other data", "held"])
-def test_weights_written_through_data_within_the_forward(forwards, how):
-    """Layers that keep their weights non-negative, or on a sphere."""
+def test_weights_written_through_data_that_the_forward_holds():
+    """What `.data` gave is written into after the next use of the weight, too."""
 
     class Clamped(nn.Linear):
         def forward(self, x):
-            if how == "other data":
-                self.weight.data = self.weight.data.clamp(min=0)
-            else:
-                held = self.weight.data
-                held.clamp_(min=0)
-                super().forward(x)
-                held.mul_(2)
+            held = self.weight.data
+            held.clamp_(min=0)
+            super().forward(x)
+            held.mul_(2)
             return super().forward(x)
 
     def make():
@@ -310,7 +295,7 @@ def test_weights_written_through_data_within_the_forward(forwards, how):
 
     x = torch.randn(3, 4)
     model, plain = managed(make()), make()
-    for _ in range(forwards + 1):
+    for _ in range(3):
         model(x).float().square().sum().backward()
         with ampatch.disable_casts(), torch.autocast("cpu", dtype=H, cache_enabled=False):
             loss = plain(x).float().square().sum()
