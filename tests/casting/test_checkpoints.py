@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 
 import pytest
 import torch
+from small_training import in_threads, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -90,27 +90,10 @@ def gradients(level, run, **settings):
     x = X.clone().requires_grad_()
     torch.manual_seed(2)
     output = model(x)
-    errors = []
-
-    def backward() -> None:
-        try:
-            output.float().square().mean().backward()
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    assert not errors, errors
+    assert in_threads(output.float().square().mean().backward) == [None]
     assert ampatch.cache_info().entries == 0
     ampatch.deactivate()
     return [output.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def same(found, expected) -> bool:
-    return all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
-    )
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
