@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import in_threads
+from small_training import Made, in_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -206,20 +206,15 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
 # A weight that a pass does not reach
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.body, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
-
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     def forward(self, x):
         x = self.body(x)
         return self.a(x), self.b(x)
 
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
-    model, seen = managed(TwoHeads()), []
+    torch.manual_seed(2)
+    net = Made(forward, body=nn.Linear(4, 4), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    model, seen = managed(net), []
     for _ in range(2):
         (model(X)[0].float().sum() + model(X)[1].float().sum()).backward()
         model.zero_grad()
@@ -299,16 +294,11 @@ def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(mod
 
 
 def test_half_and_large_weights_are_cast_in_the_graph():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.narrow = nn.Parameter(torch.ones(3, 4, dtype=torch.float16))
-            self.large = nn.Parameter(torch.ones(2**14 + 1, 4))
+    def forward(self, x):
+        return F.linear(x, self.narrow).float().sum() + F.linear(x, self.large).float().sum()
 
-        def forward(self, x):
-            return F.linear(x, self.narrow).float().sum() + F.linear(x, self.large).float().sum()
-
-    model = managed(Model())
+    narrow = nn.Parameter(torch.ones(3, 4, dtype=torch.float16))
+    model = managed(Made(forward, narrow=narrow, large=nn.Parameter(torch.ones(2**14 + 1, 4))))
     for _ in range(2):
         model(X).backward()
     assert model.narrow.grad.dtype is torch.float16 and model.large.grad.dtype is torch.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import Made
 from torch import nn
 
 import ampatch
@@ -17,16 +18,10 @@ def managed(module, **options):
     return ampatch.initialize(module, opt_level="O1", dtype=H, verbosity=0, **options)
 
 
-class Calls(nn.Module):
-    """Calls `what(self, x)` with a weight and a bias at hand."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5))
-        self.what = what
-
-    def forward(self, x):
-        return self.what(self, x)
+def calling(what):
+    """A model that calls `what(self, x)` with a weight and a bias at hand."""
+    weights = {"weight": nn.Parameter(torch.randn(5, 4)), "bias": nn.Parameter(torch.randn(5))}
+    return Made(what, **weights)
 
 
 def plain(self, x):
@@ -49,7 +44,7 @@ WAYS = {  # what is called, and the dtype that comes out
 @pytest.mark.parametrize("name", WAYS)
 def test_a_call_computes_what_autocast_does(name):
     what, dtype = WAYS[name]
-    model = managed(Calls(what))
+    model = managed(calling(what))
     model(X)
     found = model(X)  # from now on the weights are cast together
     assert found.dtype is dtype
@@ -63,12 +58,12 @@ def test_overrides_of_the_function_win():
         torch.mm(self.weight, x.t())  # makes a half copy of the weight
         return F.linear(x, self.weight)
 
-    model = managed(Calls(another_first), overrides={F.linear: "float"})
+    model = managed(calling(another_first), overrides={F.linear: "float"})
     for _ in range(2):
         assert model(X).dtype is torch.float32
 
 
 def test_missing_arguments_are_named_as_the_function_is():
-    managed(Calls(plain))
+    managed(calling(plain))
     with pytest.raises(TypeError, match=r"linear\(\) missing 1 required .*weight"):
         F.linear(X)

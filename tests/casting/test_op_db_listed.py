@@ -106,21 +106,20 @@ def variants(sample: Sample, half: torch.dtype) -> Iterator[tuple[str, Sample]]:
         yield ("half, float", "float, half")[number], mixed
 
 
-def trials(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
+def tried(name: str, limit: int | None, half: torch.dtype) -> Iterator[tuple[str, Call, Sample]]:
+    """Each call of an operator on each sample in each mixture of dtypes, with a title."""
     for number, plain in enumerate(samples(OPS[name], torch.float32, limit)):
         for title, sample in variants(plain, half):
             for call in CALLS[name]:
-                is_theirs = has_oracle(call)
-                theirs = under_autocast(call, sample, half) if is_theirs else None
-                if theirs is not None and not asks_the_driver(theirs):
-                    yield Trial(
-                        f"{name} as {call} on sample {number} in {title}",
-                        name,
-                        call,
-                        sample,
-                        theirs,
-                        outcome(call, sample.in_dtype(torch.float32)),
-                    )
+                yield f"{name} as {call} on sample {number} in {title}", call, sample
+
+
+def trials(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
+    for title, call, sample in tried(name, limit, half):
+        theirs = under_autocast(call, sample, half) if has_oracle(call) else None
+        if theirs is not None and not asks_the_driver(theirs):
+            reference = outcome(call, sample.in_dtype(torch.float32))
+            yield Trial(title, name, call, sample, theirs, reference)
 
 
 def has_oracle(call: Call) -> bool:
@@ -222,13 +221,10 @@ def test_dtypes_are_autocasts_and_values_near_those_of_fp32(names, limit, half):
 
 def beyond(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
     """Calls that autocast leaves as they are, in half and in two dtypes, and the same in FP32."""
-    for number, plain in enumerate(samples(OPS[name], torch.float32, limit)):
-        for title, sample in variants(plain, half):
-            for call in CALLS[name]:
-                if call.is_beyond:
-                    reference = outcome(call, sample.in_dtype(torch.float32).fresh())
-                    title = f"{name} as {call} on sample {number} in {title}"
-                    yield Trial(title, name, call, sample, reference, reference)
+    for title, call, sample in tried(name, limit, half):
+        if call.is_beyond:
+            reference = outcome(call, sample.in_dtype(torch.float32).fresh())
+            yield Trial(title, name, call, sample, reference, reference)
 
 
 def beyond_complaint(trial: Trial, half: torch.dtype) -> str | None:
