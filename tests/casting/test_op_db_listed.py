@@ -7,7 +7,7 @@ says which values and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -202,6 +202,13 @@ def complaint(trial: Trial, half: torch.dtype) -> str | None:
     return None if is_near else f"{trial.title}: {found}, in FP32 {trial.reference}"
 
 
+def check(made: list[Trial], complaint: Callable, half: torch.dtype) -> None:
+    """Open a session, and see that there is nothing to complain of."""
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
+    assert made
+    assert [text for trial in made if (text := complaint(trial, half))] == []
+
+
 def tolerance(name: str, call: Call, half: torch.dtype) -> float:
     """Nothing, if the rule is to compute in FP32."""
     return 0 if call.rules <= EXACT and name not in COMPOSITES else TOLERANCE[half]
@@ -213,10 +220,7 @@ def tolerance(name: str, call: Call, half: torch.dtype) -> float:
 )
 def test_dtypes_are_autocasts_and_values_near_those_of_fp32(names, limit, half):
     """Mixtures of half and FP32 included, which raise only where autocast does."""
-    made = [trial for name in names for trial in trials(name, limit, half)]
-    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    assert [text for trial in made if (text := complaint(trial, half))] == []
-    assert made
+    check([trial for name in names for trial in trials(name, limit, half)], complaint, half)
 
 
 def beyond(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
@@ -260,10 +264,7 @@ BEYOND = [name for name in LISTED if any(call.is_beyond for call in CALLS[name])
 @few_and_all
 @pytest.mark.parametrize("names", groups(BEYOND))
 def test_what_lies_beyond_autocast_goes_on_as_in_fp32(names, limit, half):
-    made = [trial for name in names for trial in beyond(name, limit, half)]
-    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    assert [text for trial in made if (text := beyond_complaint(trial, half))] == []
-    assert made
+    check([trial for name in names for trial in beyond(name, limit, half)], beyond_complaint, half)
 
 
 @few_and_all
@@ -295,14 +296,12 @@ def test_whatever_autocast_casts_is_listed(names, limit, half):
     """Where autocast gives other dtypes than plain PyTorch, there is a row."""
     missing = set()
     for name in names:
-        for call in CALLS[name]:
+        for title, call, sample in tried(name, limit and 1, half):
             if call.rules or call.in_place or name in BELOW:
                 continue
-            for plain in samples(OPS[name], torch.float32, limit and 1):
-                for _, sample in variants(plain, half):
-                    without = on_fake_cuda(call, sample)
-                    if not same(under_autocast(call, sample, half), without, values=False):
-                        missing.add(f"{name} as {call}")
+            without = on_fake_cuda(call, sample)
+            if not same(under_autocast(call, sample, half), without, values=False):
+                missing.add(title)
     assert missing == set()
 
 
