@@ -341,11 +341,9 @@ def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_befor
                 torch.set_autocast_enabled("cpu", False)
 
 
-RECOMPUTED = {  # in the forward, around it, and the dtype of both passes
-    "as it is": (NOTHING, NOTHING, H),
-    "in a region": (off, NOTHING, FP32),
-    "in torch's within a block": (NOTHING, lambda: both(ampatch.disable_casts(), on()), H),
-    "switched on within a block": (NOTHING, lambda: both(ampatch.disable_casts(), raw_switch()), H),
+RECOMPUTED = {  # what is around the forward
+    "torch's within a block": lambda: both(ampatch.disable_casts(), on()),
+    "switched on within a block": lambda: both(ampatch.disable_casts(), raw_switch()),
 }
 
 
@@ -353,22 +351,17 @@ RECOMPUTED = {  # in the forward, around it, and the dtype of both passes
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_runs_as_its_forward(reentrant, title):
     """torch enters regions around it, to bring back autocast's state: no setting of the user's."""
-    inside, around, expected = RECOMPUTED[title]
     seen = []
 
     def part(layer, x):
         seen.append(layer(x).dtype)
         return layer(x)
 
-    def forward(layer, x):
-        with inside():
-            return checkpoint(part, layer, x, use_reentrant=reentrant)
-
-    model = o1(forward)
-    with around():
+    model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
+    with RECOMPUTED[title]():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
-    assert seen == [expected] * 2 and not STATE.thread.stack
+    assert seen == [H] * 2 and not STATE.thread.stack
 
 
 def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
