@@ -77,7 +77,7 @@ class KeptCopies:
             self._seen = found
 
     def _look(self) -> tuple[list[int], list[int], int]:
-        """Versions, addresses (`.data = ...` changes these alone), the count of unseen changes."""
+        """Versions, addresses (`swap_tensors` may change these alone), and unseen changes."""
         places = list(map(Tensor.data_ptr, self._weights))
         return list(map(_version_of, self._weights)), places, KeptCopies.unseen_changes
 

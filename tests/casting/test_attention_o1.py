@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 from matrix_kernels import FUSED, Kernels, tensor_of
+from small_training import Made
 from torch import nn
 
 import ampatch
@@ -25,15 +26,6 @@ def layer() -> nn.TransformerEncoderLayer:
 
 def encoder() -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer(), 2)
-
-
-class Whole(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, *args, **kwargs):
-        return self.part(*args, **kwargs)
 
 
 class SelfAttention(nn.MultiheadAttention):
@@ -61,13 +53,17 @@ def model_and_input(name: str) -> tuple:
     return make(), torch.randn(5, 3, 8), kwargs
 
 
-def test_where_calls_are_cast_the_single_calls_run_in_half(half):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_where_calls_are_cast_the_single_calls_run_in_half(is_part, half):
+    """Also in a part of a model that is called by itself, as `model.encode(x)` does."""
     cases = {name: model_and_input(name) for name in MODELS}
     plain = {  # with gradients: not fused
         name: tensor_of(model.eval()(x, **kwargs)).detach()
         for name, (model, x, kwargs) in cases.items()
     }
-    ampatch.initialize([case[0] for case in cases.values()], dtype=half, verbosity=0)
+    models = [case[0] for case in cases.values()]
+    managed = nn.ModuleList(models) if is_part else models
+    ampatch.initialize(managed, patch_scope="model", dtype=half, verbosity=0)
     room = 0.02 if half is torch.float16 else 0.1
     for name, (model, x, kwargs) in cases.items():
         for given in (x, x.to(half)):
@@ -106,23 +102,12 @@ def test_fused_kernels_are_there_where_nothing_is_cast(name, monkeypatch):
     is_fused_as_before()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_parts_of_a_model_called_by_themselves_run_in_half(name, half):
-    """`model.encode(x)` from outside its forward, in the scope of the model."""
-    part, x, kwargs = model_and_input(name)
-    model = nn.ModuleDict({"part": part.eval()})
-    ampatch.initialize(model, patch_scope="model", dtype=half, verbosity=0)
-    for given in (x, x.to(half)):
-        with torch.no_grad(), Kernels() as kernels:
-            part(given, **kwargs)
-        assert kernels.dtypes() == {half}
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_half_models_take_the_kernels_as_pytorch_does(name, level, half):
     part, x, kwargs = model_and_input(name)
-    model = Whole(part.eval())  # torch fuses no layer with hooks: ours are on the whole
+    # torch fuses no layer with hooks: ours are on the whole
+    model = Made(lambda self, x, **kwargs: self.part(x, **kwargs), part=part.eval())
     expected, kernels = evaluated(copy.deepcopy(part).to(half), x.to(half), **kwargs)
     ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
     found, ours = evaluated(model, x, **kwargs)

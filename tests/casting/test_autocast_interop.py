@@ -6,11 +6,12 @@ Training with regions in and around a model is in `tests/laws/situations_amp_exa
 from __future__ import annotations
 
 import contextlib
-import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import Made, in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,59 +23,24 @@ NOTHING = contextlib.nullcontext
 STATE = ampatch.session.session.registry.state
 
 
-class Net(nn.Module):
-    """Runs a function on its layer and the input."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x):
-        return self.function(self.layer, x)
-
-
-def o1(function=lambda layer, x: layer(x), level="O1", dtype=H, **options):
-    options = {"verbosity": 0, **options}
-    return ampatch.initialize(Net(function), opt_level=level, dtype=dtype, **options)
+def o1(function=lambda layer, x: layer(x), level="O1", **options):
+    """A managed model that runs a function on its layer and the input."""
+    torch.manual_seed(0)
+    model = Made(lambda self, x: self.function(self.layer, x), layer=nn.Linear(4, 4))
+    model.function = function
+    return ampatch.initialize(model, opt_level=level, **{"dtype": H, "verbosity": 0, **options})
 
 
 def off(**options):
     return torch.autocast("cpu", enabled=False, **options)
 
 
-REGIONS = {
-    "torch.autocast": off,
-    "torch.amp.autocast": lambda: torch.amp.autocast("cpu", enabled=False),
-    "torch.cpu.amp.autocast": lambda: torch.cpu.amp.autocast(enabled=False),
-}
+def on(device="cpu", dtype=H):
+    return torch.autocast(device, dtype=dtype)
 
 
-@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
-@pytest.mark.parametrize("scope", ["process", "model"])
-@pytest.mark.parametrize("title", REGIONS)
-def test_no_cast_in_a_disabled_region(title, scope):
-    """In the model and outside, nested and as a decorator; a model that is called in it casts."""
-    region = REGIONS[title]
-
-    def forward(layer, x):
-        with region():
-            inside = layer(x)
-            with fp16():
-                nested = layer(x)
-            again = layer(x)
-        return [y.dtype for y in (layer(x), inside, nested, again, layer(x))]
-
-    model = o1(forward, patch_scope=scope)
-    assert model(X) == [H, FP32, FP16, FP32, H]
-    with region():
-        assert model(X) == [H, FP32, FP16, FP32, H]
-        assert model.layer(X).dtype is F.linear(X, model.layer.weight).dtype is FP32
-    assert region()(lambda: model.layer(X).dtype)() is FP32
-    assert model.layer(X).dtype is H and not STATE.per_thread
-
-
-CUDA_OFF = "ignore:.*CUDA is not available:UserWarning"
+def fp16():
+    return on(dtype=FP16)
 
 
 @contextlib.contextmanager
@@ -83,12 +49,41 @@ def both(outer, inner):
         yield
 
 
-def on():
-    return torch.autocast("cpu", dtype=H)
+CUDA_OFF = "ignore:.*CUDA is not available:UserWarning"
+REGIONS = {
+    "torch.autocast": off,
+    "torch.amp.autocast": lambda: torch.amp.autocast("cpu", enabled=False),
+    "torch.cpu.amp.autocast": lambda: torch.cpu.amp.autocast(enabled=False),
+}
 
 
-def fp16():
-    return torch.autocast("cpu", dtype=FP16)
+@pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
+@pytest.mark.parametrize("scope", ["process", "model"])
+@pytest.mark.parametrize("title", REGIONS)
+def test_no_cast_in_a_disabled_region(title, scope):
+    """In the model and outside, nested and as a decorator; a model that is called in it casts.
+
+    One that is enabled for another device changes nothing: accelerate puts it around `forward`.
+    """
+    region = REGIONS[title]
+
+    def forward(layer, x):
+        with region():
+            inside = layer(x)
+            with fp16():
+                nested = layer(x)
+            again = layer(x)
+        with on("cuda", FP16):
+            other = layer(x)
+        return [y.dtype for y in (layer(x), inside, nested, again, other, layer(x))]
+
+    model, expected = o1(forward, patch_scope=scope), [H, FP32, FP16, FP32, H, H]
+    assert model(X) == expected
+    with region():
+        assert model(X) == expected
+        assert model.layer(X).dtype is F.linear(X, model.layer.weight).dtype is FP32
+    assert region()(lambda: model.layer(X).dtype)() is FP32
+    assert model.layer(X).dtype is H and not STATE.per_thread
 
 
 @contextlib.contextmanager
@@ -104,7 +99,7 @@ AROUND = {
     "disabled": off,
     "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
     "enabled": on,
-    "enabled, for CUDA": lambda: torch.autocast("cuda", dtype=FP16),
+    "enabled, for CUDA": lambda: on("cuda", FP16),
     "in a region that is off": lambda: both(off(), on()),
 }
 
@@ -127,19 +122,14 @@ class Classes(nn.Module):
 
 def trained(around, **settings):
     """Outputs and gradients of a model whose forward is called inside `around`, and its dtypes."""
-    model = Classes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, dtype=H, verbosity=0, **settings)
-    found = []
-    for _ in range(3):
+    model, outputs = Classes(), []
+    ampatch.initialize(model, dtype=H, verbosity=0, **settings)
+    for _ in range(2):  # the second begins with the weights that the first has cast
         with around():
-            output = model(X)
-        with ampatch.scale_loss(output.float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        found += [output, *(p.grad.clone() for p in ampatch.master_params(optimizer))]
-        optimizer.step()
+            outputs.append(model(X))
+        outputs[-1].float().square().mean().backward()
     ampatch.deactivate()
-    return found, model.seen
+    return [*outputs, *(p.grad for p in model.parameters())], model.seen
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", CUDA_OFF)
@@ -161,17 +151,6 @@ def test_a_managed_forward_is_its_own_region(opt_level, scope, beside):
         assert dtypes == expected_dtypes, title
         for one, other in zip(tensors, expected, strict=True):
             assert one.dtype is other.dtype and torch.equal(one, other), title
-
-
-@pytest.mark.filterwarnings(CUDA_OFF)
-def test_an_enabled_region_for_another_device_changes_nothing_inside_a_model_either():
-    """accelerate puts one around `forward`."""
-
-    def forward(layer, x):
-        with torch.autocast("cuda", dtype=FP16):
-            return torch.softmax(layer(x), -1), layer(x)
-
-    assert [y.dtype for y in o1(forward)(X)] == [FP32, H]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -210,14 +189,9 @@ def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
                 exact = torch.mm(x, x.t())
             return plain, exact, self.inner(x), torch.bmm(x[None], x.t()[None]), self.layer(x)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    Outer.forward = forward
+    model = Made(forward, inner=nn.Linear(4, 4), layer=nn.Linear(4, 4))
     overrides = {"inner": "float", torch.bmm: "float"}
-    model = ampatch.initialize(Outer(), dtype=H, overrides=overrides, verbosity=0)
+    ampatch.initialize(model, dtype=H, overrides=overrides, verbosity=0)
     with NOTHING() if inside else on():
         found = model(X)
         assert torch.mm(X, X.t()).dtype is (FP32 if inside else H)  # torch's own, beside models
@@ -304,21 +278,16 @@ def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope):
 
 
 def test_a_region_belongs_to_its_thread():
-    model, found = o1(), []
+    model = o1()
 
-    def in_a_thread(inside):
-        def run():
-            with inside:
-                found.append(F.linear(X, model.layer.weight).dtype)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+    def dtype_in(region):
+        with region:
+            return F.linear(X, model.layer.weight).dtype
 
     with off():
-        in_a_thread(torch.no_grad())
-    in_a_thread(off())
-    assert found == [H, FP32]
+        assert in_threads(partial(dtype_in, NOTHING())) == [H]
+    assert in_threads(partial(dtype_in, off())) == [FP32]
+    assert dtype_in(NOTHING()) is H
 
 
 def test_regions_around_sessions():
@@ -372,11 +341,9 @@ def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_befor
                 torch.set_autocast_enabled("cpu", False)
 
 
-RECOMPUTED = {  # in the forward, around it, and the dtype of both passes
-    "as it is": (NOTHING, NOTHING, H),
-    "in a region": (off, NOTHING, FP32),
-    "in torch's within a block": (NOTHING, lambda: both(ampatch.disable_casts(), on()), H),
-    "switched on within a block": (NOTHING, lambda: both(ampatch.disable_casts(), raw_switch()), H),
+RECOMPUTED = {  # what is around the forward
+    "torch's within a block": lambda: both(ampatch.disable_casts(), on()),
+    "switched on within a block": lambda: both(ampatch.disable_casts(), raw_switch()),
 }
 
 
@@ -384,47 +351,34 @@ RECOMPUTED = {  # in the forward, around it, and the dtype of both passes
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_runs_as_its_forward(reentrant, title):
     """torch enters regions around it, to bring back autocast's state: no setting of the user's."""
-    inside, around, expected = RECOMPUTED[title]
     seen = []
 
     def part(layer, x):
         seen.append(layer(x).dtype)
         return layer(x)
 
-    def forward(layer, x):
-        with inside():
-            return checkpoint(part, layer, x, use_reentrant=reentrant)
-
-    model = o1(forward)
-    with around():
+    model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
+    with RECOMPUTED[title]():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
-    assert seen == [expected] * 2 and not STATE.thread.stack
+    assert seen == [H] * 2 and not STATE.thread.stack
 
 
 def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
     """torch enters regions in their threads, to bring back autocast's state there."""
-    seen = []
 
     def parts(modules, inputs):
         def run(module, x):
             with off():  # what torch's own does where its autocast is off
-                seen.append(module(x).dtype)
+                return module(x).dtype
 
-        for each in zip(modules, inputs):
-            thread = threading.Thread(target=run, args=each)
-            thread.start()
-            thread.join()
-
-    def forward(layer, x):
-        torch.nn.parallel.parallel_apply([layer, layer], [x, x])
-        return layer(x)
+        return in_threads(*map(partial, [run] * len(modules), modules, inputs))
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.parallel, "parallel_apply", parts)
-        o1(forward)(X)
+        model = o1(lambda layer, x: torch.nn.parallel.parallel_apply([layer, layer], [x, x]))
+        assert model(X) == [H, H]
         ampatch.deactivate()
-    assert seen == [H, H]
 
 
 # What torch answers about our casts
@@ -461,7 +415,8 @@ def product(cast_inputs):
     seen = []
 
     def note(*tensors):
-        seen.append([*(t.dtype for t in tensors), torch.mm(X, X.t()).dtype])
+        made = torch.mm(X, X.t())
+        seen.append([*(t.dtype for t in tensors), made.dtype, made.tolist()])
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -503,6 +458,33 @@ def test_custom_fwd_and_custom_bwd(cast_inputs, forward_in):
     model = o1(forward)
     assert seen(lambda: model(X), NOTHING()) == expected
     assert seen(lambda: model(X), off()) == expected
+
+
+HELD = {  # options of the model, and what is around the call in its forward
+    "a precision": ({}, lambda: ampatch.precision("float")),
+    "overrides at O2": ({"level": "O2", "overrides": {torch.mm: "half"}}, NOTHING),
+}
+
+
+@pytest.mark.parametrize("title", HELD)
+def test_custom_bwd_means_the_policy_of_its_forward(title):
+    """Not the tables in the half type, which torch's autocast would be."""
+    o1()  # regions are seen where a session has the tables
+    (options, around), (function, seen) = HELD[title], product(None)
+
+    def forward(layer, x):
+        with around():
+            return function.apply(x, layer.weight)
+
+    o1(forward, **options)(X).float().sum().backward()
+    assert len(seen) == 2 and seen[0][-2:] == seen[1][-2:]
+
+
+def test_custom_bwd_beside_models_casts_the_calls_that_its_forward_did():
+    function, seen = product(None)
+    o1(patch_scope="model")
+    function.apply(X, torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert [dtypes[-2] for dtypes in seen] == [FP32, FP32]
 
 
 @torch.library.custom_op("ampatch_tests::early", mutates_args=())

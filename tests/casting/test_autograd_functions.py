@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from registrations import forgotten_afterwards
+from small_training import in_threads
 from torch.autograd import Function
 
 import ampatch
@@ -133,26 +132,9 @@ def test_backward_runs_under_the_casting_of_its_forward(leaves):
     with ampatch.disable_casts():
         output = Product.apply(*leaves)
     seen.clear()
-    worker = threading.Thread(target=lambda: grads(output, leaves))
-    worker.start()
-    worker.join()
+    in_threads(lambda: grads(output, leaves))
     assert output.dtype is FP32 and seen == [(FP32, FP32, FP32, FP32)]
     assert torch.mm(ONE, ONE).dtype is H
-
-
-def test_in_a_model_at_another_level(leaves):
-    Product, _, seen = functions()
-    ampatch.half_function(Product)
-
-    class Net(torch.nn.Linear):
-        def forward(self, x):
-            return Product.apply(x, self.weight)
-
-    o1()
-    plain = ampatch.initialize(Net(3, 3), opt_level="O0", verbosity=0)
-    output = plain(leaves[0])
-    output.sum().backward()
-    assert output.dtype is FP32 and seen == [(FP32, FP32, FP32, FP32)]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import pytest
 import torch
+from small_training import in_threads
 from torch import nn
 
 import ampatch
@@ -126,16 +126,7 @@ def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_what_is_around(around
 def test_a_block_left_in_another_thread_ends_nothing_there():
     step = suspended(ampatch.disable_casts)
     next(step)
-    found = []
-
-    def work():
-        next(step, None)
-        found.append(now())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [H] and now() is FP32
+    assert in_threads(lambda: (next(step, None), now())) == [(None, H)] and now() is FP32
     frames()[-1].block.leave()  # no other code can
     assert now() is H
 

@@ -68,27 +68,3 @@ def test_cpu_work_beside_a_cuda_model_stays_float32():
     assert F.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
     cuda = torch.ones(2, 4, device="cuda")
     assert F.linear(cuda, torch.ones(3, 4, device="cuda")).dtype is torch.float16
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-def test_training_on_cuda(opt_level, half, fused):
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)
-    ).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=fused)
-    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=half, verbosity=0)
-    inputs = torch.randn(64, 1, 8, 8, device="cuda")
-    targets = torch.randint(0, 10, (64,), device="cuda")
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]

@@ -94,22 +94,6 @@ def test_a_module_imported_or_reloaded_while_patched_gets_the_originals_back(wri
     assert late.mm is PLAIN["mm"]
 
 
-def test_what_is_out_of_reach_when_the_patches_go_is_inert():
-    """A closure made while patched keeps a replacement; it gives what the original gives."""
-    o1()
-    replacement = [torch.mm]  # lists are not searched
-
-    def closure():
-        return replacement[0](X, X)
-
-    assert closure().dtype is H
-    ampatch.deactivate()
-    assert replacement[0] is not torch.mm
-    assert torch.equal(closure(), torch.mm(X, X)) and closure().dtype is torch.float32
-    o1()
-    assert closure().dtype is H  # in force again, and cast once
-
-
 def test_what_the_user_rebinds_meanwhile_is_left_alone(monkeypatch, caplog):
     mine = module(monkeypatch, "my_module", mm=torch.mm, exp=torch.exp)
     o1(verbosity=1)

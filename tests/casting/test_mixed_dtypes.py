@@ -95,6 +95,7 @@ OTHER_CAUSES = {
     "an index of another type": lambda y: torch.zeros(3, 4).gather(0, y),
     "targets of another type": lambda y: F.nll_loss(y, torch.zeros(3)),
     "FP64": lambda y: torch.mm(y, torch.zeros(4, 4, dtype=torch.float64)),
+    "shapes that do not fit": lambda y: torch.mm(y, torch.randn(3, 2)),
     "complex numbers": lambda y: torch.mm(y, torch.zeros(4, 4, dtype=torch.complex64)),
     "an operator for whole numbers": lambda y: y & 1,
     "a mask of whole numbers": lambda y: F.scaled_dot_product_attention(
@@ -108,7 +109,7 @@ def refuse(message):
     raise ValueError(message)
 
 
-def test_an_error_about_other_dtypes_has_no_note(opt_level):
+def test_an_error_about_something_else_has_no_note(opt_level):
     """In FP32 it is the same."""
     models, x = {name: Calling(call) for name, call in OTHER_CAUSES.items()}, torch.randn(3, 4)
     kinds = {}
@@ -181,9 +182,3 @@ def test_a_constant_that_float16_cannot_hold_is_explained(level):
         for dtype in (torch.float16, torch.bfloat16):
             assert managed(filled, level, dtype)(x).isfinite().all(), name
         ampatch.deactivate()
-
-
-def test_other_errors_are_left_as_they_are():
-    with pytest.raises(RuntimeError) as caught:
-        managed(lambda y: torch.mm(y, torch.randn(3, 2)), "O1")(torch.randn(3, 4))
-    assert "ampatch" not in said(caught.value)

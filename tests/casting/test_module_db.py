@@ -148,23 +148,6 @@ def check(trial: Trial, training: bool, half: torch.dtype) -> None:
         assert error(grad, plain_grads[name], max(norms)) < 2 * tolerance, f"gradient of {name}"
 
 
-def check_modules(infos: list, training: bool, half: torch.dtype, cap: int | None) -> None:
-    """Each sample of these modules, in one session for all."""
-    trials = [
-        trial(info, sample, training, half)
-        for info in infos
-        for sample in samples(info, training, cap)
-    ]
-    models = [trial.model for trial in trials]
-    ampatch.initialize(models, opt_level="O1", dtype=half, verbosity=0)
-    wrong = {}
-    for number, one in enumerate(trials):
-        failure = outcome(check, one, training, half)
-        if failure is not None:
-            wrong[f"{one.info.name}, {number}"] = repr(failure)
-    assert wrong == {}
-
-
 SIZE = 30
 MODULES = pytest.mark.parametrize(
     "infos",
@@ -181,18 +164,32 @@ QUIET = pytest.mark.filterwarnings(
 @QUIET
 @MODULES
 @pytest.mark.parametrize(
-    "training, half", [(True, torch.float16), (False, torch.bfloat16)], ids=["train", "eval"]
+    "training, half, cap",
+    [
+        pytest.param(True, torch.float16, CAP, id="train"),
+        pytest.param(False, torch.bfloat16, CAP, id="eval"),
+        *(
+            pytest.param(training, half, None, marks=pytest.mark.slow)
+            for training in (True, False)
+            for half in (torch.float16, torch.bfloat16)
+        ),
+    ],
 )
-def test_modules(infos, training, half):
-    check_modules(infos, training, half, CAP)
-
-
-@pytest.mark.slow
-@QUIET
-@MODULES
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_every_sample_of_the_modules(infos, training, half):
-    check_modules(infos, training, half, None)
+def test_modules(infos, training, half, cap):
+    """All in one session."""
+    trials = [
+        trial(info, sample, training, half)
+        for info in infos
+        for sample in samples(info, training, cap)
+    ]
+    models = [trial.model for trial in trials]
+    ampatch.initialize(models, opt_level="O1", dtype=half, verbosity=0)
+    wrong = {}
+    for number, one in enumerate(trials):
+        failure = outcome(check, one, training, half)
+        if failure is not None:
+            wrong[f"{one.info.name}, {number}"] = repr(failure)
+    assert wrong == {}
 
 
 def refusals() -> list[tuple]:

@@ -7,7 +7,7 @@ says which values and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -106,21 +106,20 @@ def variants(sample: Sample, half: torch.dtype) -> Iterator[tuple[str, Sample]]:
         yield ("half, float", "float, half")[number], mixed
 
 
-def trials(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
+def tried(name: str, limit: int | None, half: torch.dtype) -> Iterator[tuple[str, Call, Sample]]:
+    """Each call of an operator on each sample in each mixture of dtypes, with a title."""
     for number, plain in enumerate(samples(OPS[name], torch.float32, limit)):
         for title, sample in variants(plain, half):
             for call in CALLS[name]:
-                is_theirs = has_oracle(call)
-                theirs = under_autocast(call, sample, half) if is_theirs else None
-                if theirs is not None and not asks_the_driver(theirs):
-                    yield Trial(
-                        f"{name} as {call} on sample {number} in {title}",
-                        name,
-                        call,
-                        sample,
-                        theirs,
-                        outcome(call, sample.in_dtype(torch.float32)),
-                    )
+                yield f"{name} as {call} on sample {number} in {title}", call, sample
+
+
+def trials(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
+    for title, call, sample in tried(name, limit, half):
+        theirs = under_autocast(call, sample, half) if has_oracle(call) else None
+        if theirs is not None and not asks_the_driver(theirs):
+            reference = outcome(call, sample.in_dtype(torch.float32))
+            yield Trial(title, name, call, sample, theirs, reference)
 
 
 def has_oracle(call: Call) -> bool:
@@ -203,6 +202,13 @@ def complaint(trial: Trial, half: torch.dtype) -> str | None:
     return None if is_near else f"{trial.title}: {found}, in FP32 {trial.reference}"
 
 
+def check(made: list[Trial], complaint: Callable, half: torch.dtype) -> None:
+    """Open a session, and see that there is nothing to complain of."""
+    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
+    assert made
+    assert [text for trial in made if (text := complaint(trial, half))] == []
+
+
 def tolerance(name: str, call: Call, half: torch.dtype) -> float:
     """Nothing, if the rule is to compute in FP32."""
     return 0 if call.rules <= EXACT and name not in COMPOSITES else TOLERANCE[half]
@@ -214,21 +220,15 @@ def tolerance(name: str, call: Call, half: torch.dtype) -> float:
 )
 def test_dtypes_are_autocasts_and_values_near_those_of_fp32(names, limit, half):
     """Mixtures of half and FP32 included, which raise only where autocast does."""
-    made = [trial for name in names for trial in trials(name, limit, half)]
-    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    assert [text for trial in made if (text := complaint(trial, half))] == []
-    assert made
+    check([trial for name in names for trial in trials(name, limit, half)], complaint, half)
 
 
 def beyond(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
     """Calls that autocast leaves as they are, in half and in two dtypes, and the same in FP32."""
-    for number, plain in enumerate(samples(OPS[name], torch.float32, limit)):
-        for title, sample in variants(plain, half):
-            for call in CALLS[name]:
-                if call.is_beyond:
-                    reference = outcome(call, sample.in_dtype(torch.float32).fresh())
-                    title = f"{name} as {call} on sample {number} in {title}"
-                    yield Trial(title, name, call, sample, reference, reference)
+    for title, call, sample in tried(name, limit, half):
+        if call.is_beyond:
+            reference = outcome(call, sample.in_dtype(torch.float32).fresh())
+            yield Trial(title, name, call, sample, reference, reference)
 
 
 def beyond_complaint(trial: Trial, half: torch.dtype) -> str | None:
@@ -264,10 +264,7 @@ BEYOND = [name for name in LISTED if any(call.is_beyond for call in CALLS[name])
 @few_and_all
 @pytest.mark.parametrize("names", groups(BEYOND))
 def test_what_lies_beyond_autocast_goes_on_as_in_fp32(names, limit, half):
-    made = [trial for name in names for trial in beyond(name, limit, half)]
-    ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    assert [text for trial in made if (text := beyond_complaint(trial, half))] == []
-    assert made
+    check([trial for name in names for trial in beyond(name, limit, half)], beyond_complaint, half)
 
 
 @few_and_all
@@ -299,14 +296,12 @@ def test_whatever_autocast_casts_is_listed(names, limit, half):
     """Where autocast gives other dtypes than plain PyTorch, there is a row."""
     missing = set()
     for name in names:
-        for call in CALLS[name]:
+        for title, call, sample in tried(name, limit and 1, half):
             if call.rules or call.in_place or name in BELOW:
                 continue
-            for plain in samples(OPS[name], torch.float32, limit and 1):
-                for _, sample in variants(plain, half):
-                    without = on_fake_cuda(call, sample)
-                    if not same(under_autocast(call, sample, half), without, values=False):
-                        missing.add(f"{name} as {call}")
+            without = on_fake_cuda(call, sample)
+            if not same(under_autocast(call, sample, half), without, values=False):
+                missing.add(title)
     assert missing == set()
 
 

@@ -67,24 +67,16 @@ def test_static_and_class_methods_are_put_back_raw(patches):
     assert Owner.static() == 1 and Owner.of_class() is Owner
 
 
-def test_a_replacement_by_other_code_is_left_alone(patches, owner, caplog):
-    patches.replace(owner, "function", lambda old: lambda: "ours")
-
-    def theirs():
-        return "theirs"
-
+def test_what_other_code_has_replaced_or_deleted_is_left_alone(patches, owner, caplog):
+    owner.another = theirs = [].append
+    for name in ("function", "another"):
+        patches.replace(owner, name, lambda old: lambda: "ours")
     owner.function = theirs
+    del owner.another
     with caplog.at_level("WARNING", logger="ampatch"):
         patches.undo()
-    assert owner.function is theirs
+    assert owner.function is theirs and not hasattr(owner, "another")
     assert "somewhere.function was replaced by other code" in caplog.text
-
-
-def test_a_deleted_name_is_not_brought_back(patches, owner):
-    patches.replace(owner, "function", lambda old: lambda: "ours")
-    del owner.function
-    patches.undo()
-    assert not hasattr(owner, "function")
 
 
 def test_what_fails_changes_nothing(patches, owner):

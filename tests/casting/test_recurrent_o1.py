@@ -50,10 +50,6 @@ def unflattened(module: nn.RNNBase) -> nn.RNNBase:
 
 KINDS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 WEIGHTS = {
-    "plain": lambda make: make(8, 4),
-    "no bias": lambda make: make(8, 4, bias=False),
-    "two layers, both ways": lambda make: make(8, 4, 2, bidirectional=True),
-    "batch first": lambda make: make(8, 4, batch_first=True),
     "unflattened": lambda make: unflattened(make(8, 4, 2, bidirectional=True)),
     "parametrised": lambda make: parametrised(make(8, 4), "weight_hh_l0"),
     "weight norm": lambda make: parametrizations.weight_norm(make(8, 4), "weight_hh_l0"),
@@ -61,13 +57,21 @@ WEIGHTS = {
     "spectral norm": lambda make: parametrizations.spectral_norm(make(8, 4), "weight_ih_l0"),
     "old spectral norm": lambda make: nn.utils.spectral_norm(make(8, 4), "weight_ih_l0"),
 }
-CASES = {
+RECURRENT = {
     f"{kind}, {weights}": partial(WEIGHTS[weights], KINDS[kind])
     for kind, weights in itertools.product(KINDS, WEIGHTS)
-} | {
-    "lstm, projected": lambda: nn.LSTM(8, 4, proj_size=3),
-    "rnn, relu": lambda: nn.RNN(8, 4, nonlinearity="relu"),
 }
+"""Plain weights are in `test_module_db.py`."""
+
+NORMS = {
+    "weight norm": parametrizations.weight_norm,
+    "old weight norm": nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "parametrised": lambda module: parametrised(module, "weight"),
+}
+LINEAR = {name: lambda norm=norm: norm(nn.Linear(8, 4)) for name, norm in NORMS.items()}
 
 
 def built(build: Callable) -> nn.Module:
@@ -120,23 +124,50 @@ def check(cases: dict[str, tuple[Callable, Any]], half: torch.dtype) -> None:
             near(half, new, old)
 
 
-@pytest.mark.parametrize("given", ["tensor", "packed"])
+def cases_of(given: str) -> dict[str, tuple[Callable, Any]]:
+    """What makes each module, and its input: a batch of vectors, or of sequences."""
+    if given == "linear":
+        return {name: (build, X) for name, build in LINEAR.items()}
+    return {name: (build, input_as(given)) for name, build in RECURRENT.items()}
+
+
+@pytest.mark.parametrize("given", ["linear", "tensor", "packed"])
 def test_training(given, half):
-    check({name: (build, input_as(given)) for name, build in CASES.items()}, half)
+    cases = cases_of(given)
+    if given == "linear":
+        cases["weight norm of a transposed convolution"] = (
+            lambda: nn.utils.weight_norm(nn.ConvTranspose1d(2, 4, 3)),
+            torch.randn(2, 2, 6),
+        )
+        for kind, cell in {"rnn": nn.RNNCell, "gru": nn.GRUCell, "lstm": nn.LSTMCell}.items():
+            cases[f"{kind} cell"] = (lambda cell=cell: parametrised(cell(8, 4), "weight_hh"), X)
+    check(cases, half)
 
 
-@pytest.mark.parametrize("given", ["tensor", "packed"])
+@pytest.mark.parametrize("given", ["linear", "tensor", "packed"])
 def test_evaluation(given, half):
-    models, x = {name: built(build).eval() for name, build in CASES.items()}, input_as(given)
+    models = {name: (built(build).eval(), x) for name, (build, x) in cases_of(given).items()}
     with torch.no_grad():
-        references = {name: floats(model(x))[0] for name, model in models.items()}
-        ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
-        for name, model in models.items():
+        references = {name: floats(model(x))[0] for name, (model, x) in models.items()}
+        ampatch.initialize([model for model, _ in models.values()], dtype=half, verbosity=0)
+        for name, (model, x) in models.items():
             for again in (x, x.to(half)):
                 with Kernels() as kernels:
                     found = floats(model(again))[0]
                 assert kernels.dtypes() == {half} and found.dtype is half, name
                 near(half, found, references[name])
+
+
+def test_weights_that_parametrize_has_cached(half):
+    models = {name: built(build).eval() for name, build in LINEAR.items()}
+    with torch.no_grad():
+        references = {name: model(X) for name, model in models.items()}
+        ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
+        for name, model in models.items():
+            with parametrize.cached():
+                for output in (model(X), model(X)):
+                    assert output.dtype is half, name
+                    near(half, output, references[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,39 +184,3 @@ def test_states_of_either_dtype(kind, half):
             found = model(given, state)[0]
             assert found.dtype is half
             torch.testing.assert_close(found.detach().float(), reference, rtol=0.1, atol=0.1)
-
-
-NORMS = {
-    "weight norm": parametrizations.weight_norm,
-    "old weight norm": nn.utils.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "old spectral norm": nn.utils.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "parametrised": lambda module: parametrised(module, "weight"),
-}
-
-
-def test_norms_of_weights(half):
-    cases = {name: (lambda norm=norm: norm(nn.Linear(8, 4)), X) for name, norm in NORMS.items()}
-    cases["weight norm of a transposed convolution"] = (
-        lambda: nn.utils.weight_norm(nn.ConvTranspose1d(2, 4, 3)),
-        torch.randn(2, 2, 6),
-    )
-    for kind, cell in {"rnn": nn.RNNCell, "gru": nn.GRUCell, "lstm": nn.LSTMCell}.items():
-        cases[f"{kind} cell"] = (lambda cell=cell: parametrised(cell(8, 4), "weight_hh"), X)
-    check(cases, half)
-
-
-def test_norms_in_evaluation(half):
-    torch.manual_seed(0)
-    models = {name: norm(nn.Linear(8, 4)).eval() for name, norm in NORMS.items()}
-    with torch.no_grad():
-        references = {name: model(X) for name, model in models.items()}
-        ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
-        for name, model in models.items():
-            found = [model(X)]
-            with parametrize.cached():
-                found += [model(X), model(X)]
-            for output in found:
-                assert output.dtype is half, name
-                torch.testing.assert_close(output.float(), references[name], rtol=0.1, atol=0.1)

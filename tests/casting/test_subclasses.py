@@ -6,10 +6,10 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
+from small_training import same
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
@@ -34,12 +34,6 @@ def managed(level):
     return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0)
 
 
-def same(found, expected) -> bool:
-    return all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
-    )
-
-
 class Silent(torch.Tensor):
     """Asks not to be told of calls."""
 
@@ -49,27 +43,6 @@ class Silent(torch.Tensor):
 def test_a_subclass_that_wants_no_calls(opt_level):
     model = managed(opt_level)
     assert same(model(X.as_subclass(Silent)), model(X))
-
-
-class Dispatched(TorchDispatchMode):
-    """Keeps the operators that reach the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append((function, [a.dtype for a in args if isinstance(a, torch.Tensor)]))
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_the_casts(opt_level):
-    model = managed(opt_level)
-    with Dispatched() as dispatched:
-        output = model(X)
-    assert same(output, model(X))
-    (dtypes,) = (seen for f, seen in dispatched.seen if f is torch.ops.aten.addmm.default)
-    assert set(dtypes) == {FP32 if opt_level == "O0" else H}
 
 
 def test_a_dispatch_subclass(opt_level):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import in_threads, same
 from torch import nn
 
 import ampatch
@@ -28,35 +29,6 @@ class Net(nn.Module):
         y = self.layer(x)
         self.between()
         return torch.softmax(self.layer(y), -1), y
-
-
-def in_threads(*works) -> list:
-    """Run the functions at once; their results.  An exception in one is raised here."""
-    results: dict = {}
-    failures: list = []
-    start = threading.Barrier(len(works))
-
-    def run(index, work):
-        try:
-            start.wait(10)
-            results[index] = work()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [results[index] for index in range(len(works))]
-
-
-def same(found, expected) -> bool:
-    return all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
-    )
 
 
 @pytest.mark.parametrize("grad", [True, False])

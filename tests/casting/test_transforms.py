@@ -44,9 +44,8 @@ def by_hand(level):
 
     def function(x):
         y = torch.tanh(torch.nn.functional.linear(cast(x), weight, bias))
-        y = y.to(
-            inner
-        ).float()  # on the CPU the sums of LayerNorm's gradients are FP32 at all levels
+        # On the CPU the sums of LayerNorm's gradients are FP32 at all levels.
+        y = y.to(inner).float()
         y = torch.nn.functional.layer_norm(y, (4,), scale.float(), shift.float()).to(inner)
         y = torch.nn.functional.linear(cast(y), weight, bias)
         return torch.softmax(y.to(inner), -1).float()

@@ -79,11 +79,12 @@ class Made(nn.Module):
 
 
 def in_threads(*calls):
-    """What each call returns, or its error; each in a thread of its own."""
-    found = [None] * len(calls)
+    """What each call returns, or its error; each in a thread of its own, all at once."""
+    found, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)
 
     def work(index, call):
         try:
+            start.wait()
             found[index] = call()
         except Exception as error:
             found[index] = error

@@ -219,10 +219,17 @@ def give_data(model):
     model.first.weight.data = model.first.weight.data + 1
 
 
+def swap(model):
+    """By torch's exchange of two tensors, here of the same version."""
+    with torch.inference_mode(False):
+        torch.utils.swap_tensors(model.first.weight, nn.Linear(4, 9).weight)
+
+
 WRITES = {
     "in place": add_one,
     "load_state_dict": load,
     "new data": give_data,
+    "swapped": swap,
     "in data": lambda model: model.first.weight.data.add_(1),
 }
 

@@ -20,39 +20,27 @@ MAIN = "import sys; from ampatch.cli.main import main; sys.exit(main(sys.argv[1:
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache, and no choice of the caller's."""
-    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
-    monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
-    return tmp_path
+def built(cache):
+    """A file in the place of the build, which is no library."""
+    loading.built_file().parent.mkdir(parents=True)
+    loading.built_file().write_text("")
 
 
-def test_it_says_what_it_does_and_where_the_file_is(cache, monkeypatch, capsys):
-    def build(verbose):
-        path = loading.built_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-        return path
-
+def test_it_says_what_it_does_and_where_the_file_is(built, monkeypatch, capsys):
     monkeypatch.setenv("AMPATCH_NATIVE", "0")
-    monkeypatch.setattr(building, "build", build)
-    assert main.main(["build"]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"Compiling for torch {torch.__version__} and Python 3.")
-    assert second.startswith("Built in ") and second.endswith(f" s: {loading.built_file()}")
-    assert third == "Native part: off (AMPATCH_NATIVE=0)"
-
+    monkeypatch.setattr(building, "build", lambda verbose: loading.built_file())
     assert main.main(["build"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"There is a build already: {loading.built_file()} (--force builds again")
 
     assert main.main(["build", "--force"]) == 0
-    assert capsys.readouterr().out.startswith("Compiling for torch ")
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"Compiling for torch {torch.__version__} and Python 3.")
+    assert second.startswith("Built in ") and second.endswith(f" s: {loading.built_file()}")
+    assert third == "Native part: off (AMPATCH_NATIVE=0)"
 
 
-def test_what_cannot_be_used_is_exit_code_1(cache, monkeypatch, capsys):
-    loading.built_file().parent.mkdir(parents=True)
-    loading.built_file().write_text("")
+def test_what_cannot_be_used_is_exit_code_1(built, monkeypatch, capsys):
     assert main.main(["build"]) == 1
     assert " does not load " in capsys.readouterr().out
 
@@ -70,9 +58,7 @@ def test_a_wrong_command_line_is_exit_code_2():
     assert end.value.code == 2
 
 
-def test_clean_removes_builds(cache, capsys):
-    loading.built_file().parent.mkdir(parents=True)
-    loading.built_file().write_text("")
+def test_clean_removes_builds(built, capsys):
     assert main.main(["build", "--clean"]) == 0
     assert capsys.readouterr().out == f"Removed from {loading.cache()}: 1 builds.\n"
     assert not loading.cache().exists()

@@ -12,12 +12,7 @@ from native_runs import needs_compiler
 from ampatch.errors import AmpatchError
 from ampatch.native import building, loading
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """An empty cache."""
-    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def files(folder: Path) -> list[Path]:

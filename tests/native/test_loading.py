@@ -23,14 +23,6 @@ SHOW = """
 """
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache, and no choice of the caller's."""
-    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
-    monkeypatch.delenv("AMPATCH_NATIVE", raising=False)
-    return tmp_path
-
-
 def put(path: Path, content: bytes = b"not a library") -> Path:
     """A file with its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,30 +39,21 @@ def load(caplog) -> tuple[loading.Status, list[str]]:
     return status, caplog.messages
 
 
-def nothing() -> None:
-    """An empty cache."""
-
-
 NOT_BUILT = "not built: run 'ampatch build'"
-UNUSED = {  # AMPATCH_NATIVE, what is in the cache, the reason, and whether a line is said
-    "nothing was built": ("", nothing, NOT_BUILT, False),
-    "asked for": ("1", nothing, NOT_BUILT, True),
-    "off": ("0", lambda: put(loading.built_file()), "off (AMPATCH_NATIVE=0)", False),
-    "a wrong value": (
-        "maybe",
-        nothing,
-        "off (AMPATCH_NATIVE=maybe: expected 0 (off) or 1.)",
-        False,
-    ),
+UNUSED = {  # AMPATCH_NATIVE, a file in the cache, the reason, and whether a line is said
+    "nothing was built": ("", None, NOT_BUILT, False),
+    "asked for": ("1", None, NOT_BUILT, True),
+    "off": ("0", loading.built_file, "off (AMPATCH_NATIVE=0)", False),
+    "wrong": ("maybe", None, "off (AMPATCH_NATIVE=maybe: expected 0 (off) or 1.)", False),
     "a build in progress": (
         "",
-        lambda: put(loading.cache() / ".building-1" / loading.built_file().name),
+        lambda: loading.cache() / ".building-1" / loading.built_file().name,
         NOT_BUILT,
         False,
     ),
     "a build that failed": (
         "",
-        lambda: put(loading.failure_file(), b"no such header"),
+        loading.failure_file,
         "not built; it did not compile here ({failure} says more): run 'ampatch build'",
         False,
     ),
@@ -79,9 +62,10 @@ UNUSED = {  # AMPATCH_NATIVE, what is in the cache, the reason, and whether a li
 
 @pytest.mark.parametrize("title", UNUSED)
 def test_what_is_said_where_no_build_is_loaded(title, cache, caplog, monkeypatch):
-    asked, prepare, reason, is_said = UNUSED[title]
+    asked, file, reason, is_said = UNUSED[title]
     monkeypatch.setenv("AMPATCH_NATIVE", asked)
-    prepare()
+    if file is not None:
+        put(file())
     status, said = load(caplog)
     assert status.reason == reason.format(failure=loading.failure_file())
     assert status.is_to_build is (reason == NOT_BUILT) and not status.is_fault
@@ -123,24 +107,17 @@ def test_no_source_no_native_part(cache, caplog, monkeypatch):
     assert status.reason.startswith("off (its source is not installed: ") and said == []
 
 
-@pytest.mark.parametrize(
-    "suffix, free",
-    [
-        (".cpython-313t-x86_64-linux-gnu.so", True),
-        (".cpython-313td-x86_64-linux-gnu.so", True),
-        (".cp314t-win_amd64.pyd", True),
-        (".cpython-313-darwin.so", False),
-        (".cpython-313d-x86_64-linux-gnu.so", False),
-        (".cp311-win_amd64.pyd", False),
-        (".pyd", False),
-    ],
-)
-def test_a_python_without_the_gil_is_left_alone(cache, caplog, monkeypatch, suffix, free):
+WITHOUT_GIL = (".cpython-313t-x86_64-linux-gnu.so", ".cpython-313td-darwin.so", ".cp314t.pyd")
+WITH_GIL = (".cpython-313-darwin.so", ".cpython-313d-x86_64-linux-gnu.so", ".cp311.pyd", ".pyd")
+
+
+@pytest.mark.parametrize("suffix", [*WITHOUT_GIL, *WITH_GIL])
+def test_a_python_without_the_gil_is_left_alone(cache, caplog, monkeypatch, suffix):
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [suffix])
-    put(loading.built_file(), b"")
+    put(loading.built_file())
     status, said = load(caplog)
-    assert status.reason.startswith("off (this Python has no GIL") is free
-    assert len(said) == (0 if free else 1)  # with the GIL the empty file is tried
+    assert status.reason.startswith("off (this Python has no GIL") is (suffix in WITHOUT_GIL)
+    assert len(said) == (suffix in WITH_GIL)  # there the file is tried
 
 
 @pytest.mark.parametrize(

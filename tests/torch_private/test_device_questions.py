@@ -9,13 +9,6 @@ import torch
 from ampatch.torch_private import devices
 
 
-def test_a_torch_without_the_module_for_accelerators_knows_cuda(monkeypatch):
-    monkeypatch.setattr(devices, "_accelerator", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert devices.accelerator() == "cuda"
-    assert devices.device_types() == ("cpu", "cuda")
-
-
 def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
     def refuses(*args, **kwargs):
         raise RuntimeError("no events here")

@@ -16,64 +16,38 @@ from ampatch.torch_private import devices, probes
 from ampatch.torch_private.probes import are_ranks
 
 
-@pytest.fixture
-def group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_no_ranks():
+def test_there_are_ranks_while_there_is_a_group(tmp_path):
     assert are_ranks() is torch.distributed.is_initialized() is False
     assert world_size() == 1
-
-
-def test_ranks(group):
-    assert are_ranks() is torch.distributed.is_initialized() is True
-
-
-def test_ranks_after_the_group_has_gone(tmp_path):
     for name in ("first", "second"):
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1
         )
-        assert are_ranks()
+        assert are_ranks() is torch.distributed.is_initialized() is True
         torch.distributed.destroy_process_group()
         assert not are_ranks()
 
 
-def recorded(x: Tensor) -> Tensor:
-    found.append(probes.is_recording())
-    return x + 1
-
-
-found: list[bool] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_found():
-    found.clear()
-
-
-def test_plain_calls_are_not_recorded():
-    recorded(torch.ones(1))
-    assert found == [False]
+RECORDINGS = {
+    "none": (lambda call, x: call(x), False),
+    "trace": (lambda call, x: torch.jit.trace(call, x, check_trace=False), True),
+    "vmap": (lambda call, x: torch.func.vmap(call)(x), True),
+    "grad": (lambda call, x: torch.func.grad(lambda x: call(x).sum())(x), True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "record",
-    [
-        lambda x: torch.jit.trace(recorded, x, check_trace=False),
-        lambda x: torch.func.vmap(recorded)(x),
-        lambda x: torch.func.grad(lambda x: recorded(x).sum())(x),
-    ],
-)
-def test_traces_and_transforms(record):
-    record(torch.ones(2))
-    assert found == [True]
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_traces_and_transforms_record_and_plain_calls_do_not(name):
+    found: list[bool] = []
+
+    def asking(x: Tensor) -> Tensor:
+        found.append(probes.is_recording())
+        return x + 1
+
+    record, expected = RECORDINGS[name]
+    record(asking, torch.ones(2))
+    assert found == [expected]
 
 
 def test_the_flag_of_a_compiler(monkeypatch):
