@@ -9,24 +9,15 @@ from situations import PLAIN, Block, batches, mlp, mse, situation
 from torch import nn
 
 
+@situation("O2 O3", refuses="initialize", cases={"double": nn.Module.double})
 @situation(
     "O3",
     refuses="initialize",
-    cases={
-        "float": lambda model: model.float(),
-        "to": lambda model: model.to(torch.float32),
-        "double": lambda model: model.double(),
-    },
+    cases={"float": nn.Module.float, "to": lambda model: model.to(torch.float32)},
 )
 def another_dtype_after_initialize(amp, case):
     model, _optimizer = amp.start(mlp())
     case(model)
-
-
-@situation("O2", refuses="initialize")
-def double_after_initialize(amp):
-    model, _optimizer = amp.start(mlp())
-    model.double()
 
 
 class Doubles(nn.Module):

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.accelerator
 NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
-    "sparse_embedding_gradients_of_half_weights": "the fake accelerator has no sparse tensors",
 }
 MOVES_ITSELF = {
     "averaged_model": "torch copies the average's counter to the device",
