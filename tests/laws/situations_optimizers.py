@@ -232,6 +232,56 @@ def two_optimizers_on_one_model(amp):
             optimizer.step()
 
 
+ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
+LATE = {"delay_unscale": True}
+
+
+@situation(ALL_LEVELS)
+def one_loss_several_times_through_one_graph(amp):
+    """With the loss scale of another loss, unscaled late, and for an optimizer that is named twice
+    and has the weights of two models."""
+    nets = [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1), mlp(2)]
+    makes = [SGD, SGD([*nets[1].parameters(), *nets[2].parameters()]), None]
+    (body, *heads), (one, two, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
+    for x, y in batches(4):
+        hidden = body(x)
+        loss = sum(mse(head(hidden), y) for head in heads)
+        amp.backward(loss, [one, two], LATE, retain_graph=True)
+        amp.backward(loss, [two, one, two], {"loss_id": 1})
+        for optimizer in (one, two):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation(ALL_LEVELS, cases={"both": [0, 1], "reversed": [1, 0], "first": [0], "second": [1]})
+def a_weight_of_two_optimizers(amp, case):
+    """It is unscaled once, also where a loss is given one of them."""
+    net = mlp()
+    model, both = amp.start(net, [SGD(net.parameters()), PLAIN(net[2].parameters())], **DYNAMIC)
+    given = both if amp.by_hand else [both[index] for index in case]
+    for x, y in batches(4):
+        for block in (LATE, {}, {}):
+            amp.backward(mse(model(x), y), given, block)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation(ALL_LEVELS, cases={"model": 0, "optimizer": 1})
+def zero_grad_inside_the_block_by_the(amp, case):
+    """Before `backward`, where some put it: what was there is gone, not only set aside."""
+    pair = amp.start(mlp(), **DYNAMIC)
+    model, optimizer = pair
+    for x, y in batches(4):
+        loss = mse(model(x), y)
+        if amp.by_hand:
+            optimizer.zero_grad()
+        with amp.scaled(loss, optimizer) as scaled:
+            pair[case].zero_grad()
+            scaled.backward()
+        optimizer.step()
+
+
 @situation("O1 O2")
 def a_part_of_the_model_in_no_optimizer(amp):
     net = mlp()
