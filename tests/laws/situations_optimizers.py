@@ -275,9 +275,10 @@ def zero_grad_inside_the_block_by_the(amp, case):
     for x, y in batches(4):
         loss = mse(model(x), y)
         if amp.by_hand:
-            optimizer.zero_grad()
-        with amp.scaled(loss, optimizer) as scaled:
             pair[case].zero_grad()
+        with amp.scaled(loss, optimizer) as scaled:
+            if not amp.by_hand:
+                pair[case].zero_grad()
             scaled.backward()
         optimizer.step()
 

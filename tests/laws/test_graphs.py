@@ -18,17 +18,21 @@ import ampatch
 GIVEN = pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
 
 
-def start(level, optimizers_of, net=None):
-    """A driver, the model, and the optimizers that `optimizers_of(model)` makes."""
-    amp = Ampatch(level, torch.float16)
-    model = mlp() if net is None else net
-    _, optimizers = amp.start(model, optimizers_of(model), loss_scale="dynamic")
-    return amp, model, optimizers
+def one(model):
+    return [SGD(model.parameters())]
 
 
 def tied(model):
     """The second optimizer has a layer of the first one's."""
     return [SGD(model.parameters()), SGD(model[2].parameters(), lr=0.05)]
+
+
+def start(level, optimizers_of):
+    """A driver, a model, and the optimizers that `optimizers_of(model)` makes."""
+    amp, model = Ampatch(level, torch.float16), mlp()
+    optimizers = optimizers_of(model)
+    amp.start(model, optimizers, loss_scale="dynamic")
+    return amp, model, optimizers
 
 
 def loss_of(model, seed=1):
@@ -104,7 +108,7 @@ def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_l
 
 
 def test_a_step_inside_the_block_is_refused(opt_level):
-    amp, model, [optimizer] = start(opt_level, lambda model: [SGD(model.parameters())])
+    amp, model, [optimizer] = start(opt_level, one)
     before = copies(model.state_dict().values())
     with pytest.raises(ampatch.AmpatchError, match="SGD.step.. inside the .*scale_loss block"):
         with amp.scaled(loss_of(model), optimizer) as scaled:
@@ -118,7 +122,7 @@ def test_a_step_inside_the_block_is_refused(opt_level):
 def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, caplog):
     found = []
     for clips in (False, True):
-        amp, model, [optimizer] = start(opt_level, lambda model: [SGD(model.parameters())])
+        amp, model, [optimizer] = start(opt_level, one)
         with amp.scaled(loss_of(model), optimizer) as scaled:
             scaled.backward()
             if clips:
@@ -133,8 +137,8 @@ def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, cap
 @pytest.mark.parametrize("through", ["master_params", "model.parameters"])
 def test_clipping_what_delay_unscale_left(opt_level, through):
     """The last block may have been delayed too: the norm is the unscaled gradients'."""
-    amp, models, [optimizer, second] = start(opt_level, lambda models: [SGD] * 2, [mlp(0), mlp(1)])
-    (model, other), plain = models, mlp(0)
+    amp, plain = Ampatch(opt_level, torch.float16), mlp(0)
+    (model, other), (optimizer, second) = amp.start([mlp(0), mlp(1)], SGD, loss_scale="dynamic")
     delayed = {"delay_unscale": True}
     for seed in (1, 2):
         amp.backward(loss_of(model, seed), optimizer, delayed)
