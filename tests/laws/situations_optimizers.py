@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -362,6 +363,72 @@ def sam_with_two_half_steps(amp):
         optimizer.zero_grad()
         amp.backward(mse(model(x), y), optimizer)
         optimizer.second_step()
+
+
+class ByAttributes(torch.optim.Optimizer):
+    """Reads what the model's maker has noted on each parameter; keeps its state by parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["seen"] = state.get("seen", 0) + 1
+                    p.add_(p.grad, alpha=-group["lr"] * p.lr_mult / state["seen"])
+
+
+@situation("O0 O1 O2")
+def attributes_on_parameters(amp):
+    """`p.lr_mult`, as muP's and detection frameworks' optimizers read it."""
+    net = mlp()
+    for number, p in enumerate(net.parameters()):
+        p.lr_mult = 1.0 / (1 + number)
+    model, optimizer = trained(amp, net, ByAttributes, 2)
+    for p in model.parameters():
+        p.lr_mult *= 2
+    plain_loop(amp, model, optimizer, 2)
+    amp.record(*(optimizer.state[p]["seen"] for p in model.parameters()))
+    copied = copy.deepcopy(model)
+    amp.record(*(getattr(p, "lr_mult", 0.0) for p in model.parameters()), *copied.parameters())
+
+
+@situation("O0 O1 O2")
+def state_by_the_models_parameters(amp):
+    """Momentum is damped, read and forgotten through `optimizer.state[p]`, which keeps what a
+    sharpness-aware step has ascended by."""
+    model, optimizer = trained(amp, count=1)
+    for x, y in batches(4):
+        amp.step(mse(model(x), y), optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                optimizer.state[p]["up"] = up = p.grad * 0.3
+                p.add_(up)
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        for p in model.parameters():
+            p.data.sub_(optimizer.state[p].pop("up"))
+            amp.record(optimizer.state[p]["momentum_buffer"])
+            optimizer.state[p]["momentum_buffer"].mul_(0.5)
+        optimizer.step()
+    optimizer.state.pop(model[0].weight)
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O0 O1 O2")
+def an_optimizer_that_was_not_given(amp):
+    """Made after `initialize`, beside one that was given: it steps on the same weights."""
+    model, given = amp.start(mlp(), loss_scale=1.0)
+    own = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in batches(4):
+        own.zero_grad()
+        amp.plain_backward(mse(model(x), y))
+        own.step()
+        amp.record(*model.parameters())
+        plain_loop(amp, model, given, 1, seed=8)
 
 
 @situation("O1 O2")

@@ -9,7 +9,6 @@ from drivers import SGD
 from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 @situation()
@@ -70,16 +69,6 @@ def pruning(amp):
     mask = (torch.arange(32).view(8, 4) % 3 > 0).float()
     prune.custom_from_mask(model[0], "weight", mask.to(model[0].weight.dtype))
     plain_loop(amp, model, optimizer, 3)
-
-
-@situation(cases={"model": lambda model: model})
-@situation("O1 O2", cases={"submodule": lambda model: model[0]})
-def averaged(amp, case):
-    """`AveragedModel` of the model or a part: in bfloat16 it would stand still."""
-    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
-    mean = AveragedModel(case(model), multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    plain_loop(amp, model, optimizer, 4, after=lambda: mean.update_parameters(case(model)))
-    amp.record(*mean.module.state_dict().values())
 
 
 @situation("O1")

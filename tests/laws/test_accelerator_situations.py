@@ -11,16 +11,18 @@ import pytest
 import situations
 import test_situations
 from fake_accelerator import NAME, Counts, counted
-from test_situations import MODULES, ROWS, check, everything
+from test_situations import MODULES, ROWS, UNSCALED, check, everything
 
 pytestmark = pytest.mark.accelerator
 
 NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
+    "writes_while_a_graph_waits_by_numpy": "NumPy has memory of the host alone",
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
 }
 MOVES_ITSELF = {
     "averaged_model": "torch copies the average's counter to the device",
+    "averaged_models": "torch copies the average's counter to the device",
     "averaged_submodule": "torch copies the average's counter to the device",
     "a_pair_trains_saved": "torch.save and torch.load go through the host",
     "a_pair_trains_pickled_optimizer_first": "pickle goes through the host",
@@ -36,7 +38,8 @@ def there() -> Iterator[Any]:
     for param in ROWS:
         row, level, half = param.values
         if row.name not in NOT_THERE:
-            first = half == row.halves.split()[0] or (level == "O3" and row.against == "by hand")
+            unscaled = level in UNSCALED and row.against == "by hand"
+            first = unscaled or half == row.halves.split()[0]
             marks = () if first else pytest.mark.slow
             yield pytest.param(*param.values, id=param.id, marks=marks)
 
