@@ -131,21 +131,15 @@ def evaluations_in_between(amp):
 def overflows_are_skipped(amp):
     """Alone, within an accumulation, and where clipping turns an inf into NaNs."""
     model, optimizer = amp.start(mlp(), loss_scale="dynamic")
-    for number, (x, y) in enumerate(batches(4)):
-        amp.step(mse(model(x), y) * (math.nan if number == 2 else 1.0), optimizer)
-        amp.record(amp.scale())
-    optimizer.zero_grad()
-    for number, (x, y) in enumerate(batches(6)):
-        amp.backward(mse(model(x), y) * (math.inf if number == 2 else 1.0), optimizer)
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    for number, (x, y) in enumerate(batches(3)):
-        amp.backward(mse(model(x), y) * (math.inf if number == 1 else 1.0), optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        amp.record(amp.scale())
+    for bad, passes, clips in ((math.nan, 1, False), (math.inf, 2, False), (math.inf, 1, True)):
+        for number, (x, y) in enumerate(batches(6)):
+            amp.backward(mse(model(x), y) * (bad if number == 2 else 1.0), optimizer)
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if (number + 1) % passes == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            amp.record(amp.scale())
 
 
 def products(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 
@@ -62,31 +63,17 @@ def hooks_around_steps(amp):
 # Closures
 
 
-def closure_of(amp, model, optimizer, x, y, zeroes=True):
+def closure_of(amp, model, optimizer, x, y):
     """What the docs pass to `step`."""
 
     def closure():
-        if zeroes:
+        if not isinstance(optimizer, ZeroFirst):
             optimizer.zero_grad()
         loss = mse(model(x), y)
         amp.backward(loss, optimizer)
         return loss
 
     return closure
-
-
-def steps_with_closures(amp, make, zeroes=True, **settings):
-    model, optimizer = amp.start(mlp(), make, **settings)
-    for x, y in batches(3):
-        loss = optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes))
-        if loss is not None:
-            amp.record(loss)
-
-
-@situation("O1 O2", halves="fp16", refuses="under a dynamic loss scale")
-def lbfgs_under_a_dynamic_scale(amp):
-    """As of `torch.amp.GradScaler`: it could not go back after an overflow."""
-    steps_with_closures(amp, torch.optim.LBFGS)
 
 
 class ZeroFirst(torch.optim.SGD):
@@ -118,29 +105,39 @@ class Extragradient(torch.optim.SGD):
         return loss
 
 
-SEARCHES = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
+LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
+STATIC = {"loss_scale": 128.0}
 
 
-@situation("O1", cases={"lbfgs_with_line_search": partial(torch.optim.LBFGS, **SEARCHES)})
+@situation(
+    "O1", cases={"lbfgs_with_line_search": (partial(LBFGS, line_search_fn="strong_wolfe"), STATIC)}
+)
 @situation(
     "O1 O2",
     cases={
-        "lbfgs": partial(torch.optim.LBFGS, lr=0.5, max_iter=3),
-        "sgd": SGD,
-        "an_optimizer_that_zeroes_first": partial(ZeroFirst, lr=0.1),
-        "extragradient": partial(Extragradient, lr=0.1),
+        "lbfgs": (LBFGS, STATIC),
+        "sgd": (SGD, STATIC),
+        "sgd_under_the_levels_scale": (SGD, {}),
+        "an_optimizer_that_zeroes_first": (partial(ZeroFirst, lr=0.1), STATIC),
+        "extragradient": (partial(Extragradient, lr=0.1), STATIC),
     },
 )
+@situation(
+    "O1 O2",
+    cases={"lbfgs_under_a_dynamic_scale": (LBFGS, {})},
+    halves="fp16",
+    refuses="under a dynamic loss scale",
+)
 def closures(amp, case):
-    """LBFGS looks at gradients that are unscaled already.  A closure called before `ZeroFirst` asks
-    would leave it with no gradients at all."""
-    zeroes = getattr(case, "func", None) is not ZeroFirst
-    steps_with_closures(amp, case, zeroes, loss_scale=128.0)
-
-
-@situation("O1 O2")
-def sgd_with_a_closure_under_the_levels_scale(amp):
-    steps_with_closures(amp, SGD)
+    """LBFGS looks at gradients that are unscaled already.  Under a dynamic scale it could not go
+    back after an overflow, as under `torch.amp.GradScaler`.  A closure called before `ZeroFirst`
+    asks would leave it with no gradients at all."""
+    make, settings = case
+    model, optimizer = amp.start(mlp(), make, **settings)
+    for x, y in batches(3):
+        loss = optimizer.step(closure_of(amp, model, optimizer, x, y))
+        if loss is not None:
+            amp.record(loss)
 
 
 class Mezo(torch.optim.SGD):
@@ -323,10 +320,8 @@ def an_exception_in_a_closure(amp):
                 raise ZeroDivisionError
             return loss
 
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             optimizer.step(closure)
-        except ZeroDivisionError:
-            optimizer.zero_grad()
 
 
 @situation("O1", halves="fp16", says="skipped")

@@ -35,6 +35,11 @@ def clipped_by_svd(amp, model):
         model[0].weight.data.copy_(u @ torch.diag(s.clamp(max=0.4)) @ v)
 
 
+def loaded_and_clamped(amp, model):
+    model.load_state_dict(mlp(3).state_dict())
+    model[0].weight.data.clamp_(-0.1, 0.1)
+
+
 def through_a_vector(amp, model):
     vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
 
@@ -51,6 +56,7 @@ WRITES = {
     ),
     "under no_grad": written_under_no_grad,
     "clipped by svd": clipped_by_svd,
+    "right after a checkpoint was loaded": loaded_and_clamped,
 }
 
 
