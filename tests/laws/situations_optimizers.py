@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from functools import partial
+from unittest import mock
 
 import torch
 from drivers import SGD
@@ -292,18 +293,14 @@ def a_part_of_the_model_in_no_optimizer(amp):
 def step_patched_on_the_class_after_initialize(amp):
     """What a profiler or a test puts on `SGD.step` is called."""
     model, optimizer = amp.start(mlp(), PLAIN)
-    original = torch.optim.SGD.step
-    calls = []
+    original, calls = torch.optim.SGD.step, []
 
     def step(self, *args, **kwargs):
         calls.append(1)
         return original(self, *args, **kwargs)
 
-    torch.optim.SGD.step = step
-    try:
+    with mock.patch.object(torch.optim.SGD, "step", step):
         plain_loop(amp, model, optimizer)
-    finally:
-        torch.optim.SGD.step = original
     amp.record(len(calls))
 
 

@@ -1,4 +1,4 @@
-"""Compiled, scripted, traced, exported, pickled, subclassed, in threads: the casts hold."""
+"""Compiled, pickled, and under a torch that lacks functions."""
 
 from __future__ import annotations
 
