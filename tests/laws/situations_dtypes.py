@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from situations import PLAIN, Block, batches, mlp, mse, situation
+from situations import PLAIN, Block, batches, mlp, mse, situation, trained
 from torch import nn
 
 
@@ -162,7 +162,5 @@ def running_statistics_of_instance_norm(amp):
         nn.Flatten(),
         nn.Linear(8, 2),
     )
-    model, optimizer = amp.start(net, partial(torch.optim.SGD, lr=1e-3))
-    for x, y in batches(20):
-        amp.step(mse(model(x), y), optimizer)
+    model, _ = trained(amp, net, partial(torch.optim.SGD, lr=1e-3), 20)
     amp.record((model[2].running_var - 1) * 1000)

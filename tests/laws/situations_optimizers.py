@@ -285,8 +285,7 @@ def zero_grad_inside_the_block_by_the(amp, case):
 @situation("O1 O2")
 def a_part_of_the_model_in_no_optimizer(amp):
     net = mlp()
-    model, optimizer = amp.start(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
-    plain_loop(amp, model, optimizer)
+    trained(amp, net, torch.optim.SGD(net[2].parameters(), lr=0.1))
 
 
 @situation()
