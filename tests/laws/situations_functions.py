@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +29,10 @@ class Tagged(torch.Tensor):
 def functions_known_by_identity(amp):
     """By handlers from before the session, and by handlers that are registered during it."""
     model, optimizer = amp.start(mlp())
+    HANDLERS[torch.mm] = lambda a, b: torch.ops.aten.mm(a, b) * 5
+    HANDLERS[F.conv1d] = lambda *args: torch.ops.aten.conv1d(*args) * 7
     ones, eye = torch.ones(1, 1, 4, dtype=amp.half), torch.eye(4, dtype=amp.half)
-    registered = {
-        torch.mm: lambda a, b: torch.ops.aten.mm(a, b) * 5,
-        F.conv1d: lambda *args: torch.ops.aten.conv1d(*args) * 7,
-    }
-    with mock.patch.dict(HANDLERS, registered):
+    try:
         for x, y in batches(3):
             with torch.no_grad():
                 found = [F.linear(x.to(amp.half).as_subclass(Tagged), eye[:2])]
@@ -43,6 +40,8 @@ def functions_known_by_identity(amp):
             found += [F.conv1d(ones.as_subclass(Tagged), ones[..., :2])]
             amp.record(*[out.as_subclass(torch.Tensor) for out in found])
             amp.step(mse(model(x), y), optimizer)
+    finally:
+        HANDLERS.pop(torch.mm), HANDLERS.pop(F.conv1d)
 
 
 class Triples(TorchFunctionMode):

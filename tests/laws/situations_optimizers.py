@@ -236,17 +236,18 @@ LATE = {"delay_unscale": True}
 
 
 @situation(ALL_LEVELS)
-def one_loss_several_times_through_one_graph(amp):
-    """With the loss scale of another loss, unscaled late, and for an optimizer that is named twice
-    and has the weights of two models."""
+def losses_several_times_through_one_graph(amp):
+    """Their sum, unscaled late, and each with its loss scale, for an optimizer that is named twice
+    and has the weights of two models, of which each loss reaches one."""
     nets = [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1), mlp(2)]
     makes = [SGD, SGD([*nets[1].parameters(), *nets[2].parameters()]), None]
     (body, *heads), (one, two, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
     for x, y in batches(4):
         hidden = body(x)
-        loss = sum(mse(head(hidden), y) for head in heads)
-        amp.backward(loss, [one, two], LATE, retain_graph=True)
-        amp.backward(loss, [two, one, two], {"loss_id": 1})
+        losses = [mse(head(hidden), y) for head in heads]
+        amp.backward(sum(losses), [one, two], LATE, retain_graph=True)
+        for number, loss in enumerate(losses):
+            amp.backward(loss, [two, one, two], {"loss_id": number}, retain_graph=number == 0)
         for optimizer in (one, two):
             optimizer.step()
             optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Parameters that several optimizers share, and what scripts do inside a block.
 
-All have a dynamic loss scale, so the half type would change nothing but roundings.
+With a loss scale the half type would change nothing but roundings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from drivers import SGD, Ampatch
+from drivers import INIT_SCALE, SGD, Ampatch
 from situations import batches, mlp, mse
 from small_training import grads, same
 
@@ -27,11 +27,11 @@ def tied(model):
     return [SGD(model.parameters()), SGD(model[2].parameters(), lr=0.05)]
 
 
-def start(level, optimizers_of):
+def start(level, optimizers_of, loss_scale="dynamic", **settings):
     """A driver, a model, and the optimizers that `optimizers_of(model)` makes."""
     amp, model = Ampatch(level, torch.float16), mlp()
     optimizers = optimizers_of(model)
-    amp.start(model, optimizers, loss_scale="dynamic")
+    amp.start(model, optimizers, loss_scale=loss_scale, **settings)
     return amp, model, optimizers
 
 
@@ -68,13 +68,16 @@ def test_two_optimizers_have_one_master_for_a_parameter_of_both():
 def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_level, where, skipped):
     """The first optimizer has all, the others share a layer or the other with it."""
     amp, model, optimizers = start(
-        opt_level, lambda m: [SGD(part.parameters()) for part in (m, m[2], m[0], m[2])]
+        opt_level,
+        lambda model: [SGD(part.parameters()) for part in (model, model[2], model[0], model[2])],
+        num_losses=2,
     )
-    with amp.scaled(loss_of(model), optimizers[0]) as scaled:
+    with amp.scaled(loss_of(model), optimizers[0], loss_id=1) as scaled:
         scaled.backward()
         model[where].bias.grad.fill_(math.nan)
     before = copies(model.state_dict().values())
     assert step_all(optimizers) == skipped
+    assert [ampatch.loss_scale(number) for number in (0, 1)] == [INIT_SCALE, INIT_SCALE / 2]
     after = list(model.state_dict().values())
     assert all(bool(value.isfinite().all()) for value in after)
     stood = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
@@ -122,7 +125,7 @@ def test_a_step_inside_the_block_is_refused(opt_level):
 def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, caplog):
     found = []
     for clips in (False, True):
-        amp, model, [optimizer] = start(opt_level, one)
+        amp, model, [optimizer] = start(opt_level, one, 64.0)
         with amp.scaled(loss_of(model), optimizer) as scaled:
             scaled.backward()
             if clips:
