@@ -23,8 +23,7 @@ LACKING = {
         },
         "torch 2.4's AOTAutograd calls torch's functions below autograd, where casts act": {
             "test_compile": r"test_compiled_equals_eager\[aot_eager-before-O1\]",
-            "test_ways_of_running": r"test_compile_of_a_model\[aot_eager-before\]"
-            r"|test_compile_of_functions_notices_disable_casts\[aot_eager\]",
+            "test_ways_of_running": r"test_compile_of_a_model\[aot_eager-before\]",
         },
         "torch 2.4's Dynamo compiles hooks, and asks the weight cache at run time": {
             "test_compile": r"test_hooks_are_not_compiled_as_frames_of_their_own",

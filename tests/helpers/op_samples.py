@@ -80,48 +80,35 @@ def _call(*make: Any, **kwargs: Any) -> Callable[[], Sample]:
     return build
 
 
+def _calls(names: str, *make: Any) -> dict[str, Callable[[], Sample]]:
+    """The same call for several functions."""
+    return dict.fromkeys(names.split(), _call(*make))
+
+
 _UNARY = (
     "cosh exp sinh log log10 log2 expm1 log1p acos arccos arcsin asin erfinv tan reciprocal rsqrt"
-    " square nuclear_norm prod sum trapz trapezoid cumulative_trapezoid pdist"
+    " square norm nuclear_norm prod sum trapz trapezoid cumulative_trapezoid pdist"
     " softplus vector_norm matrix_norm cov corrcoef"
 )
+_BINARY = (
+    "mm matmul __matmul__ dsmm spmm arctan2 atan2 dist inner vecdot cosine_similarity"
+    " pairwise_distance mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
+    " binary_cross_entropy_with_logits binary_cross_entropy"
+)
+_IMAGE_UPSAMPLING = (
+    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"
+)
+_PLAIN = ([[1]], [[0]], [[1]], [False], [[0]], [1])
+"""Stride, padding, dilation, whether transposed, output padding, groups."""
+_CUDNN = ([[1, 1]], [[1, 1]], [1], [False], [False], [True])
+"""Stride, dilation, groups, three switches."""
 
 SAMPLES: dict[str, Callable[[], Sample]] = {
-    **{name: _call((3, 4)) for name in _UNARY.split()},
-    **{
-        name: _call((3, 4), [1])
-        for name in ("cumprod", "cumsum", "softmax", "log_softmax", "logsumexp")
-    },
-    **{
-        name: _call((3, 3), (3, 3))
-        for name in (
-            "mm",
-            "matmul",
-            "__matmul__",
-            "dsmm",
-            "spmm",
-            "arctan2",
-            "atan2",
-            "dist",
-            "inner",
-            "vecdot",
-            "cosine_similarity",
-            "pairwise_distance",
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "kl_div",
-            "binary_cross_entropy_with_logits",
-            "binary_cross_entropy",
-        )
-    },
-    **{
-        name: _call((3, 3), (3, 3), (3, 3))
-        for name in ("addmm", "addcdiv", "addcmul", "triplet_margin_loss")
-    },
-    **{name: _call((3, 4), [2.0]) for name in ("pow", "__pow__")},
-    "norm": _call((3, 4)),
+    **_calls(_UNARY, (3, 4)),
+    **_calls("cumprod cumsum softmax log_softmax logsumexp", (3, 4), [1]),
+    **_calls(_BINARY, (3, 3), (3, 3)),
+    **_calls("addmm addcdiv addcmul triplet_margin_loss", (3, 3), (3, 3), (3, 3)),
+    **_calls("pow __pow__", (3, 4), [2.0]),
     "frobenius_norm": _call((3, 4), [[0, 1]]),
     "norm_except_dim": _call((3, 4), [2], [0]),
     "torch._VF.norm": _call((3, 4), [2], [[1]], keepdim=True),
@@ -132,8 +119,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "addr": _call((3, 4), (3,), (4,)),
     "cross": _call((3, 3), (3, 3), dim=1),
     "mv": _call((3, 4), (4,)),
-    "dot": _call((4,), (4,)),
-    "vdot": _call((4,), (4,)),
+    **_calls("dot vdot", (4,), (4,)),
     "conv1d": _call((2, 3, 6), (4, 3, 3), (4,)),
     "conv2d": _call((2, 3, 6, 6), (4, 3, 3, 3), (4,)),
     "conv3d": _call((2, 3, 4, 4, 4), (4, 3, 3, 3, 3), (4,)),
@@ -141,37 +127,10 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "conv_transpose1d": _call((2, 3, 6), (3, 4, 3), (4,)),
     "conv_transpose2d": _call((2, 3, 6, 6), (3, 4, 3, 3), (4,)),
     "conv_transpose3d": _call((2, 3, 4, 4, 4), (3, 4, 3, 3, 3), (4,)),
-    "_convolution": _call(
-        (2, 3, 6),
-        (4, 3, 3),
-        (4,),
-        [[1]],
-        [[0]],
-        [[1]],
-        [False],
-        [[0]],
-        [1],
-        [False],
-        [False],
-        [False],
-        [False],
-    ),
-    "convolution": _call((2, 3, 6), (4, 3, 3), (4,), [[1]], [[0]], [[1]], [False], [[0]], [1]),
-    "cudnn_convolution": _call(
-        (2, 3, 6, 6), (4, 3, 3, 3), [[0, 0]], [[1, 1]], [[1, 1]], [1], [False], [False], [True]
-    ),
-    "cudnn_convolution_transpose": _call(
-        (2, 3, 6, 6),
-        (3, 4, 3, 3),
-        [[0, 0]],
-        [[0, 0]],
-        [[1, 1]],
-        [[1, 1]],
-        [1],
-        [False],
-        [False],
-        [True],
-    ),
+    "convolution": _call((2, 3, 6), (4, 3, 3), (4,), *_PLAIN),
+    "_convolution": _call((2, 3, 6), (4, 3, 3), (4,), *_PLAIN, *[[False]] * 4),
+    "cudnn_convolution": _call((2, 3, 6, 6), (4, 3, 3, 3), [[0, 0]], *_CUDNN),
+    "cudnn_convolution_transpose": _call((2, 3, 6, 6), (3, 4, 3, 3), [[0, 0]], [[0, 0]], *_CUDNN),
     "linear": _call((2, 3), (4, 3), (4,)),
     "bilinear": _call((2, 3), (2, 4), (5, 3, 4), (5,)),
     "prelu": _call((2, 3), (3,)),
@@ -188,8 +147,8 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "lstm_cell": lambda: _cell(4),
     "gru": lambda: _recurrent(3),
     "gru_cell": lambda: _cell(3),
-    **{name: (lambda: _recurrent(1)) for name in ("rnn_tanh", "rnn_relu")},
-    **{name: (lambda: _cell(1)) for name in ("rnn_tanh_cell", "rnn_relu_cell")},
+    **dict.fromkeys(("rnn_tanh", "rnn_relu"), lambda: _recurrent(1)),
+    **dict.fromkeys(("rnn_tanh_cell", "rnn_relu_cell"), lambda: _cell(1)),
     "renorm": _call((3, 4), [2.0], [0], [1.0]),
     "sum_to_size": _call((3, 4), [(1, 4)]),
     "group_norm": _call((2, 4, 3), [2], (4,), (4,)),
@@ -201,35 +160,17 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "margin_ranking_loss": _call((3,), (3,), lambda: signs(3)),
     "soft_margin_loss": _call((3, 4), lambda: signs(3, 4).float()),
     "poisson_nll_loss": _call((3, 4), (3, 4), [True], [False], [1e-8], [1]),
-    "multi_margin_loss": _call((3, 4), lambda: ints(4, 3)),
     "multilabel_margin_loss": _call((3, 4), lambda: ints(4, 3, 4)),
-    "cross_entropy_loss": _call((3, 4), lambda: ints(4, 3)),
-    "nll_loss": _call((3, 4), lambda: ints(4, 3)),
-    "nll_loss_nd": _call((3, 4), lambda: ints(4, 3)),
+    **_calls(
+        "multi_margin_loss cross_entropy_loss nll_loss nll_loss_nd", (3, 4), lambda: ints(4, 3)
+    ),
     "nll_loss2d": _call((3, 4, 2, 2), lambda: ints(4, 3, 2, 2)),
-    **{
-        f"{name}1d": _call((1, 2, 4), [[8]])
-        for name in ("upsample_nearest", "_upsample_nearest_exact")
-    },
-    **{
-        f"{name}2d": _call((1, 2, 4, 4), [[8, 8]])
-        for name in ("upsample_nearest", "_upsample_nearest_exact")
-    },
-    **{
-        f"{name}3d": _call((1, 2, 4, 4, 4), [[8, 8, 8]])
-        for name in ("upsample_nearest", "_upsample_nearest_exact")
-    },
+    **_calls("upsample_nearest1d _upsample_nearest_exact1d", (1, 2, 4), [[8]]),
+    **_calls("upsample_nearest2d _upsample_nearest_exact2d", (1, 2, 4, 4), [[8] * 2]),
+    **_calls("upsample_nearest3d _upsample_nearest_exact3d", (1, 2, 4, 4, 4), [[8] * 3]),
     "upsample_linear1d": _call((1, 2, 4), [[8]], [False]),
-    **{
-        name: _call((1, 2, 4, 4), [[8, 8]], [False])
-        for name in (
-            "upsample_bilinear2d",
-            "_upsample_bilinear2d_aa",
-            "upsample_bicubic2d",
-            "_upsample_bicubic2d_aa",
-        )
-    },
-    "upsample_trilinear3d": _call((1, 2, 4, 4, 4), [[8, 8, 8]], [False]),
+    **_calls(_IMAGE_UPSAMPLING, (1, 2, 4, 4), [[8] * 2], [False]),
+    "upsample_trilinear3d": _call((1, 2, 4, 4, 4), [[8] * 3], [False]),
     "grid_sampler": _call((1, 2, 4, 4), (1, 3, 3, 2), [0], [0], [False]),
     "index_put": lambda: ((r(4), (torch.tensor([0, 2]),), r(2)), {}),
     "scatter_add": lambda: ((r(3, 4), 0, ints(3, 2, 4), r(2, 4)), {}),

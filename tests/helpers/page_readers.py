@@ -72,11 +72,6 @@ def loader() -> DataLoader:
     return DataLoader([(torch.randn(8), number % 3) for number in range(16)], 4)
 
 
-def of_fabric() -> dict[str, Any]:
-    """A loader of torch."""
-    return of_any_page() | {"loader": loader()}
-
-
 def of_lightning() -> dict[str, Any]:
     """A LightningModule."""
     from lightning.pytorch import LightningModule
@@ -119,7 +114,7 @@ def of_accelerate() -> dict[str, Any]:
 
 READERS: dict[str, Callable[[], dict[str, Any]]] = {
     "accelerate": of_accelerate,
-    "fabric": of_fabric,
+    "fabric": lambda: of_any_page() | {"loader": loader()},
     "lightning": of_lightning,
     "transformers": of_transformers,
 }

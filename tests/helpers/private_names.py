@@ -7,6 +7,7 @@ import collections
 import functools
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -169,48 +170,15 @@ def losable() -> list[list[str]]:
     return groups
 
 
-class _Renamed(ast.NodeTransformer):
-    """Private names of torch become others, which torch does not have."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
-
-    def _lost(self, name: str) -> str:
-        return f"{name}_lost" if name in self._names else name
-
-    def _dotted(self, text: str) -> str:
-        return ".".join(map(self._lost, text.split(".")))
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        if (node.module or "").partition(".")[0] == "torch":
-            node.module = self._dotted(node.module or "")
-            for alias in node.names:
-                if alias.name in self._names:
-                    alias.name, alias.asname = self._lost(alias.name), alias.asname or alias.name
-        return node
-
-    def visit_Import(self, node: ast.Import) -> ast.AST:
-        for alias in node.names:
-            alias.name = self._dotted(alias.name)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        node.attr = self._lost(node.attr)
-        return node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, str) and " " not in node.value:
-            node.value = self._dotted(node.value)
-        return node
-
-
 class _Loader(importlib.machinery.SourceFileLoader):
+    """Private names of torch become others in the source, which torch does not have."""
+
     lost: frozenset[str] = frozenset()
 
     def get_code(self, fullname: str) -> object:
-        tree = _Renamed(self.lost).visit(ast.parse(self.get_data(self.path)))
-        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+        names = "|".join(self.lost)
+        source = re.sub(rf"\b({names})\b", r"\1_lost", self.get_source(fullname) or "")
+        return compile(source, self.path, "exec")
 
 
 class TorchWithout(importlib.abc.MetaPathFinder):

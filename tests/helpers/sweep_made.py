@@ -68,11 +68,7 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         done=len(runs),
         recommendation=recommendation(rows),
         notes=list(notes),
-        provenance={
-            "command": "ampatch sweep",
-            "git": "0123abc-dirty",
-            "device": "cpu",
-        },
+        provenance={"command": "ampatch sweep", "git": "0123abc-dirty", "device": "cpu"},
     )
     write_files(directory, results)
     return results

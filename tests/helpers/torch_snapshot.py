@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from operator import is_not
+from operator import attrgetter, is_not
 
 import torch
 import torch.backends.mha
@@ -14,39 +14,16 @@ import torch.nn.utils.clip_grad
 import torch.special
 import torch.utils.checkpoint
 
-_OWNERS = {
-    "torch": torch,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.functional": torch.nn.functional,
-    "torch._C._nn": torch._C._nn,
-    "torch._VF": torch._VF,
-    "torch.autograd": torch.autograd,
-    "torch.linalg": torch.linalg,
-    "torch.special": torch.special,
-    "torch.nn.RNNBase": torch.nn.RNNBase,
-    "torch.nn.Module": torch.nn.Module,
-    "torch.nn.utils": torch.nn.utils,
-    "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
-    "torch.utils.checkpoint": torch.utils.checkpoint,
-    "torch.backends.mha": torch.backends.mha,
-    "torch.optim.Optimizer": torch.optim.Optimizer,
-    "torch.fx.Tracer": torch.fx.Tracer,
-    "torch.jit": torch.jit,
-    "torch.nn.Parameter": torch.nn.Parameter,
-    "torch.autograd.function.BackwardCFunction": torch.autograd.function.BackwardCFunction,
-}
+_NAMES = (
+    "Tensor nn.functional _C._nn _VF autograd linalg special nn.RNNBase nn.Module nn.utils"
+    " nn.utils.clip_grad utils.checkpoint backends.mha optim.Optimizer fx.Tracer jit nn.Parameter"
+    " autograd.function.BackwardCFunction"
+)
+_OWNERS = {"torch": torch, **{f"torch.{name}": attrgetter(name)(torch) for name in _NAMES.split()}}
 
-# Dynamo rewraps these at its first use.
-_REWRAPPED = {"trace", "trace_module", "_get_trace_graph"}
-_VOLATILE = _REWRAPPED | {
-    "_dynamo",
-    "_inductor",
-    "_higher_order_ops",
-    "export",
-    "compiler",
-    "_functorch",
-    "fx",
-}
+_REWRAPPED = "trace trace_module _get_trace_graph"  # by Dynamo, at its first use
+_IMPORTED = "_dynamo _inductor _higher_order_ops export compiler _functorch fx"
+_VOLATILE = {*_REWRAPPED.split(), *_IMPORTED.split()}
 
 
 def snapshot() -> dict[str, dict[str, object]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import pty
@@ -61,43 +62,26 @@ class Process:
             os.kill(self.pid, number)
 
 
-class _Server:
-    """The process that has torch imported; started at the first request."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen | None = None
-        self._requests: socket.socket | None = None
-        self._lock = threading.Lock()
-
-    def _start(self) -> socket.socket:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        code += f"import warm_server; warm_server.serve({theirs.fileno()})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        atexit.register(self.stop)
-        return self._requests
-
-    def start(self, request: dict[str, Any], descriptors: list[int]) -> Process:
-        with self._lock:
-            requests = self._requests or self._start()
-        ours, theirs = socket.socketpair()
-        message = pickle.dumps(request)
-        assert len(message) < REQUEST_BYTES
-        socket.send_fds(requests, [message], [theirs.fileno(), *descriptors])
-        theirs.close()
-        return Process(ours)
-
-    def stop(self) -> None:
-        if self._requests is not None and self._process is not None:
-            self._requests.close()
-            self._process.wait()
-            self._process = self._requests = None
+_lock = threading.Lock()
 
 
-_server = _Server()
+@functools.cache
+def _requests() -> socket.socket:
+    """The way to the process that has torch imported; it is started at the first request."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    code += f"import warm_server; warm_server.serve({theirs.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+    )
+    theirs.close()
+
+    def stop() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(stop)
+    return ours
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -136,7 +120,14 @@ def start(
         "descriptors": (0, 1, 2, *pass_fds),
         "new_session": start_new_session,
     }
-    return _server.start(request, [stdin, stdout, stderr, *pass_fds])
+    message = pickle.dumps(request)
+    assert len(message) < REQUEST_BYTES
+    with _lock:
+        requests = _requests()
+    ours, theirs = socket.socketpair()
+    socket.send_fds(requests, [message], [theirs.fileno(), stdin, stdout, stderr, *pass_fds])
+    theirs.close()
+    return Process(ours)
 
 
 def popen(command: list[str], **options: Any) -> Any:

@@ -61,10 +61,16 @@ class Driver:
         self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
         self.met += [self.case] * len(values)
 
-    def backward(self, loss: Tensor, optimizers: Any, **options: Any) -> None:
-        """Record the loss and call its backward pass through the scaler."""
+    def backward(
+        self, loss: Tensor, optimizers: Any, block: dict | None = None, **options: Any
+    ) -> None:
+        """Record the loss and call its backward pass through the scaler.
+
+        `block` is what `scale_loss` gets besides: when gradients are unscaled, and by which of
+        several equal scales, makes no difference to the oracle.
+        """
         self.record(loss)
-        with self.scaled(loss, optimizers) as scaled:
+        with self.scaled(loss, optimizers, **(block or {})) as scaled:
             scaled.backward(**options)
 
     def plain_backward(self, loss: Tensor) -> None:
@@ -109,9 +115,9 @@ class Ampatch(Driver):
         )
         return self._started(net, nets, optimizers)
 
-    def scaled(self, loss: Tensor, optimizers: Any) -> AbstractContextManager[Tensor]:
+    def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
         """Scale a loss; after the block gradients are unscaled."""
-        return ampatch.scale_loss(loss, optimizers)
+        return ampatch.scale_loss(loss, optimizers, **block)
 
     def casts(self) -> AbstractContextManager:
         """Around calls outside a model's forward: at O1 the session casts everywhere."""
@@ -265,7 +271,7 @@ class ByHand(Driver):
             param.copy_(torch.where(written, copy.to(param.dtype), param))
 
     @contextmanager
-    def scaled(self, loss: Tensor, optimizers: Any) -> Iterator[Tensor]:
+    def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> Iterator[Tensor]:
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         params = list({p: None for o in optimizers for g in o.param_groups for p in g["params"]})
         with ExitStack() as around:

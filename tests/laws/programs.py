@@ -11,12 +11,15 @@ import copy
 import itertools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from drivers import Ampatch, ByHand, Driver, differ
 from situations import HALVES, mse
+from situations_gradients import RESETS
+from situations_weights import replaced
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,10 +101,7 @@ class Actions(Run):
         self.amp.backward(self.loss(number) / 2, self.optimizer)
 
     def forward(self, number: int) -> None:
-        self.waiting.append(self.loss(number))
-
-    def forward_checkpointed(self, number: int) -> None:
-        self.waiting.append(self.loss(number, checkpointed=True))
+        self.waiting.append(self.loss(number, checkpointed=number % 3 == 0))
 
     def backward(self, number: int) -> None:
         if self.waiting:
@@ -263,21 +263,6 @@ class Actions(Run):
     def zero_by_optimizer(self, number: int) -> None:
         self.optimizer.zero_grad()
 
-    def zero_to_zeros(self, number: int) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-    def zero_by_model(self, number: int) -> None:
-        self.model.zero_grad()
-
-    def zero_by_none(self, number: int) -> None:
-        for p in self.model.parameters():
-            p.grad = None
-
-    def zero_in_place(self, number: int) -> None:
-        for p in self.model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-
     def clip_norm(self, number: int) -> None:
         self.amp.record(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
 
@@ -328,32 +313,9 @@ class Actions(Run):
 
     # Weights
 
-    def freeze(self, number: int) -> None:
+    def freeze_or_unfreeze(self, number: int) -> None:
         self.moves_weights()
-        self.model.first.requires_grad_(False)
-
-    def unfreeze(self, number: int) -> None:
-        self.moves_weights()
-        self.model.first.requires_grad_(True)
-
-    def write_by_data(self, number: int) -> None:
-        self.moves_weights()
-        self.weight(number).data.mul_(0.75)
-
-    def clamp_by_data(self, number: int) -> None:
-        self.moves_weights()
-        for p in self.model.shared.parameters():
-            p.data.clamp_(-0.25, 0.25)
-
-    def write_under_no_grad(self, number: int) -> None:
-        self.moves_weights()
-        with torch.no_grad():
-            self.weight(number).mul_(0.75)
-
-    def replace_data(self, number: int) -> None:
-        self.moves_weights()
-        p = self.weight(number)
-        p.data = p.data * 0.75
+        self.model.first.requires_grad_(number % 2 == 0)
 
     def write_into_state_dict(self, number: int) -> None:
         self.moves_weights()
@@ -391,7 +353,26 @@ class Actions(Run):
             self.amp.set_scale(2.0 ** (6 + number % 6))
 
 
-ACTIONS = {name: one for name, one in vars(Actions).items() if not name.startswith("_")}
+def resets(reset: Callable) -> Callable[[Actions, int], None]:
+    return lambda run, number: reset(run.amp, run.model, run.optimizer)
+
+
+def writes(write: Callable) -> Callable[[Actions, int], None]:
+    def action(run: Actions, number: int) -> None:
+        run.moves_weights()
+        write(run.weight(number))
+
+    return action
+
+
+ACTIONS: dict[str, Callable[[Actions, int], None]] = {
+    **{name: one for name, one in vars(Actions).items() if not name.startswith("_")},
+    **{f"gradients {name}": resets(reset) for name, reset in RESETS.items()},
+    "write by data": writes(lambda p: p.data.mul_(0.75)),
+    "write a clamp": writes(lambda p: p.data.clamp_(-0.25, 0.25)),
+    "write under no_grad": writes(torch.no_grad()(lambda p: p.mul_(0.75))),
+    "write by replacing data": writes(replaced),
+}
 OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by_optimizer")
 
 

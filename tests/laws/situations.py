@@ -78,6 +78,22 @@ def situation(
     return declare
 
 
+def network(
+    levels: str = "O1 O2 O3", make: Any = SGD, count: int = 4, **fields: Any
+) -> Callable[[type], type]:
+    """Add a row for a class of models: some ordinary steps."""
+
+    def declare(kind: type) -> type:
+        def run(amp: Any) -> None:
+            trained(amp, kind(), make, count)
+
+        run.__name__ = kind.__name__
+        situation(levels, **fields)(run)
+        return kind
+
+    return declare
+
+
 def mlp(seed: int = 0, width: int = 8, norm: bool = False) -> nn.Sequential:
     """Four inputs, two outputs."""
     torch.manual_seed(seed)
@@ -142,6 +158,7 @@ def look(amp: Any, model: nn.Module, x: Tensor | None = None) -> None:
         amp.record(model(seen if x is None else x))
 
 
+@network(count=5)
 class Block(nn.Module):
     """A residual block with a method besides forward, and a weight that is used twice."""
 

@@ -7,29 +7,24 @@ from functools import partial
 
 import torch
 from drivers import SGD
-from situations import Block, batches, mlp, mse, situation, trained
+from situations import Block, batches, mlp, mse, network, situation, trained
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 
 
 @situation()
-def plain_training(amp):
-    trained(amp, count=5)
-
-
-@situation()
-def shared_weight_and_residual(amp):
-    trained(amp, Block(), count=5)
-
-
-@situation()
 def accumulation_each_in_its_block(amp):
+    """Every other step is taken on what has piled up since the step before; later on the sum is
+    clipped in each micro-batch."""
     model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(6)):
+    for number, (x, y) in enumerate(batches(12)):
         amp.backward(mse(model(x), y) / 3, optimizer)
+        if number >= 6:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if number % 3 == 2:
             optimizer.step()
+        if number % 6 == 5:
             optimizer.zero_grad()
 
 
@@ -38,9 +33,12 @@ def accumulation_by_plain_backward(amp):
     """256 equal gradients in bfloat16 sum to half of it at best: the weights end 50 % away."""
     model, optimizer = amp.start(mlp(), partial(torch.optim.SGD, lr=0.5))
     x, y = next(batches(1))
-    for _ in range(256):
-        amp.plain_backward(mse(model(x), y) / 256)
-    optimizer.step()
+    for passes in (256, 1, 1):
+        for _ in range(passes):
+            amp.plain_backward(mse(model(x), y) / passes)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
 
 
 @situation("O1 O2")
@@ -85,13 +83,16 @@ def gradient_penalties_on_weights_and_on_inputs(amp):
 
 @situation()
 def two_models_two_optimizers_two_losses(amp):
-    (first, second), (one, two) = amp.start([mlp(0), mlp(1)], [SGD, partial(SGD, lr=0.01)])
+    """Each loss has a scale of its own."""
+    (first, second), (one, two) = amp.start(
+        [mlp(0), mlp(1)], [SGD, partial(SGD, lr=0.01)], num_losses=2
+    )
     for x, y in batches(4):
         one.zero_grad()
         two.zero_grad()
         a, b = first(x), second(x)
         amp.backward(mse(2 * a + 3 * b, y), [one, two], retain_graph=True)
-        amp.backward(mse(3 * a.detach() - 5 * b, y), two)
+        amp.backward(mse(3 * a.detach() - 5 * b, y), two, {"loss_id": 1})
         one.step()
         one.zero_grad()
         two.step()
@@ -130,21 +131,15 @@ def evaluations_in_between(amp):
 def overflows_are_skipped(amp):
     """Alone, within an accumulation, and where clipping turns an inf into NaNs."""
     model, optimizer = amp.start(mlp(), loss_scale="dynamic")
-    for number, (x, y) in enumerate(batches(4)):
-        amp.step(mse(model(x), y) * (math.nan if number == 2 else 1.0), optimizer)
-        amp.record(amp.scale())
-    optimizer.zero_grad()
-    for number, (x, y) in enumerate(batches(6)):
-        amp.backward(mse(model(x), y) * (math.inf if number == 2 else 1.0), optimizer)
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    for number, (x, y) in enumerate(batches(3)):
-        amp.backward(mse(model(x), y) * (math.inf if number == 1 else 1.0), optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        amp.record(amp.scale())
+    for bad, passes, clips in ((math.nan, 1, False), (math.inf, 2, False), (math.inf, 1, True)):
+        for number, (x, y) in enumerate(batches(6)):
+            amp.backward(mse(model(x), y) * (bad if number == 2 else 1.0), optimizer)
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if (number + 1) % passes == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            amp.record(amp.scale())
 
 
 def products(device):
@@ -185,15 +180,11 @@ class Custom(nn.Module):
         return self.head(self.function.apply(self.body(x), self.weight))
 
 
-@situation()
-def a_function_with_custom_fwd_and_bwd(amp):
-    trained(amp, Custom(products(amp.device)[0]))
-
-
-@situation("O1")
-def a_function_whose_inputs_are_cast_to_fp32(amp):
-    """Its product in half precision would be 4e-4 (float16) or 4e-3 away, and differ in bits."""
-    trained(amp, Custom(products(amp.device)[1]))
+@situation(cases={"custom_fwd_and_bwd": 0})
+@situation("O1", cases={"inputs_cast_to_fp32": 1})
+def a_function_with(amp, case):
+    """In FP32: the product in half would be 4e-4 (float16) or 4e-3 away, and differ in bits."""
+    trained(amp, Custom(products(amp.device)[case]))
 
 
 class Island(nn.Module):
@@ -226,6 +217,12 @@ def an_island_without_autocast(amp):
         amp.step(loss, optimizer)
 
 
+@network("O1")
+class CheckpointedIsland(Island):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 @situation("O1")
 def an_autocast_region_in_another_half_type(amp):
     other = torch.bfloat16 if amp.half is torch.float16 else torch.float16
@@ -238,14 +235,6 @@ def an_autocast_region_in_another_half_type(amp):
             return torch.tanh(x)
 
     trained(amp, Inner())
-
-
-@situation("O1")
-def an_island_that_is_checkpointed(amp):
-    model = Island()
-    forward = model.forward
-    model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
-    trained(amp, model)
 
 
 @situation("O1")

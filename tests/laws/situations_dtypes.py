@@ -5,28 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from situations import PLAIN, Block, batches, mlp, mse, situation
+from situations import PLAIN, Block, batches, mlp, mse, situation, trained
 from torch import nn
 
 
+@situation("O2 O3", refuses="initialize", cases={"double": nn.Module.double})
 @situation(
     "O3",
     refuses="initialize",
-    cases={
-        "float": lambda model: model.float(),
-        "to": lambda model: model.to(torch.float32),
-        "double": lambda model: model.double(),
-    },
+    cases={"float": nn.Module.float, "to": lambda model: model.to(torch.float32)},
 )
 def another_dtype_after_initialize(amp, case):
     model, _optimizer = amp.start(mlp())
     case(model)
-
-
-@situation("O2", refuses="initialize")
-def double_after_initialize(amp):
-    model, _optimizer = amp.start(mlp())
-    model.double()
 
 
 class Doubles(nn.Module):
@@ -171,7 +162,5 @@ def running_statistics_of_instance_norm(amp):
         nn.Flatten(),
         nn.Linear(8, 2),
     )
-    model, optimizer = amp.start(net, partial(torch.optim.SGD, lr=1e-3))
-    for x, y in batches(20):
-        amp.step(mse(model(x), y), optimizer)
+    model, _ = trained(amp, net, partial(torch.optim.SGD, lr=1e-3), 20)
     amp.record((model[2].running_var - 1) * 1000)

@@ -154,17 +154,10 @@ def float64_by_default():
         torch.set_default_dtype(was)
 
 
-@situation()
+@situation(cases={"fp32": (torch.float32, {}), "fp64": (torch.float64, {"loss_scale": 1.0})})
 @float64_by_default()
-def a_default_dtype_of_float64(amp):
-    model, optimizer = amp.start(mlp().float())
+def a_default_dtype_of_float64_and_a_model_of(amp, case):
+    dtype, settings = case
+    model, optimizer = amp.start(mlp().to(dtype), **settings)
     for x, y in batches(3):
-        amp.step(mse(model(x.float()), y.float()), optimizer)
-
-
-@situation()
-@float64_by_default()
-def a_float64_model_under_a_default_of_float64(amp):
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    for x, y in batches(3):
-        amp.step((model(x) - y).square().mean(), optimizer)
+        amp.step((model(x.to(dtype)) - y.to(dtype)).square().mean(), optimizer)

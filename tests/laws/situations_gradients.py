@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from situations import PLAIN, Block, batches, each, mlp, mse, plain_loop, situation, trained
+from situations import PLAIN, Block, batches, each, mlp, mse, plain_loop, situation
 from torch import nn
 
 import ampatch
@@ -53,31 +53,6 @@ def gradients_are_reset(amp):
             reset(amp, model, optimizer)
 
 
-@situation()
-def one_layers_gradients_set_to_none(amp):
-    model, optimizer = amp.start(mlp())
-
-    def drop():
-        for p in model[0].parameters():
-            p.grad = None
-
-    plain_loop(amp, model, optimizer, 2)
-    plain_loop(amp, model, optimizer, 2, on_gradients=drop)
-    plain_loop(amp, model, optimizer, 1)
-
-
-@situation("O2")
-def reset_by_none_after_plain_backward(amp):
-    """Over several passes, and after each."""
-    model, optimizer = amp.start(mlp(), loss_scale=1.0)
-    for number, (x, y) in enumerate(batches(8)):
-        amp.plain_backward(mse(model(x), y))
-        if number % 3 == 2 or number > 5:
-            optimizer.step()
-            for p in model.parameters():
-                p.grad = None
-
-
 def logged(amp, model, optimizer):
     """`p.grad` is there for code between the block and the step."""
     for p in model.parameters():
@@ -95,9 +70,21 @@ def clipped_by_norm(amp, model, optimizer):
     amp.record(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
+def clipped_in_a_loop_over_masters(amp, model, optimizer):
+    grads = [p.grad for p in ampatch.master_params(optimizer)]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    amp.record(norm)
+    for g in grads:
+        g.mul_(0.05 / norm)
+
+
 def centralized(p):
     if p.dim() > 1:
         p.grad -= p.grad.mean(1, keepdim=True)
+
+
+def replaced(p):
+    p.grad = p.grad * 0.5
 
 
 CHANGES = {
@@ -106,10 +93,13 @@ CHANGES = {
     "clipped by value": lambda amp, model, optimizer: torch.nn.utils.clip_grad_value_(
         model.parameters(), 0.01
     ),
+    "clipped in a loop over masters": clipped_in_a_loop_over_masters,
     "averaged by hand": for_each_gradient(lambda p: p.grad.mul_(0.25)),
     "averaged through data": for_each_gradient(lambda p: p.grad.data.div_(4)),
     "centralized": for_each_gradient(centralized),
+    "replaced": for_each_gradient(replaced),
     "lists of them at once": listed,
+    "one layer's set to None": lambda amp, model, optimizer: model[0].zero_grad(),
     "stepped on twice": lambda amp, model, optimizer: optimizer.step(),
 }
 
@@ -119,39 +109,6 @@ def gradients_are_changed_before_the_step(amp):
     model, optimizer = amp.start(mlp())
     for change in each(amp, CHANGES):
         plain_loop(amp, model, optimizer, 2, on_gradients=partial(change, amp, model, optimizer))
-
-
-@situation("O1 O2")
-def clip_by_a_loop_over_masters(amp):
-    model, optimizer = amp.start(mlp())
-
-    def clip():
-        grads = [p.grad for p in ampatch.master_params(optimizer)]
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        amp.record(norm)
-        for g in grads:
-            g.mul_(0.05 / norm)
-
-    plain_loop(amp, model, optimizer, on_gradients=clip)
-
-
-@situation()
-def gradient_surgery(amp):
-    """PCGrad: one task's gradient is projected, both are written back."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        found = []
-        for task in range(2):
-            optimizer.zero_grad()
-            amp.backward(mse(model(x)[:, task], y[:, task]), optimizer)
-            found.append([p.grad.clone() for p in model.parameters()])
-        for p, first, second in zip(model.parameters(), *found):
-            dot = (first.float() * second.float()).sum()
-            if dot < 0:
-                scaled = second * (dot / second.float().square().sum()).to(second.dtype)
-                first = first - scaled
-            p.grad = first + second
-        optimizer.step()
 
 
 @situation()
@@ -172,17 +129,6 @@ def gradients_written_by_hand(amp):
             p.grad = torch.full_like(p, 0.125)
         amp.backward(mse(model(x), y), optimizer)
         optimizer.step()
-
-
-@situation()
-def clip_in_each_micro_batch(amp):
-    model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(6)):
-        amp.backward(mse(model(x), y), optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @situation()
@@ -211,25 +157,6 @@ def small_gradients_need_the_scale(amp):
         amp.step(mse(model(x), y) * 1e-7, optimizer)
 
 
-@situation("O1 O2", within=1e-6)
-def two_losses_with_two_scales_in_one_step(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.backward(mse(model(-x), y) * 100, optimizer)
-        optimizer.step()
-
-
-@situation()
-def a_step_without_zero_grad(amp):
-    """Gradients pile up over steps, as the script wants."""
-    model, optimizer = amp.start(mlp(), partial(torch.optim.SGD, lr=0.02))
-    for x, y in batches(4):
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-
-
 @situation()
 def gradients_kept_by_reference(amp):
     """What was taken from `p.grad` keeps its values when the next pass runs; until it is set to
@@ -248,23 +175,8 @@ def gradients_kept_by_reference(amp):
             amp.record(*grads)
 
 
-@situation("O1")
+@situation()
 def sparse_embedding_gradients(amp):
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed = nn.Embedding(10, 4, sparse=True)
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.embed((x[:, 0].abs() * 3).long().clamp(max=9)))
-
-    trained(amp, Words(), PLAIN, 4)
-
-
-@situation("O2 O3")
-def sparse_embedding_gradients_of_half_weights(amp):
     model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
     for x, y in batches(4):
         words = (x[:, 0].abs() * 3).long().clamp(max=9)

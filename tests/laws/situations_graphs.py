@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 
@@ -74,22 +75,13 @@ def a_scripted_loss(amp):
 
 
 @situation()
-def a_backward_for_some_inputs_only(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        amp.backward(loss, optimizer, inputs=list(model[2].parameters()))
-        optimizer.step()
-
-
-@situation()
 def several_forwards_before_their_backwards(amp):
+    """Of each pair one pass is for some inputs only."""
     model, optimizer = amp.start(mlp())
     for x, y in batches(3):
         optimizer.zero_grad()
         first, second = mse(model(x), y), mse(model(-x), y)
-        amp.backward(first, optimizer)
+        amp.backward(first, optimizer, inputs=list(model[2].parameters()))
         amp.backward(second, optimizer)
         optimizer.step()
         amp.step(sum(mse(model(x * k), y) for k in range(10)), optimizer)
@@ -105,17 +97,6 @@ def a_graph_that_outlives_a_step(amp):
     optimizer.zero_grad()
     amp.backward(kept, optimizer)
     optimizer.step()
-
-
-@situation()
-def truncated_backpropagation(amp):
-    """The state is carried from batch to batch, detached."""
-    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 4), nn.Tanh()))
-    state = torch.zeros(6, 4)
-    for x, y in batches(4):
-        out = model(x + state)
-        state = out.detach().float()
-        amp.step(mse(out[:, :2], y), optimizer)
 
 
 class Checkpointed(Block):
@@ -176,38 +157,10 @@ def checkpoints(amp, case):
         optimizer.step()
 
 
-class Reversed(torch.autograd.Function):
-    """Keeps its result only: the backward pass makes the inputs again, and gradients."""
-
-    @staticmethod
-    def forward(ctx, x, first, second):
-        ctx.parts = first, second
-        left, right = x.chunk(2, -1)
-        with torch.no_grad():
-            left = left + first(right)
-            right = right + second(left)
-        ctx.save_for_backward(left, right)
-        return torch.cat([left, right], -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (left, right), (first, second) = ctx.saved_tensors, ctx.parts
-        of_left, of_right = grad.chunk(2, -1)
-        of_left, right = Reversed.undone(second, left, right, of_left, of_right)
-        of_right, _ = Reversed.undone(first, right, left, of_right, of_left)
-        return torch.cat([of_left, of_right], -1), None, None
-
-    @staticmethod
-    def undone(part, x, out, of_x, of_out):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            made = part(x)
-            made.backward(of_out)
-        return of_x + x.grad, out - made.detach()
-
-
-class Adjoint(torch.autograd.Function):
-    """Calls a part again in the backward pass and asks for the gradients of its `parameters()`."""
+class Again(torch.autograd.Function):
+    """Calls a part again in the backward pass, as reversible networks, adjoint solvers of equations
+    and equilibrium models do.  It asks for the gradients of the `params`; where there are none
+    given, the part's backward pass leaves them in its weights."""
 
     @staticmethod
     def forward(ctx, part, x, *params):
@@ -221,39 +174,30 @@ class Adjoint(torch.autograd.Function):
         x, *params = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            found = torch.autograd.grad(ctx.part(x), (x, *params), grad)
-        return None, *found
+            out = ctx.part(x)
+            if params:
+                return None, *torch.autograd.grad(out, (x, *params), grad)
+            out.backward(grad)
+        return None, x.grad
 
 
-class CalledAgain(nn.Module):
-    """As reversible networks, adjoint solvers of equations and equilibrium models do."""
-
+class CalledAgain(Block):
     def __init__(self, call):
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (nn.Sequential(nn.Linear(n, n), nn.Tanh()) for n in (2, 2))
-        self.whole, self.head, self.call = nn.Linear(4, 4), nn.Linear(4, 2), call
+        self.call = call
 
     def forward(self, x):
-        return self.head(self.call(self, self.whole(x)))
+        return self.head(self.call(self.second, self.first(x)))
 
 
-def reversed_parts(model, x):
-    return Reversed.apply(x, model.first, model.second)
-
-
-def an_adjoint(model, x):
-    return Adjoint.apply(model.whole, x, *model.whole.parameters())
-
-
-def a_checkpoint_of_an_adjoint(model, x):
-    return checkpoint(partial(an_adjoint, model), x, use_reentrant=False)
+def an_adjoint(part, x):
+    return Again.apply(part, x, *part.parameters())
 
 
 CALLED_AGAIN = {
-    "parts_of_a_reversible_net": reversed_parts,
+    "a_part_and_goes_back_through_it": Again.apply,
     "a_part_and_asks_for_its_weights": an_adjoint,
-    "a_part_in_a_checkpoint": a_checkpoint_of_an_adjoint,
+    "a_part_in_a_checkpoint": partial(checkpoint, an_adjoint, use_reentrant=False),
 }
 
 
@@ -355,10 +299,12 @@ def an_exception_in_the_middle_of_a_forward(amp):
     model, optimizer = amp.start(Fails())
     for number, (x, y) in enumerate(batches(4)):
         model.fails = number == 1
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             amp.step(mse(model(x), y), optimizer)
-        except KeyboardInterrupt:
-            continue
+
+
+def fails(grad):
+    raise ZeroDivisionError
 
 
 @situation("O1 O2")
@@ -366,20 +312,12 @@ def an_exception_in_the_middle_of_a_backward(amp):
     """What the broken pass left is thrown away by zero_grad."""
     model, optimizer = amp.start(mlp())
     for number, (x, y) in enumerate(batches(4)):
-        out = model(x)
-        if number == 1:
-
-            def fail(g):
-                raise ZeroDivisionError
-
-            model[0].weight.register_hook(fail)
-        try:
-            with amp.scaled(mse(out, y), optimizer) as scaled:
-                scaled.backward()
-        except ZeroDivisionError:
-            model[0].weight._backward_hooks.clear()
-        else:
+        loss = mse(model(x), y)
+        handle = model[0].weight.register_hook(fails if number == 1 else torch.clone)
+        with contextlib.suppress(ZeroDivisionError):
+            amp.backward(loss, optimizer)
             optimizer.step()
+        handle.remove()
         optimizer.zero_grad()
 
 

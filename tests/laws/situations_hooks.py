@@ -26,15 +26,18 @@ def full_backward_hooks_read_their_weights_gradients(amp):
     amp.record(len(amp.seen))
 
 
-@situation("O1")
+@situation("O0 O1 O2")
 def accumulator_hooks(amp):
     """Added between steps, and behind a forward."""
     model, optimizer = trained(amp, count=1)
     found = {}
     for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda p, name=name: found.setdefault(name, []).append(p.grad.clone())
-        )
+
+        def hook(p, name=name):
+            assert p.grad.dtype is torch.float32
+            found.setdefault(name, []).append(p.grad.clone())
+
+        param.register_post_accumulate_grad_hook(hook)
     plain_loop(amp, model, optimizer, 2)
     for x, y in batches(2):
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from collections import OrderedDict, namedtuple
 import torch
 import torch.nn.functional as F
 from drivers import SGD
-from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
+from situations import PLAIN, Block, batches, mlp, mse, network, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -22,6 +22,7 @@ def a_conv_net(amp):
         nn.Conv2d(1, 4, 2, padding=1),
         nn.BatchNorm2d(4),
         nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Dropout(0.3),
@@ -31,6 +32,8 @@ def a_conv_net(amp):
     for number, (x, y) in enumerate(batches(4)):
         torch.manual_seed(number)
         amp.step(mse(model(x), y), optimizer)
+        if number == 1:
+            model.to(memory_format=torch.channels_last)
     model.eval()
     with torch.no_grad():
         amp.record(model(x))
@@ -233,30 +236,24 @@ def two_models_in_one_forward(amp):
         amp.step(mse(student(x), goal.float()) + mse(student(-x), y), optimizer)
 
 
-@situation("O1 O2")
-def a_frozen_body_under_no_grad(amp):
-    class Body(Block):
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.encode(x)
-            return self.head(x)
-
-    trained(amp, Body(), PLAIN)
+@network("O1 O2", PLAIN)
+class FrozenBody(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.encode(x)
+        return self.head(x)
 
 
-@situation("O1")
-def a_weight_first_used_without_gradients(amp):
-    """Its half copy of the `no_grad` part must not serve the part that is trained."""
+@network("O1", PLAIN)
+class FirstUsedWithoutGradients(Block):
+    """The half copy of the `no_grad` part must not serve the part that is trained."""
 
-    class Twice(Block):
-        def forward(self, x):
-            with torch.no_grad():
-                start = self.encode(x)
-            with torch.inference_mode():
-                self.encode(x)
-            return self.head(self.encode(x) + start)
-
-    trained(amp, Twice(), PLAIN)
+    def forward(self, x):
+        with torch.no_grad():
+            start = self.encode(x)
+        with torch.inference_mode():
+            self.encode(x)
+        return self.head(self.encode(x) + start)
 
 
 @situation(within=5e-3)
@@ -276,41 +273,26 @@ def a_forward_that_is_a_generator(amp):
         amp.step(mse(first, y) + mse(second, y), optimizer)
 
 
-@situation("O1", within=2e-3)
-def a_recursive_model(amp):
+@network("O1", within=2e-3)
+class Recursive(Block):
     """Three uses of a weight may add up in half in another order; a lost one is 0.02 away."""
 
-    class Deep(Block):
-        def forward(self, x, depth=2):
-            x = self.encode(x)
-            return self(x, depth - 1) if depth else self.head(x)
-
-    trained(amp, Deep())
+    def forward(self, x, depth=2):
+        x = self.encode(x)
+        return self(x, depth - 1) if depth else self.head(x)
 
 
-@situation("O1")
-def weights_made_in_the_forward(amp):
+@network("O1")
+class WeightMadeInTheForward(Block):
     """A hypernetwork: the weight of one layer is another one's output."""
 
-    class Hyper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.maker, self.body = nn.Linear(4, 8), nn.Linear(4, 4)
-            self.code = nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            weight = self.maker(self.code).view(2, 4)
-            return F.linear(F.linear(torch.tanh(self.body(x)), weight), torch.eye(2))
-
-    trained(amp, Hyper())
+    def forward(self, x):
+        weight = self.second(self.first.weight[:2])
+        return F.linear(F.linear(torch.tanh(self.first(x)), weight), torch.eye(2))
 
 
-@situation("O1")
-def views_and_slices_of_weights(amp):
-    class Slices(Block):
-        def forward(self, x):
-            x = F.linear(x, self.first.weight[:2])
-            return F.linear(x, self.second.weight.t()[:2, :2]) + self.head(F.pad(x, (0, 2)))
-
-    trained(amp, Slices())
+@network("O1")
+class ViewsAndSlicesOfWeights(Block):
+    def forward(self, x):
+        x = F.linear(x, self.first.weight[:2])
+        return F.linear(x, self.second.weight.t()[:2, :2]) + self.head(F.pad(x, (0, 2)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from functools import partial
+from unittest import mock
 
 import torch
 from drivers import SGD
@@ -61,31 +64,17 @@ def hooks_around_steps(amp):
 # Closures
 
 
-def closure_of(amp, model, optimizer, x, y, zeroes=True):
+def closure_of(amp, model, optimizer, x, y):
     """What the docs pass to `step`."""
 
     def closure():
-        if zeroes:
+        if not isinstance(optimizer, ZeroFirst):
             optimizer.zero_grad()
         loss = mse(model(x), y)
         amp.backward(loss, optimizer)
         return loss
 
     return closure
-
-
-def steps_with_closures(amp, make, zeroes=True, **settings):
-    model, optimizer = amp.start(mlp(), make, **settings)
-    for x, y in batches(3):
-        loss = optimizer.step(closure_of(amp, model, optimizer, x, y, zeroes))
-        if loss is not None:
-            amp.record(loss)
-
-
-@situation("O1 O2", halves="fp16", refuses="under a dynamic loss scale")
-def lbfgs_under_a_dynamic_scale(amp):
-    """As of `torch.amp.GradScaler`: it could not go back after an overflow."""
-    steps_with_closures(amp, torch.optim.LBFGS)
 
 
 class ZeroFirst(torch.optim.SGD):
@@ -117,29 +106,39 @@ class Extragradient(torch.optim.SGD):
         return loss
 
 
-SEARCHES = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
+LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
+STATIC = {"loss_scale": 128.0}
 
 
-@situation("O1", cases={"lbfgs_with_line_search": partial(torch.optim.LBFGS, **SEARCHES)})
+@situation(
+    "O1", cases={"lbfgs_with_line_search": (partial(LBFGS, line_search_fn="strong_wolfe"), STATIC)}
+)
 @situation(
     "O1 O2",
     cases={
-        "lbfgs": partial(torch.optim.LBFGS, lr=0.5, max_iter=3),
-        "sgd": SGD,
-        "an_optimizer_that_zeroes_first": partial(ZeroFirst, lr=0.1),
-        "extragradient": partial(Extragradient, lr=0.1),
+        "lbfgs": (LBFGS, STATIC),
+        "sgd": (SGD, STATIC),
+        "sgd_under_the_levels_scale": (SGD, {}),
+        "an_optimizer_that_zeroes_first": (partial(ZeroFirst, lr=0.1), STATIC),
+        "extragradient": (partial(Extragradient, lr=0.1), STATIC),
     },
 )
+@situation(
+    "O1 O2",
+    cases={"lbfgs_under_a_dynamic_scale": (LBFGS, {})},
+    halves="fp16",
+    refuses="under a dynamic loss scale",
+)
 def closures(amp, case):
-    """LBFGS looks at gradients that are unscaled already.  A closure called before `ZeroFirst` asks
-    would leave it with no gradients at all."""
-    zeroes = getattr(case, "func", None) is not ZeroFirst
-    steps_with_closures(amp, case, zeroes, loss_scale=128.0)
-
-
-@situation("O1 O2")
-def sgd_with_a_closure_under_the_levels_scale(amp):
-    steps_with_closures(amp, SGD)
+    """LBFGS looks at gradients that are unscaled already.  Under a dynamic scale it could not go
+    back after an overflow, as under `torch.amp.GradScaler`.  A closure called before `ZeroFirst`
+    asks would leave it with no gradients at all."""
+    make, settings = case
+    model, optimizer = amp.start(mlp(), make, **settings)
+    for x, y in batches(3):
+        loss = optimizer.step(closure_of(amp, model, optimizer, x, y))
+        if loss is not None:
+            amp.record(loss)
 
 
 class Mezo(torch.optim.SGD):
@@ -232,29 +231,76 @@ def two_optimizers_on_one_model(amp):
             optimizer.step()
 
 
+ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
+LATE = {"delay_unscale": True}
+
+
+@situation(ALL_LEVELS)
+def losses_several_times_through_one_graph(amp):
+    """Their sum, unscaled late, and each with its loss scale, for an optimizer that is named twice
+    and has the weights of two models, of which each loss reaches one."""
+    nets = [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1), mlp(2)]
+    makes = [SGD, SGD([*nets[1].parameters(), *nets[2].parameters()]), None]
+    (body, *heads), (one, two, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
+    for x, y in batches(4):
+        hidden = body(x)
+        losses = [mse(head(hidden), y) for head in heads]
+        amp.backward(sum(losses), [one, two], LATE, retain_graph=True)
+        for number, loss in enumerate(losses):
+            amp.backward(loss, [two, one, two], {"loss_id": number}, retain_graph=number == 0)
+        for optimizer in (one, two):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation(ALL_LEVELS, cases={"both": [0, 1], "reversed": [1, 0], "first": [0], "second": [1]})
+def a_weight_of_two_optimizers(amp, case):
+    """It is unscaled once, also where a loss is given one of them."""
+    net = mlp()
+    model, both = amp.start(net, [SGD(net.parameters()), PLAIN(net[2].parameters())], **DYNAMIC)
+    given = both if amp.by_hand else [both[index] for index in case]
+    for x, y in batches(4):
+        for block in (LATE, {}, {}):
+            amp.backward(mse(model(x), y), given, block)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@situation(ALL_LEVELS, cases={"model": 0, "optimizer": 1})
+def zero_grad_inside_the_block_by_the(amp, case):
+    """Before `backward`, where some put it: what was there is gone, not only set aside."""
+    pair = amp.start(mlp(), **DYNAMIC)
+    model, optimizer = pair
+    for x, y in batches(4):
+        loss = mse(model(x), y)
+        if amp.by_hand:
+            pair[case].zero_grad()
+        with amp.scaled(loss, optimizer) as scaled:
+            if not amp.by_hand:
+                pair[case].zero_grad()
+            scaled.backward()
+        optimizer.step()
+
+
 @situation("O1 O2")
 def a_part_of_the_model_in_no_optimizer(amp):
     net = mlp()
-    model, optimizer = amp.start(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
-    plain_loop(amp, model, optimizer)
+    trained(amp, net, torch.optim.SGD(net[2].parameters(), lr=0.1))
 
 
 @situation()
 def step_patched_on_the_class_after_initialize(amp):
     """What a profiler or a test puts on `SGD.step` is called."""
     model, optimizer = amp.start(mlp(), PLAIN)
-    original = torch.optim.SGD.step
-    calls = []
+    original, calls = torch.optim.SGD.step, []
 
     def step(self, *args, **kwargs):
         calls.append(1)
         return original(self, *args, **kwargs)
 
-    torch.optim.SGD.step = step
-    try:
+    with mock.patch.object(torch.optim.SGD, "step", step):
         plain_loop(amp, model, optimizer)
-    finally:
-        torch.optim.SGD.step = original
     amp.record(len(calls))
 
 
@@ -271,10 +317,8 @@ def an_exception_in_a_closure(amp):
                 raise ZeroDivisionError
             return loss
 
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             optimizer.step(closure)
-        except ZeroDivisionError:
-            optimizer.zero_grad()
 
 
 @situation("O1", halves="fp16", says="skipped")
@@ -311,6 +355,72 @@ def sam_with_two_half_steps(amp):
         optimizer.zero_grad()
         amp.backward(mse(model(x), y), optimizer)
         optimizer.second_step()
+
+
+class ByAttributes(torch.optim.Optimizer):
+    """Reads what the model's maker has noted on each parameter; keeps its state by parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["seen"] = state.get("seen", 0) + 1
+                    p.add_(p.grad, alpha=-group["lr"] * p.lr_mult / state["seen"])
+
+
+@situation("O0 O1 O2")
+def attributes_on_parameters(amp):
+    """`p.lr_mult`, as muP's and detection frameworks' optimizers read it."""
+    net = mlp()
+    for number, p in enumerate(net.parameters()):
+        p.lr_mult = 1.0 / (1 + number)
+    model, optimizer = trained(amp, net, ByAttributes, 2)
+    for p in model.parameters():
+        p.lr_mult *= 2
+    plain_loop(amp, model, optimizer, 2)
+    amp.record(*(optimizer.state[p]["seen"] for p in model.parameters()))
+    copied = copy.deepcopy(model)
+    amp.record(*(getattr(p, "lr_mult", 0.0) for p in model.parameters()), *copied.parameters())
+
+
+@situation("O0 O1 O2")
+def state_by_the_models_parameters(amp):
+    """Momentum is damped, read and forgotten through `optimizer.state[p]`, which keeps what a
+    sharpness-aware step has ascended by."""
+    model, optimizer = trained(amp, count=1)
+    for x, y in batches(4):
+        amp.step(mse(model(x), y), optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                optimizer.state[p]["up"] = up = p.grad * 0.3
+                p.add_(up)
+        optimizer.zero_grad()
+        amp.backward(mse(model(x), y), optimizer)
+        for p in model.parameters():
+            p.data.sub_(optimizer.state[p].pop("up"))
+            amp.record(optimizer.state[p]["momentum_buffer"])
+            optimizer.state[p]["momentum_buffer"].mul_(0.5)
+        optimizer.step()
+    optimizer.state.pop(model[0].weight)
+    plain_loop(amp, model, optimizer, 2)
+
+
+@situation("O0 O1 O2")
+def an_optimizer_that_was_not_given(amp):
+    """Made after `initialize`, beside one that was given: it steps on the same weights."""
+    model, given = amp.start(mlp(), loss_scale=1.0)
+    own = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in batches(4):
+        own.zero_grad()
+        amp.plain_backward(mse(model(x), y))
+        own.step()
+        amp.record(*model.parameters())
+        plain_loop(amp, model, given, 1, seed=8)
 
 
 @situation("O1 O2")

@@ -9,7 +9,6 @@ from drivers import SGD
 from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 @situation()
@@ -72,40 +71,6 @@ def pruning(amp):
     plain_loop(amp, model, optimizer, 3)
 
 
-@situation()
-def an_ema_copy(amp):
-    """The copy is FP32 and is fed from `parameters()` by hand."""
-    model, optimizer = amp.start(mlp())
-    mean = copy.deepcopy(model)
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        with torch.no_grad():
-            for p, q in zip(mean.state_dict().values(), model.state_dict().values()):
-                p.lerp_(q, 0.5)
-            amp.record(*mean.state_dict().values())
-
-
-@situation(cases={"model": (lambda model: model, 0.5)})
-@situation("O1 O2", cases={"submodule": (lambda model: model[0], 0.999)})
-def averaged(amp, case):
-    """`AveragedModel` of the model or a part, against the rule of the average."""
-    part_of, decay = case
-    model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
-    part = part_of(model)
-    if amp.by_hand:
-        mean = [value.clone() for value in part.state_dict().values()]
-    else:
-        mean = AveragedModel(part, multi_avg_fn=get_ema_multi_avg_fn(decay))
-    for number, (x, y) in enumerate(batches(4)):
-        amp.step(mse(model(x), y), optimizer)
-        if not amp.by_hand:
-            mean.update_parameters(part)
-            continue
-        for value, now in zip(mean, part.state_dict().values()):
-            value.copy_(now if number == 0 else value.lerp(now, 1 - decay))
-    amp.record(*(mean if amp.by_hand else mean.module.state_dict().values()))
-
-
 @situation("O1")
 def parameters_that_are_swapped_on_conversion(amp):
     """By a conversion between steps, and by what is loaded."""
@@ -162,20 +127,3 @@ def changed_between_steps(amp):
     for change in each(amp, BETWEEN):
         change(amp, model, optimizer)
         plain_loop(amp, model, optimizer, 2)
-
-
-@situation()
-def channels_last_in_the_middle(amp):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)),
-        nn.Conv2d(1, 4, 2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 2),
-        nn.Flatten(),
-        nn.Linear(16, 2),
-    )
-    model, optimizer = amp.start(net)
-    plain_loop(amp, model, optimizer, 2)
-    model.to(memory_format=torch.channels_last)
-    plain_loop(amp, model, optimizer, 2)

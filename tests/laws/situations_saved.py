@@ -63,12 +63,3 @@ def a_pair_trains(amp, case):
             amp.plain_backward(mse(model(x), y))
             optimizer.step()
     amp.record(*model.parameters())
-
-
-@situation("O1 O2")
-def a_write_right_after_a_checkpoint_was_loaded(amp):
-    model, optimizer = amp.start(mlp())
-    model.load_state_dict(mlp(3).state_dict())
-    model[0].weight.data.clamp_(-0.1, 0.1)
-    amp.record(model.state_dict()["0.weight"])
-    plain_loop(amp, model, optimizer)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import torch
-from situations import PLAIN, Block, batches, each, look, mlp, mse, plain_loop, situation, trained
+from situations import Block, batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -36,6 +35,11 @@ def clipped_by_svd(amp, model):
         model[0].weight.data.copy_(u @ torch.diag(s.clamp(max=0.4)) @ v)
 
 
+def loaded_and_clamped(amp, model):
+    model.load_state_dict(mlp(3).state_dict())
+    model[0].weight.data.clamp_(-0.1, 0.1)
+
+
 def through_a_vector(amp, model):
     vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
 
@@ -52,6 +56,7 @@ WRITES = {
     ),
     "under no_grad": written_under_no_grad,
     "clipped by svd": clipped_by_svd,
+    "right after a checkpoint was loaded": loaded_and_clamped,
 }
 
 
@@ -68,6 +73,38 @@ def writes_between_steps(amp):
             plain_loop(amp, model, optimizer, 1)
 
 
+def through_numpy(p):
+    p.data.numpy()[...] *= 0.5
+    p.detach().numpy()[...] += 0.25
+
+
+def repaired(p):
+    p.data[:1] = torch.nan
+    p.data.nan_to_num_(0.1)
+
+
+WAITED = {
+    "numpy": through_numpy,
+    "data": lambda p: p.data.mul_(1 - 0.1 * 0.01),
+    "nan_to_num_": repaired,
+}
+
+
+@situation("O0 O1 O2", cases=WAITED)
+def writes_while_a_graph_waits_by(amp, case):
+    """And after the step, by what the graph does not notice."""
+    model, optimizer = amp.start(mlp(), torch.optim.Adam)
+    for x, y in batches(2):
+        loss = mse(model(x), y)
+        for_each_weight(case)(amp, model)
+        look(amp, model)
+        amp.record(*model.parameters())
+        amp.step(loss, optimizer)
+        for_each_weight(case)(amp, model)
+        look(amp, model)
+        amp.step(mse(model(x), y), optimizer)
+
+
 @situation()
 def a_write_between_forward_and_step(amp):
     model, optimizer = amp.start(mlp())
@@ -80,20 +117,6 @@ def swapped(model, values):
     for p, value in zip(model.parameters(), values):
         p.data.copy_(value)
     return was
-
-
-@situation()
-def weights_swapped_for_an_evaluation(amp):
-    """EMA weights put in for a validation and taken out again: the weights are what they were."""
-    model, optimizer = amp.start(mlp())
-    mean = [p.data.float().clone() for p in model.parameters()]
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        for value, p in zip(mean, model.parameters()):
-            value.lerp_(p.data.float(), 0.1)
-        was = swapped(model, mean)
-        look(amp, model, x)
-        swapped(model, was)
 
 
 @situation("O1")
@@ -112,26 +135,6 @@ def weights_swapped_while_a_graph_waits(amp):
         other = mse(model(x), y)
         swapped(model, was)
         amp.step(loss + other, optimizer)
-
-
-@situation()
-def sam_by_hand(amp):
-    """Ascend by the gradient, take the gradient there, go back, step."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    for x, y in batches(4):
-        params = optimizer.param_groups[0]["params"]
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        with torch.no_grad():
-            was = [p.clone() for p in params]
-            for p in params:
-                p.add_(p.grad, alpha=0.3)
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        with torch.no_grad():
-            for p, value in zip(params, was):
-                p.copy_(value)
-        optimizer.step()
 
 
 class NonNegative(nn.Module):
@@ -178,27 +181,3 @@ def clamped_before_the_use_in_a_forward(amp, case):
             return super().forward(x)
 
     trained(amp, First(), count=4)
-
-
-@situation("O1 O2")
-def schedule_free_modes(amp):
-    """`eval()` and `train()` of the optimizer move its parameters between two points."""
-
-    class ScheduleFree(torch.optim.SGD):
-        @torch.no_grad()
-        def eval(self):
-            for p in self.param_groups[0]["params"]:
-                z = self.state[p].setdefault("z", p.detach().clone())
-                p.lerp_(z, 0.5)
-
-        @torch.no_grad()
-        def train(self):
-            for p in self.param_groups[0]["params"]:
-                p.lerp_(self.state[p]["z"], -1.0)
-
-    model, optimizer = amp.start(mlp(), partial(ScheduleFree, lr=0.1))
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        optimizer.eval()
-        look(amp, model, x)
-        optimizer.train()

@@ -1,15 +1,14 @@
-"""Outside of forwards O0 to O2 have FP32 weights, which the optimizer holds: what reads, writes,
-averages, copies, saves or shares them does what it does in FP32 training.
+"""Outside of forwards O0 to O2 have FP32 weights, which the optimizer holds: what copies, saves and
+shares them does what it does in FP32 training.
 
-Each program runs under ampatch and under the oracle, whose weights are plain FP32 parameters; at O2
-the oracle's forwards get half copies of them.  All numbers are compared bit by bit.
+The oracle's weights are plain FP32 parameters; at O2 its forwards get half copies of them.  All
+numbers are compared bit by bit.  What reads, writes and averages weights are situations.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,285 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivers import SGD, Ampatch, ByHand, Driver
-from situations import Situation, batches, each, look, mlp, mse, plain_loop, trained
+from situations import Situation, batches, look, mlp, mse, plain_loop, trained
 from situations_saved import through_a_file
 from small_training import step
 from test_situations import check
 from torch import Tensor, nn
-from torch.optim.swa_utils import (
-    SWALR,
-    AveragedModel,
-    get_ema_avg_fn,
-    get_ema_multi_avg_fn,
-    update_bn,
-)
 
 import ampatch
 from ampatch.errors import AmpatchError
 
-CELLS = [("O0", "bf16"), ("O1", "fp16"), ("O2", "fp16"), ("O2", "bf16")]
 needs_distributed = pytest.mark.skipif(
     not dist.is_available(), reason="torch without torch.distributed"
 )
-PROGRAMS: list[Situation] = []
-
-
-def program(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Add it to what runs at each level: at O2 with a scale, and without."""
-    PROGRAMS.append(Situation(run, run.__name__))
-    return run
-
-
-def uncast_outputs(amp: Any, model: nn.Module) -> None:
-    """Record an evaluation of a model that was never given to `initialize`."""
-    with amp.no_casts():
-        look(amp, model.eval())
-
-
-# Averages
-
-D = 0.75  # of the old average
-
-
-def in_data(means: list[Tensor], weights: list[Tensor]) -> None:
-    for mean, weight in zip(means, weights, strict=True):
-        mean.data.lerp_(weight.data, 1 - D)
-
-
-@torch.no_grad()
-def one_by_one(means: list[Tensor], weights: list[Tensor]) -> None:
-    for mean, weight in zip(means, weights, strict=True):
-        mean.mul_(D).add_(weight, alpha=1 - D)
-
-
-AVERAGES = {
-    "data": in_data,
-    "one by one": one_by_one,
-    "lists": torch.no_grad()(partial(torch._foreach_lerp_, weight=1 - D)),
-}
-
-
-@program
-def averages(amp):
-    """Deep copies from before `initialize`, from after it and from after a step that follow the
-    weights; they compute in FP32, and go into a checkpoint."""
-    net = mlp(norm=True)
-    means = [("lists", copy.deepcopy(net))]
-    model, optimizer = amp.start(net)
-    means += [(name, copy.deepcopy(model)) for name in AVERAGES]
-    plain_loop(amp, model, optimizer, 1, seed=4)
-    means += [(name, copy.deepcopy(model)) for name in AVERAGES]
-    for _ in range(3):
-        plain_loop(amp, model, optimizer, 1)
-        for name, mean in means:
-            AVERAGES[name](list(mean.parameters()), list(model.parameters()))
-            amp.record(*mean.parameters())
-    for name, mean in means:
-        amp.case = name
-        assert {p.dtype for p in mean.parameters()} == {torch.float32}
-        uncast_outputs(amp, mean)
-        amp.record(*copy.deepcopy(mean).state_dict().values())
-
-
-AVERAGED = {
-    "mean": {},
-    "mean of buffers": {"use_buffers": True},
-    "avg_fn": {"avg_fn": get_ema_avg_fn(D)},
-    "multi_avg_fn": {"multi_avg_fn": get_ema_multi_avg_fn(D), "use_buffers": True},
-}
-
-
-@program
-def averaged_models(amp):
-    """torch's own SWA and EMA, with a schedule, copies, a checkpoint and `update_bn`."""
-    net = mlp(norm=True)
-    means = [("mean", AveragedModel(net))]
-    model, optimizer = amp.start(net)
-    means += [(name, AveragedModel(model, **options)) for name, options in AVERAGED.items()]
-    plain_loop(amp, model, optimizer, 1, seed=4)
-    means += [("mean", AveragedModel(model))]
-    schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for _ in range(4):
-        plain_loop(amp, model, optimizer, 1)
-        for _, mean in means:
-            mean.update_parameters(model)
-        schedule.step()
-    for name, mean in means:
-        amp.case = name
-        assert int(mean.n_averaged) == 4
-        amp.record(*mean.state_dict().values())
-        again = AveragedModel(mlp(7, norm=True), **AVERAGED[name])
-        again.load_state_dict(copy.deepcopy(mean).state_dict())
-        with amp.no_casts():
-            update_bn(batches(3, seed=5), again)
-        amp.record(*again.state_dict().values())
-        uncast_outputs(amp, again)
-
-
-def swap_by_data(model, values):
-    for p, value in zip(model.parameters(), values, strict=True):
-        p.data = value
-
-
-def swap_by_copy(model, values):
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), values, strict=True):
-            p.copy_(value)
-
-
-def swap_by_loading(model, values):
-    names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(zip(names, values, strict=True)), strict=False)
-
-
-SWAPS = {"data": swap_by_data, "copy_": swap_by_copy, "load_state_dict": swap_by_loading}
-
-
-@program
-def an_average_swapped_in_and_back(amp):
-    """The half forward has the average meanwhile, and what trained before goes on."""
-    model, optimizer = amp.start(mlp())
-    mean = [p.detach().clone() for p in model.parameters()]
-    for swap in each(amp, SWAPS):
-        for _ in range(3):
-            plain_loop(amp, model, optimizer, 1)
-            torch._foreach_lerp_(mean, [p.detach() for p in model.parameters()], 1 - D)
-            kept = [p.detach().clone() for p in model.parameters()]
-            swap(model, [value.clone() for value in mean])
-            look(amp, model)
-            swap(model, kept)
-            look(amp, model)
-
-
-# Writes and reads
-
-
-def through_numpy(p: Tensor) -> None:
-    p.data.numpy()[...] *= 0.5
-    p.detach().numpy()[...] += 0.25
-
-
-def repaired(p: Tensor) -> None:
-    p.data[:1] = torch.nan
-    p.data.nan_to_num_(0.1)
-
-
-WRITES = {
-    "numpy": through_numpy,
-    "weight decay by hand": lambda p: p.data.mul_(1 - 0.1 * 0.01),
-    "nan_to_num_": repaired,
-}
-
-
-@program
-def writes(amp):
-    """Between steps, and while a graph waits for its backward pass."""
-    model, optimizer = amp.start(mlp(), torch.optim.Adam)
-    for write in each(amp, WRITES):
-        for x, y in batches(2):
-            loss = mse(model(x), y)
-            for p in model.parameters():
-                write(p)
-            look(amp, model)
-            amp.record(*model.parameters())
-            amp.step(loss, optimizer)
-            for p in model.parameters():
-                write(p)
-            look(amp, model)
-            amp.step(mse(model(x), y), optimizer)
-
-
-class ByAttributes(torch.optim.Optimizer):
-    """Reads what the model's maker has noted on each parameter; keeps its state by parameter."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["seen"] = state.get("seen", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] * p.lr_mult / state["seen"])
-
-
-@program
-def attributes_on_parameters(amp):
-    """`p.lr_mult`, as muP's and detection frameworks' optimizers read it."""
-    net = mlp()
-    for number, p in enumerate(net.parameters()):
-        p.lr_mult = 1.0 / (1 + number)
-    model, optimizer = trained(amp, net, ByAttributes, 2)
-    for p in model.parameters():
-        p.lr_mult *= 2
-    plain_loop(amp, model, optimizer, 2)
-    amp.record(*(optimizer.state[p]["seen"] for p in model.parameters()))
-    copied = copy.deepcopy(model)
-    amp.record(*(getattr(p, "lr_mult", 0.0) for p in model.parameters()), *copied.parameters())
-
-
-@program
-def state_by_the_models_parameters(amp):
-    """Momentum is damped, read and forgotten through `optimizer.state[p]`, which keeps what a
-    sharpness-aware step has ascended by."""
-    model, optimizer = trained(amp, count=1)
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        with torch.no_grad():
-            for p in model.parameters():
-                optimizer.state[p]["up"] = up = p.grad * 0.3
-                p.add_(up)
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        for p in model.parameters():
-            p.data.sub_(optimizer.state[p].pop("up"))
-            amp.record(optimizer.state[p]["momentum_buffer"])
-            optimizer.state[p]["momentum_buffer"].mul_(0.5)
-        optimizer.step()
-    optimizer.state.pop(model[0].weight)
-    plain_loop(amp, model, optimizer, 2)
-
-
-@program
-def hooks_on_parameters(amp):
-    """Of the gradient, which they change, and of its accumulation, which they watch."""
-    model, optimizer = amp.start(mlp(), loss_scale=64.0)
-    order, dtypes = [], set()
-    names = {id(p): number for number, p in enumerate(model.parameters())}
-
-    def accumulated(p):
-        order.append(names[id(p)])
-        dtypes.add(p.grad.dtype)
-
-    for p in model.parameters():
-        p.register_hook(lambda grad: grad * 0.5)
-        p.register_post_accumulate_grad_hook(accumulated)
-    plain_loop(amp, model, optimizer, 3)
-    assert dtypes == {torch.float32} and sorted(order) == sorted([0, 1, 2, 3] * 3)
-
-
-# Optimizers that were not given
-
-
-@program
-def an_optimizer_that_was_not_given(amp):
-    """Made after `initialize`, beside one that was given: it steps on the same weights."""
-    model, given = amp.start(mlp(), loss_scale=1.0)
-    own = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for x, y in batches(4):
-        own.zero_grad()
-        amp.plain_backward(mse(model(x), y))
-        own.step()
-        amp.record(*model.parameters())
-        plain_loop(amp, model, given, 1, seed=8)
-
-
-@pytest.mark.parametrize(("level", "half"), CELLS)
-@pytest.mark.parametrize("row", PROGRAMS, ids=lambda row: row.name)
-def test_program(row, level, half, caplog):
-    check(row, level, half, caplog)
 
 
 def test_a_scale_for_an_optimizer_that_was_not_given(half):

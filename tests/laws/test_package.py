@@ -14,9 +14,17 @@ from ampatch import types
 from ampatch.compat.apex import amp
 from ampatch.compat.apex.packages import VERSION
 from ampatch.config.scale_settings import ScaleSettings
-from ampatch.native import loading
 
 ROOT = Path(ampatch.__file__).parents[1]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The files of a package, but for what Python and compilers leave there."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +35,6 @@ def built(tmp_path_factory) -> Path:
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return folder / "ampatch"
-
-
-def test_type_checkers_are_told_that_the_package_has_types(built):
-    assert (built / "py.typed").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -56,39 +60,15 @@ def test_type_checkers_know_each_setting(function, settings, spelled_out):
     assert settings.__optional_keys__ == names - spelled_out
 
 
-def test_the_native_part_is_installed_as_source(built):
-    for name in loading.SOURCES:
-        source = Path("native", name)
-        assert (built / source).read_bytes() == (ROOT / "ampatch" / source).read_bytes()
+def test_all_files_are_installed_as_they_are(built):
+    """Modules, `py.typed`, the sources of the native part, templates, and apex's stand-in."""
+    found = files(built)
+    assert found == files(ROOT / "ampatch")
+    assert f"\nVersion: {VERSION}\n" in found["compat/apex_path/apex.dist-info/METADATA"].decode()
 
 
-def test_the_templates_of_reports_are_installed(built):
-    folder = Path("sweep", "report", "templates")
-    sources = {path.name: path.read_bytes() for path in (ROOT / "ampatch" / folder).iterdir()}
-    assert {path.name: path.read_bytes() for path in (built / folder).iterdir()} == sources
-
-
-def test_the_folder_that_apex_path_prints_is_installed(built):
-    folder = Path("compat", "apex_path")
-    files = {path.relative_to(built / folder) for path in built.joinpath(folder).rglob("*.*")}
-    metadata = Path("apex.dist-info", "METADATA")
-    assert files == {
-        *(Path("__init__.py"), Path("apex", "__init__.py"), metadata.parent),
-    }
-    assert f"\nVersion: {VERSION}\n" in (built / folder / metadata).read_text()
-
-
-def test_the_source_archive_has_the_native_part(tmp_path):
-    pytest.importorskip("setuptools")
+def test_the_source_archive_has_them(tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     listed = (tmp_path / "ampatch.egg-info" / "SOURCES.txt").read_text().splitlines()
-    assert {f"ampatch/native/{name}" for name in (*loading.SOURCES, "in_child.py")} <= set(listed)
-    assert "ampatch/compat/apex_path/apex.dist-info/METADATA" in listed
-
-
-def test_every_module_is_installed(built):
-    package = ROOT / "ampatch"
-    assert {path.relative_to(built) for path in built.rglob("*.py")} == {
-        path.relative_to(package) for path in package.rglob("*.py")
-    }
+    assert {f"ampatch/{name}" for name in files(ROOT / "ampatch")} <= set(listed)

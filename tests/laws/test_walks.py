@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from repository import DOCS
+from small_training import data, start, train
 from torch import nn
 
 import ampatch
@@ -43,63 +45,44 @@ def entered(call: Callable[[], object]) -> set[str]:
     return found
 
 
-class Training:
-    """A model in training with a dynamic loss scale, two steps behind it."""
-
-    def __init__(self, opt_level: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        ampatch.initialize(self.model, self.optimizer, opt_level=opt_level, verbosity=0)
-        self.inputs = torch.randn(4, 8)
-        for _ in range(2):
-            self.forward()
-            self.block_and_step()
-            self.optimizer.zero_grad()
-        self.forward()
-
-    def forward(self) -> None:
-        self.loss = self.model(self.inputs).float().pow(2).mean()
-
-    def block_and_step(self) -> None:
-        with ampatch.scale_loss(self.loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        self.optimizer.step()
+def begun(level: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A model and its optimizer with a dynamic loss scale, two steps behind them, and a loss."""
+    model, optimizer = start(level)
+    for _ in range(2):
+        train(model, optimizer)
+    optimizer.zero_grad()
+    return model, optimizer, model(data()[0]).float().pow(2).mean()
 
 
-def walk_of_a_block() -> set[str]:
-    """From the public `scale_loss` to the optimizer's own step, at O2."""
-    return entered(Training("O2").block_and_step)
+def block_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """From the public `scale_loss` to the optimizer's own step."""
+    with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
 
 
-def walk_of_a_weight() -> set[str]:
-    """From the model's forward to the half copies of its weights and their gradients, at O1."""
-    training = Training("O1")
-    return entered(lambda: (training.forward(), training.loss.backward()))
-
-
-def walk_of_a_lent_weight() -> set[str]:
-    """The same at O2."""
-    training = Training("O2")
-    return entered(lambda: (training.forward(), training.loss.backward()))
+def forward_and_backward(model: nn.Module, *_: object) -> None:
+    """From the model's forward to the half copies of its weights and their gradients."""
+    model(data()[0]).float().pow(2).mean().backward()
 
 
 WALKS = {
-    "The walk of a block": (walk_of_a_block, 7),
-    "The walk of a weight": (walk_of_a_weight, 7),
-    "The walk of a lent weight": (walk_of_a_lent_weight, 4),
+    "The walk of a block": (block_and_step, "O2", 7),
+    "The walk of a weight": (forward_and_backward, "O1", 7),
+    "The walk of a lent weight": (forward_and_backward, "O2", 4),
 }
+"""What is walked, at which level, and in how many steps at most."""
 
 
 @pytest.mark.parametrize("title", WALKS)
 def test_a_walk_names_every_file_that_is_entered(title):
-    walk, longest = WALKS[title]
+    walk, level, longest = WALKS[title]
     text = section(title)
     numbers, files = zip(*STEPS.findall(text), strict=True)
     assert list(map(int, numbers)) == list(range(1, len(files) + 1))
     assert len(set(files)) == len(files) <= longest
 
-    found = walk()
+    found = entered(functools.partial(walk, *begun(level)))
     ampatch.deactivate()
 
     named = set(FILES.findall(text))
