@@ -13,7 +13,7 @@ from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 TOPICS = (
     *("amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
-    *("optimizers", "models", "dtypes", "functions"),
+    *("optimizers", "models", "dtypes", "functions", "calls"),
 )
 MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 

@@ -8,13 +8,13 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import in_threads, managed, step
+from small_training import Net, in_threads, managed, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
-WEIGHTS = ((9, 4), (9,), (2, 9), (2,))
+WEIGHTS = ((8, 4), (8,), (2, 8), (2,))
 
 
 class Casts(TorchDispatchMode):
@@ -30,24 +30,6 @@ class Casts(TorchDispatchMode):
         elif function is torch.ops.aten._foreach_copy_.default:
             self.count += sum(tuple(one.shape) in self.shapes for one in args[1])
         return function(*args, **(kwargs or {}))
-
-
-class Net(nn.Module):
-    """Calls `inside` in its forward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 9), nn.Linear(9, 2)
-        self.inside = lambda model: None
-
-    def encode(self, x):
-        return torch.tanh(self.first(x))
-
-    def forward(self, x):
-        hidden = self.encode(x)
-        self.inside(self)
-        return self.second(hidden)
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -263,7 +245,7 @@ def multiply(weight):
 
 @pytest.mark.parametrize(
     "write",  # nobody watches the new one: its copies are of one forward; a swap takes versions too
-    [multiply, lambda weight: torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(2, 9)))],
+    [multiply, lambda weight: torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(2, 8)))],
 )
 def test_a_replaced_parameter_is_used_and_what_is_written_into_it(pair, write):
     model, _ = pair
@@ -286,7 +268,7 @@ def copies_of_second():
     return [
         one
         for one in gc.get_objects()
-        if type(one) is torch.Tensor and one.dtype is torch.bfloat16 and one.shape == (2, 9)
+        if type(one) is torch.Tensor and one.dtype is torch.bfloat16 and one.shape == (2, 8)
     ]
 
 

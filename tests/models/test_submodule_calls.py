@@ -100,15 +100,18 @@ def test_a_part_may_call_itself_and_may_fail(level):
     def deep(self, x, depth):
         if depth < 0:
             raise ValueError("too deep")
-        x = self.layer(x)
-        return self(x, depth - 1) if depth else x
+        x = self.layer(self(x, depth - 1) if depth else x)
+        dtypes.append(self.layer.weight.dtype)
+        return x
 
+    dtypes = []
     model, _ = start(level, model=nn.Sequential(Made(deep, layer=nn.Linear(4, 4))))
     for _ in range(2):
         assert model[0](X, 3).shape == (3, 4)
         with pytest.raises(ValueError, match="too deep"):
             model[0](X, -1)
         assert model[0].layer(X).shape == (3, 4)
+    assert dtypes == [torch.bfloat16] * 8
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
