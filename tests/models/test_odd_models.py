@@ -1,8 +1,6 @@
-"""Lazy modules, distributed checkpoints, target networks, shared memory."""
+"""Lazy modules, distributed checkpoints, shared memory."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -68,38 +66,6 @@ def test_distributed_state_of_a_fresh_pair(level, caplog):
     set_model_state_dict(model, {**before, "encoder.0.bias": third})
     kind = torch.float32 if level == "O2" else torch.bfloat16
     assert torch.equal(model.state_dict()["encoder.0.bias"], third.to(kind))
-
-
-@pytest.mark.parametrize(
-    "update",
-    [
-        lambda ema, p: ema.lerp_(p.detach(), 0.001),
-        lambda ema, p: setattr(ema, "data", 0.999 * ema.data + 0.001 * p.data),
-    ],
-)
-def test_a_target_network_at_o2_moves_as_in_float(update, caplog):
-    """By a small share of the difference, which half weights would round away."""
-    model = Net()
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ampatch.initialize([model, average], optimizer, opt_level="O2", dtype=torch.bfloat16)
-    caplog.clear()
-    exact = [param.detach().double() for param in average.parameters()]
-    for _ in range(30):
-        train(model, optimizer, 1)
-        with torch.no_grad():
-            for ours, param in zip(average.parameters(), model.parameters(), strict=True):
-                update(ours, param)
-        exact = [
-            0.999 * ours + 0.001 * param.detach().double()
-            for ours, param in zip(exact, model.parameters(), strict=True)
-        ]
-    for ours, expected in zip(average.parameters(), exact, strict=True):
-        assert ours.dtype is torch.float32
-        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
-    plain = copy.deepcopy(average)
-    assert torch.allclose(average.encoder(X).float(), plain.encoder(X), atol=0.02)
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
