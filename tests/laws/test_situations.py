@@ -12,8 +12,8 @@ from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 TOPICS = (
-    *("amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
-    *("optimizers", "models", "dtypes", "functions", "calls"),
+    *("calls", "amp_examples", "graphs", "hooks", "weights", "parameters", "saved", "gradients"),
+    *("optimizers", "models", "dtypes", "functions"),
 )
 MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 
