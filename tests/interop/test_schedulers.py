@@ -48,17 +48,14 @@ def step(model, optimizer, factor):
     assert ampatch.step_was_skipped(optimizer) is (factor == BAD)
 
 
-def plain_rates(kind, steps):
-    """The learning rates of plain torch after each of so many steps."""
-    model = seeded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+def plain_rate(kind, steps):
+    """The learning rate of plain torch after so many steps."""
+    optimizer = torch.optim.AdamW(seeded().parameters(), lr=1.0)
     scheduler = SCHEDULERS[kind](optimizer)
-    rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps):
         optimizer.step()
         advance(scheduler)
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
+    return optimizer.param_groups[0]["lr"]
 
 
 # Warnings
@@ -78,10 +75,10 @@ def test_no_scheduler_warns_of_a_skip(kind, when, level, fused):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer, scheduler = build(kind, when, level=level, fused=fused)
-        for factor in (BAD, BAD, GOOD, BAD, GOOD):
+        for factor in (BAD, BAD, GOOD, BAD):
             step(model, optimizer, factor)
             advance(scheduler)
-    assert optimizer.param_groups[0]["lr"] == plain_rates(kind, 5)[-1]
+    assert optimizer.param_groups[0]["lr"] == plain_rate(kind, 4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 
 import pytest
@@ -84,14 +83,8 @@ def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half
     assert seen["angles"].dtype is torch.float32 and seen["half"].dtype is half
 
 
-# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py
-
-
-def through_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py; files:
+# tests/session/test_copies.py
 
 
 def hooks_of(module):
@@ -106,7 +99,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "pickle, protocol 0": lambda model: pickle.loads(pickle.dumps(model, 0)),
-    "torch.save": through_torch_save,
     "AveragedModel": lambda model: AveragedModel(model).module,
     "unwrap": ampatch.unwrap,
     "in a list": lambda model: copy.deepcopy([model])[0],
