@@ -347,9 +347,11 @@ class LentWeights:
 
         Then that one casts inputs and outputs.
         """
-        key, lent = id(module), self.state.thread.lent
-        others = (one for one in lent if one.is_in_place and one.owner is not self)
-        return any(key in one.tree.modules for one in others)
+        key = id(module)
+        for lending in self.state.thread.lent:
+            if lending.owner is not self and lending.is_in_place and key in lending.tree.modules:
+                return True
+        return False
 
     def is_inside(self, part: nn.Module) -> bool:
         """Whether a forward, or a recompute, runs in this thread that the part belongs to.
