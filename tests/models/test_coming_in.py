@@ -1,4 +1,6 @@
-"""Models as they come: already in half, partly frozen (LoRA), SyncBatchNorm, weights of RNNs."""
+"""Models as they come: already in half, partly frozen (LoRA), SyncBatchNorm, weights of RNNs, lazy
+modules, shared memory, state of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from small_training import Made, data, managed, step
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 import ampatch
 
@@ -198,3 +201,62 @@ def test_weights_of_rnns_are_in_one_piece_on_cuda(kind, opt_level):
     copied = copy.deepcopy(model)
     ampatch.deactivate()
     assert torch.allclose(model(x), copied(x), atol=0.01)
+
+
+# Lazy modules, shared memory, distributed state
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_lazy_modules_start_at_the_first_forward(level):
+    model, optimizer = managed(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), level)
+    step(model(data()[0]).float().square().mean(), optimizer)
+    assert type(model[0]) is nn.Linear and model[0].weight.dtype is torch.float32
+    assert torch.isfinite(model[0].weight).all() and model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_lazy_modules_are_refused_until_they_have_weights(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    says = r"Sequential.*'1\.weight'.*one forward.*before"
+    with pytest.raises(ampatch.AmpatchError, match=says):
+        managed(model, level)
+    assert model[0].weight.dtype is torch.float32 and not ampatch.session.session.registry.sessions
+    model(data()[0])
+    _, optimizer = managed(model, level)
+    step(model(data()[0]).float().square().mean(), optimizer)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_share_their_memory_go_on_sharing_it(level, frozen):
+    """Two objects, tied by `.data`: in FP32 each step of one is seen in the other."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight.data = first.weight.data
+    second.weight.requires_grad_(not frozen)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    for _ in range(2):
+        before = first.weight.detach().clone()
+        step(model(torch.ones(2, 4)).square().sum(), optimizer)
+        assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, before)
+    with torch.no_grad():
+        first.weight.fill_(0.25)
+    ampatch.deactivate()
+    assert bool((first.weight == 0.25).all()) and bool((second.weight == 0.25).all())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_distributed_state_of_a_fresh_pair(level, caplog):
+    """Its functions make a step of their own to create state; that changes no weight."""
+    model, optimizer = managed(build(), level, kind=torch.optim.AdamW, verbosity=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, state = get_state_dict(model, optimizer)
+    assert set(state["state"]) == set(dict(model.named_parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "scale_loss" not in caplog.text
+    third = torch.full((8,), 1 / 3)
+    set_model_state_dict(model, {**before, "0.bias": third})
+    kind = torch.float32 if level == "O2" else BF16
+    assert torch.equal(model.state_dict()["0.bias"], third.to(kind))
