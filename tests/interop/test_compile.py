@@ -43,9 +43,10 @@ def inputs():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_model_that_was_compiled_and_called_before(compiled, inputs, level):
+@pytest.mark.parametrize("around", [False, True])
+def test_a_model_that_was_compiled_and_called_before(compiled, inputs, level, around):
     model = Three()
-    fast = compiled(model, "aot_eager")
+    fast = compiled((lambda x: model(x)) if around else model, "aot_eager")
     assert fast(inputs)[0].dtype is FP32
     amp.initialize(model, opt_level=level, verbosity=0)
     for eager, traced in zip(model(inputs), fast(inputs), strict=True):
