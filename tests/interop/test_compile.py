@@ -42,8 +42,10 @@ def inputs():
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(
+    "level, around",  # around the model at O2: docs/limits.md
+    [("O1", False), ("O2", False), ("O3", False), ("O1", True), ("O3", True)],
+)
 def test_a_model_that_was_compiled_and_called_before(compiled, inputs, level, around):
     model = Three()
     fast = compiled((lambda x: model(x)) if around else model, "aot_eager")
