@@ -120,9 +120,8 @@ class ModelInputs:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
             if cast is None and self._stays_float(tensor, place):
                 return tensor
-        if cast is None:
-            is_later = place in self._seen_places
-            saturates = is_later and self._saturates and not tensor.is_cpu
+        if cast is None:  # the first one, too, is clamped: its recompute is a later one
+            saturates = self._saturates and not tensor.is_cpu
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_places.add(place)
         given.tensors.append((tensor, cast))

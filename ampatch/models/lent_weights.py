@@ -93,7 +93,6 @@ class Lending:
         self.caller: FrameType | None = calling_frame()
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
-        self.is_repeated = False  # in a recompute
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
@@ -166,7 +165,6 @@ class Lending:
             yield
             return
         found: list[Any] | None = None
-        self.is_repeated = True
         try:
             if self.copies:
                 self.owner.take_turn()
@@ -212,7 +210,7 @@ class LentWeights:
         self.kept = kept  # while it is open, they serve all forwards that record no graph
         self._at_change = at_change
         self.computes_in = computes_in
-        self._trees: dict[int, Tree] = {}  # by the ids of their roots
+        self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites(model)
         # Of this model, in all threads.  `state.thread.lent` has those of all models in one thread.
@@ -240,7 +238,7 @@ class LentWeights:
     def _tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
         known = self._trees.get(id(root))
-        if known is not None and known.root is root and known.is_valid():
+        if known is not None and known.is_valid():
             return known
         self._excluded_ids = sharded_parameters(self.model)
         tree = Tree(root, self._stays_float, self._excluded_ids)
@@ -345,14 +343,13 @@ class LentWeights:
         lending.caller = None  # a frame keeps what the call had; nodes may keep the lending
 
     def is_joined(self, module: nn.Module) -> bool:
-        """Whether the model is a part of one whose forward, or a recompute, runs in this thread.
+        """Whether the model is a part of another one whose forward runs in this thread.
 
         Then that one casts inputs and outputs.
         """
         key = id(module)
         for lending in self.state.thread.lent:
-            is_outside = lending.is_repeated or lending.owner is not self
-            if is_outside and lending.is_in_place and key in lending.tree.modules:
+            if lending.owner is not self and lending.is_in_place and key in lending.tree.modules:
                 return True
         return False
 
@@ -361,8 +358,6 @@ class LentWeights:
 
         That is the model's own, or that of a model which shares the part.
         """
-        if REPLICA in vars(part):  # of `nn.DataParallel`: a replica of the model calls it
-            return True
         key = id(part)
         lent = self.state.thread.lent
         if not any(one.is_in_place and key in one.tree.modules for one in lent):

@@ -154,17 +154,12 @@ def precisions(
     found = matching(model, rules)
     if properties.lends_weights:
         _refuse_scripted_parts(model, properties)
-    if properties.cast_model_type in HALF_TYPES:
-        for module in _orthogonal_maps(model):
+    is_half = properties.cast_model_type in HALF_TYPES
+    for module in model.modules():
+        is_norm = isinstance(module, INSTANCE_NORMS) and has_statistics(module)
+        is_kept = is_norm and properties.keeps_norms and module is not model
+        if is_kept or (is_half and isinstance(module, ORTHOGONAL_MAPS)):
             found.setdefault(module, "float")
-    if properties.keeps_norms:
-        for module in model.modules():
-            if (
-                module is not model
-                and isinstance(module, INSTANCE_NORMS)
-                and has_statistics(module)
-            ):
-                found.setdefault(module, "float")
     return found
 
 
@@ -179,10 +174,6 @@ def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
                 "torch.compile, or record the whole by torch.jit.trace after initialize. "
                 'opt_level="O1" takes it as it is.'
             )
-
-
-def _orthogonal_maps(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if isinstance(module, ORTHOGONAL_MAPS))
 
 
 def stays_float(

@@ -59,15 +59,6 @@ def test_blocks_are_decorators_and_reenter(o1):
     assert plain.__name__ == "plain" and plain.__doc__ == "Its docstring."
 
 
-def test_blocks_hold_inside_a_managed_forward():
-    model = ampatch.initialize(nn.Linear(4, 4), dtype=H, verbosity=0)
-    assert model(X).dtype is H
-    with ampatch.disable_casts():
-        assert model(X).dtype is torch.float32
-    with ampatch.precision("float"):
-        assert model(X.to(H)).dtype is torch.float32
-
-
 # Scope
 
 

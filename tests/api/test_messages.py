@@ -12,9 +12,7 @@ from warm_python import python
 
 import ampatch
 
-MISSING_WITH = (
-    r"Write 'with ampatch.scale_loss\(loss, optimizer\) as scaled_loss: scaled_loss.backward\(\)'"
-)
+MISSING_WITH = r"'with ampatch.scale_loss\(loss, .*\) as scaled_loss: scaled_loss.backward\(\)'"
 
 
 def training(**kwargs):
@@ -47,11 +45,7 @@ BAD_INITIALIZE = [
     ({"num_losses": "2"}, TypeError, "expected a whole number, got str"),
     ({"verbosity": -1}, ValueError, "verbosity=-1"),
     ({"enabled": "yes"}, TypeError, "enabled='yes'"),
-    (
-        {"keep_batchnorm_fp32": "maybe", "opt_level": "O2"},
-        TypeError,
-        '"True" and "False"), got str',
-    ),
+    ({"keep_batchnorm_fp32": "maybe", "opt_level": "O2"}, TypeError, '"False"), got str'),
     ({"keep_batchnorm_fp32": True}, ValueError, 'Leave it out, or use opt_level="O2".'),
     ({"master_weights": True}, ValueError, "are their own masters"),
     ({"cast_model_type": torch.float16}, ValueError, 'Use opt_level="O2" to cast the model'),
@@ -146,10 +140,8 @@ def test_scale_loss_without_with(settings, is_observed):
 def test_scale_loss_of_a_handle_without_with(enabled):
     handle, (model, optimizer) = ampatch.init(enabled=enabled), training()
     loss = model(torch.randn(4, 4)).sum()
-    for block in (
-        handle.scale_loss(loss, optimizer),
-        handle.wrap_optimizer(optimizer).scale_loss(loss),
-    ):
+    wrapped = handle.wrap_optimizer(optimizer)
+    for block in (handle.scale_loss(loss, optimizer), wrapped.scale_loss(loss)):
         with pytest.raises(AttributeError, match=MISSING_WITH):
             block.backward()
 
@@ -194,19 +186,11 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (
-            lambda o: ampatch.scale_loss(3.0, o),
-            TypeError,
-            "float. Pass the loss itself, not loss.i",
-        ),
+        (lambda o: ampatch.scale_loss(3.0, o), TypeError, "float. Pass the loss itself, not"),
         (lambda o: ampatch.scale_loss(None, o), TypeError, "got None"),
         (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
         (lambda o: ampatch.scale_loss(torch.tensor(1j), o), TypeError, "got torch.complex64"),
-        (
-            lambda o: ampatch.scale_loss(L, o, 2),
-            ValueError,
-            "s), numbered from 0. Call initialize(",
-        ),
+        (lambda o: ampatch.scale_loss(L, o, 2), ValueError, "numbered from 0. Call initialize("),
         (lambda o: ampatch.scale_loss(L, o, "0"), TypeError, "loss_id='0'"),
         (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
         (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
@@ -218,11 +202,7 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
         (lambda o: half_function("nodots"), ValueError, "one dotted string"),
         (lambda o: half_function(None, "conv"), TypeError, "name='conv'): expected a module or cl"),
         (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
-        (
-            lambda o: ampatch.add_optimizers(None),
-            TypeError,
-            "optimizers=...): expected a torch.opt",
-        ),
+        (lambda o: ampatch.add_optimizers(None), TypeError, "...): expected a torch.optim.Opt"),
         (lambda o: ampatch.add_optimizers([o, o]), ValueError, "the same object is listed twice"),
     ],
 )
@@ -268,6 +248,5 @@ def test_a_model_is_no_optimizer_and_an_optimizer_no_model(name):
 
 def test_more_loss_scalers_are_advised_only_where_they_help():
     _, optimizer = ampatch.initialize(*training(), verbosity=0)
-    with pytest.raises(ValueError, match="loss_id=-1.*numbered from 0") as refused:
-        ampatch.scale_loss(torch.tensor(3.0), optimizer, loss_id=-1)
-    assert "num_losses" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"loss_id=-1.*numbered from 0\.$"):
+        ampatch.scale_loss(L, optimizer, loss_id=-1)

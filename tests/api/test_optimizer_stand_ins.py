@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from small_training import managed
 from torch import nn
 
 import ampatch
@@ -27,9 +28,7 @@ class Wrapper:
 
 @pytest.fixture
 def start():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampatch.initialize(model, optimizer, opt_level="O2", init_scale=128.0, verbosity=0)
+    return managed(nn.Linear(4, 4), "O2", torch.float16, init_scale=128.0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -69,13 +68,13 @@ def test_what_merely_has_an_optimizer_is_none(start):
 @pytest.mark.parametrize("how", ["initialize", "add_optimizers"])
 def test_given_again_in_its_place_it_is_the_same_one(how, enabled, caplog):
     """Managed once: its step counts once, and after one `scale_loss` nothing is missed."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"enabled": enabled, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
-    ampatch.initialize(model, optimizer, **settings)
+    settings = {"enabled": enabled, "loss_scale": "dynamic", "verbosity": 1}
+    model, optimizer = managed(nn.Linear(4, 4), "O1", **settings)
     wrapped = Wrapper(Wrapper(optimizer))
     if how == "initialize":
-        found = ampatch.initialize(model, [optimizer, wrapped], opt_level="O2", **settings)
+        found = ampatch.initialize(
+            model, [optimizer, wrapped], opt_level="O2", dtype="bfloat16", **settings
+        )
         assert found[0] is model and found[1][1] is wrapped
     else:
         assert ampatch.add_optimizers(wrapped) is wrapped

@@ -6,13 +6,11 @@ import configparser
 import re
 
 import pages
-import pytest
 from pages import FENCE
 from repository import ROOT
 from test_pages import IN_REPOSITORY, LINK, REPOSITORY
 
 import ampatch
-from ampatch.cli.main import build_parser
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = configparser.ConfigParser()
@@ -54,15 +52,6 @@ def test_pip_installs_extras_that_exist():
     assert named == {"sweep", "test"}
     assert named < set(SETUP["options.extras_require"])
     assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
-
-
-@pytest.mark.parametrize("arguments", commands("ampatch"), ids=" ".join)
-def test_a_command_of_ampatch_is_taken(arguments):
-    script = next(index for index, word in enumerate(arguments) if word.endswith(".py"))
-    assert arguments[script] == "train.py" or (ROOT / arguments[script]).exists()
-    own = arguments[: script + 1] if arguments[0] == "run" else arguments
-    _, unknown = build_parser().parse_known_args(own)
-    assert unknown == []
 
 
 def test_the_first_command_of_ampatch_is_the_sweep_of_an_example():

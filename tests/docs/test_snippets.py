@@ -232,9 +232,14 @@ def test_the_lists_of_exceptions_are_short():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_in_sentences_have_options_that_there_are(page, capsys):
-    """`ampatch sweep train.py --seeds 3` in a line of text; those after the script are its own."""
+def test_commands_have_options_that_there_are(page, capsys):
+    """Those that no test runs, too, and `ampatch sweep train.py --seeds 3` in a line of text.
+
+    Options after the script are its own.
+    """
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    parts = [part for part in snippets(page) if part.language in SHELL]
+    text += "".join(f"`{one}`" for part in parts for one in commands(part))
     for name, rest in re.findall(r"`ampatch (\w+)([^`]*)`", text):
         if name != "COMMAND":
             own = re.split(r" -- |\w\.py " if name == "run" else " -- ", rest)[0]

@@ -78,6 +78,26 @@ class Made(nn.Module):
         return self.does(self, *args, **kwargs)
 
 
+class Net(nn.Module):
+    """Notes the dtypes that its forward sees; calls `inside` there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.inside = lambda model: None
+        self.seen = []
+
+    def encode(self, x):
+        return torch.tanh(self.first(x))
+
+    def forward(self, x):
+        self.seen += [self.first.weight.dtype, x.dtype]
+        hidden = self.encode(x)
+        self.inside(self)
+        return self.second(hidden)
+
+
 def in_threads(*calls):
     """What each call returns, or its error; each in a thread of its own, all at once."""
     found, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)

@@ -188,8 +188,12 @@ def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
 
 # Dynamo itself
 
-TABLES = """
-import torch, torch._dynamo
+LATE = """
+import sys, torch, ampatch
+model = torch.nn.Conv1d(3, 4, 3)
+ampatch.initialize(model, verbosity=0)
+assert "torch._dynamo" not in sys.modules, "initialize must not import it: it takes seconds"
+import torch._dynamo
 import torch._dynamo.trace_rules as rules, torch._dynamo.variables.torch as variables
 def tables():
     named = lambda kind: getattr(kind, "__qualname__", repr(kind))
@@ -200,13 +204,6 @@ def tables():
         sorted(map(repr, variables.TorchInGraphFunctionVariable._get_handlers())),
         sorted(map(repr, getattr(variables, "ops_consuming_unbacked_scalars", ()))),
     ]
-"""
-LATE = """
-import sys, torch, ampatch
-model = torch.nn.Conv1d(3, 4, 3)
-ampatch.initialize(model, verbosity=0)
-assert "torch._dynamo" not in sys.modules, "initialize must not import it: it takes seconds"
-{tables}
 during = tables()
 torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 3, 8))
 ampatch.deactivate()
@@ -228,7 +225,7 @@ assert "torch" in modules and "ampatch" not in modules
 
 @whole_graphs
 def test_a_compiler_imported_late_has_the_tables_it_would_have_had():
-    subprocess.run([sys.executable, "-c", LATE.replace("{tables}", TABLES)], check=True)
+    subprocess.run([sys.executable, "-c", LATE], check=True)
 
 
 def owned():
@@ -242,18 +239,12 @@ def owned():
 
 
 def test_dynamo_is_as_found_after_a_session():
-    before = owned()
+    """In the same table, to which later imports of others add their rules."""
+    before, table = owned(), rules.get_torch_obj_rule_map()
     start(nn.Linear(2, 2))
     assert any(new is not old for new, old in zip(owned(), before, strict=True))
     amp.deactivate()
     assert all(new is old for new, old in zip(owned(), before, strict=True))
-
-
-def test_rules_of_others_outlive_a_session():
-    """Later imports add rules to the table, which would be lost if it were filled anew."""
-    table = rules.get_torch_obj_rule_map()
-    start(nn.Linear(2, 2))
-    amp.deactivate()
     assert rules.get_torch_obj_rule_map() is table
 
 

@@ -45,7 +45,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(
-    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, given: str
+    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, given: str, device: str
 ) -> dict:
     """Eight steps of `micro` batches, all but the last in `no_sync`.
 
@@ -53,7 +53,7 @@ def train(
     `poisoned` holds (rank, step, micro-batch) where the loss is infinite.
     """
     heads = 1 if options == "find_unused_parameters" else 2
-    model = Net(seed=rank)  # DDP's broadcast makes the ranks equal
+    model = Net(seed=rank).to(device)  # DDP's broadcast makes the ranks equal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if given != "first":
         parallel = DistributedDataParallel(model, **OPTIONS[options])
@@ -72,7 +72,7 @@ def train(
     for step in range(8):
         optimizer.zero_grad()
         for part in range(micro):
-            inputs, targets = batch(1000 * rank + 10 * step + part)
+            inputs, targets = (one.to(device) for one in batch(1000 * rank + 10 * step + part))
             last = part == micro - 1 or (step == 0 and "static_graph" in OPTIONS[options])
             with contextlib.nullcontext() if last else parallel.no_sync():
                 loss = F.cross_entropy(parallel(inputs, heads).float(), targets) / micro
@@ -83,7 +83,7 @@ def train(
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
         scales.append(amp.loss_scale())
-    weights = [value.detach().float().clone() for value in model.parameters()]
+    weights = [value.detach().float().cpu().clone() for value in model.parameters()]
     return {"weights": weights, "skipped": skipped, "scales": scales}
 
 
@@ -112,14 +112,23 @@ ROWS = [
     *(("O2", "static_graph", "first", 3), ("O2", "find_unused_parameters", "wrapper", 3)),
     *(("O2", "gradient_as_bucket_view", "first", 3), ("O2", "all but unused", "wrapper", 3)),
 ]
+# Both ranks on one GPU, over gloo: NCCL takes one process for each GPU.
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ON_GPU = [
+    pytest.param(level, "plain", "first", micro, "cuda", marks=(pytest.mark.gpu, needs_gpu))
+    for level in ("O1", "O2")
+    for micro in (1, 2, 3)
+]
 
 
-@pytest.mark.parametrize("level, options, given, micro", ROWS)
-def test_ddp_trains_as_one_process_in_float(ranks, level, options, given, micro):
+@pytest.mark.parametrize(
+    "level, options, given, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
+)
+def test_ddp_trains_as_one_process_in_float(ranks, level, options, given, micro, device):
     """The ranks have the same weights, skips and loss scale, whichever rank has seen an inf."""
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
     dtype = torch.float16 if poisoned else torch.bfloat16
-    one, two = ranks(train, level, options, micro, poisoned, dtype, given)
+    one, two = ranks(train, level, options, micro, poisoned, dtype, given, device)
     skipped = {step for _, step, _ in poisoned}
     assert one["skipped"] == two["skipped"] == [step in skipped for step in range(8)]
     assert one["scales"] == two["scales"]

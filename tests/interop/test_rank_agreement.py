@@ -173,17 +173,6 @@ def test_no_rank_waits_for_ever(case, tmp_path):
     assert "rank 1 has no active ampatch" in ended[0].stderr, ended[0].stderr
 
 
-def test_ranks_that_agree_train_alike(ranks):
-    first, second = ranks(_weights, DYNAMIC)
-    assert all(map(torch.equal, first, second))
-
-
-def _weights(rank, settings):
-    wrapper, optimizer = prepared("torch", settings)
-    train(wrapper, optimizer, 3)
-    return [parameter.detach() for parameter in wrapper.parameters()]
-
-
 LOADED = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
 
 

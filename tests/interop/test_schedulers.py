@@ -29,12 +29,11 @@ SCHEDULERS = {
 BAD, GOOD = math.inf, 1e-3
 
 
-def build(kind, when, *, level="O1", fused=False, **settings):
+def build(kind, when, level="O1", fused=False):
     model = seeded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
     scheduler = SCHEDULERS[kind](optimizer) if when == "before" else None
-    settings = {"loss_scale": "dynamic", "verbosity": 0, **settings}
-    ampatch.initialize(model, optimizer, opt_level=level, **settings)
+    ampatch.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     return model, optimizer, scheduler or SCHEDULERS[kind](optimizer)
 
 
@@ -49,44 +48,37 @@ def step(model, optimizer, factor):
     assert ampatch.step_was_skipped(optimizer) is (factor == BAD)
 
 
-def plain_rates(kind, steps):
-    """The learning rates of plain torch after each of so many steps."""
-    model = seeded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+def plain_rate(kind, steps):
+    """The learning rate of plain torch after so many steps."""
+    optimizer = torch.optim.AdamW(seeded().parameters(), lr=1.0)
     scheduler = SCHEDULERS[kind](optimizer)
-    rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps):
         optimizer.step()
         advance(scheduler)
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
+    return optimizer.param_groups[0]["lr"]
 
 
 # Warnings
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_no_scheduler_warns_of_a_skip(kind, when):
+OTHERS = [(level, fused) for level in ("O0", "O1", "O2", "O3") for fused in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "kind, when, level, fused",
+    [
+        *((kind, when, "O1", False) for kind in SCHEDULERS for when in ("before", "after")),
+        *(("StepLR", "before", *other) for other in OTHERS if other != ("O1", False)),
+    ],
+)
+def test_no_scheduler_warns_of_a_skip(kind, when, level, fused):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, optimizer, scheduler = build(kind, when)
-        for factor in (BAD, BAD, GOOD, BAD, GOOD):
+        model, optimizer, scheduler = build(kind, when, level=level, fused=fused)
+        for factor in (BAD, BAD, GOOD, BAD):
             step(model, optimizer, factor)
             advance(scheduler)
-    assert optimizer.param_groups[0]["lr"] == plain_rates(kind, 5)[-1]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_at_every_level(opt_level, fused):
-    """What comes after `initialize` at O1 with a plain optimizer is above."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model, optimizer, scheduler = build("StepLR", "before", level=opt_level, fused=fused)
-        for factor in (BAD, GOOD):
-            step(model, optimizer, factor)
-            scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["lr"] == plain_rate(kind, 4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -12,7 +12,7 @@ from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 TOPICS = (
-    *("amp_examples", "graphs", "hooks", "weights", "averages", "parameters", "saved"),
+    *("calls", "amp_examples", "graphs", "hooks", "weights", "averages", "parameters", "saved"),
     *("gradients", "optimizers", "models", "dtypes", "functions"),
 )
 MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]

@@ -1,4 +1,6 @@
-"""Models as they come: already in half, partly frozen (LoRA), SyncBatchNorm, weights of RNNs."""
+"""Models as they come: already in half, partly frozen (LoRA), SyncBatchNorm, weights of RNNs, lazy
+modules, shared memory, state of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +9,29 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import Made, managed, step
+from small_training import Made, data, managed, step
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 import ampatch
 
 BF16 = torch.bfloat16
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
+def build():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
-
-
-def train(model, optimizer, steps):
-    for number in steps:
-        inputs, targets = batch(number)
+def train(model, optimizer, plain, reference, steps):
+    """The same steps of both, one of them without ampatch."""
+    for number in range(steps):
+        inputs, targets = data(number)
         step(F.mse_loss(model(inputs).float(), targets), optimizer)
         assert not ampatch.step_was_skipped(optimizer)
-
-
-def train_plain(model, optimizer, steps):
-    for number in steps:
-        optimizer.zero_grad()
-        inputs, targets = batch(number)
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        reference.zero_grad()
+        F.mse_loss(plain(inputs), targets).backward()
+        reference.step()
 
 
 def values(tensors):
@@ -60,8 +54,7 @@ def test_a_half_model_at_o0_trains_as_the_float_model_of_its_values(half):
     make = lambda params: torch.optim.Adam(params, lr=1e-4)  # noqa: E731
     optimizer, reference = make(model.parameters()), make(plain.parameters())
     ampatch.initialize(model, optimizer, opt_level="O0", dtype=half, verbosity=0)
-    train(model, optimizer, range(10))
-    train_plain(plain, reference, range(10))
+    train(model, optimizer, plain, reference, 10)
     assert all(map(torch.equal, ampatch.master_params(optimizer), plain.parameters()))
     ampatch.deactivate()
     assert {param.dtype for param in model.parameters()} == {half}  # as it came
@@ -74,21 +67,16 @@ def test_weights_given_in_half_train_as_they_are_and_that_is_said(level, half, c
     """They stay the user's tensors, in the optimizer too; without FP32 values updates may stall."""
     model = in_half(half)
     frozen = model[3].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1), copy.deepcopy(model).float()
     before, given = values(model.parameters()), list(model.parameters())
     ampatch.initialize(model, optimizer, opt_level=level, dtype=half, init_scale=256.0)
     said = [r.getMessage() for r in caplog.records if "given in half" in r.getMessage()]
     (message,) = said
     assert "0.weight, 0.bias, 3.weight." in message and "model.float() before" in message
-    train(model, optimizer, range(4))
+    train(model, optimizer, plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
     ours = list(ampatch.master_params(optimizer))
     assert all(one is other for one, other in zip(ours, given, strict=True))
     assert [p.dtype for p in given] == [half, half, torch.float32, torch.float32, half, half]
-    plain = build()
-    for parameter, value in zip(plain.parameters(), before, strict=True):
-        parameter.data.copy_(value.float())
-    plain[3].bias.requires_grad_(False)
-    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(4))
     for one, expected, start in zip(given, plain.parameters(), before, strict=True):
         assert one is frozen or not torch.equal(one, start)
         torch.testing.assert_close(one.float(), expected, atol=0.02, rtol=0.02)
@@ -136,15 +124,14 @@ def test_lora_trains_float_adapters_beside_a_frozen_half_base(level, everything_
     given = list(model.parameters()) if everything_in_the_optimizer else trainable
     optimizer = torch.optim.Adam(given, lr=1e-3)
     reference = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=1e-3)
-    before, data = values(frozen), [param.data_ptr() for param in frozen]
+    before, places = values(frozen), [param.data_ptr() for param in frozen]
     ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
-    train(model, optimizer, range(8))
-    train_plain(plain, reference, range(8))
+    train(model, optimizer, plain, reference, 8)
     held = list(ampatch.master_params(optimizer))
     assert all(one is other for one, other in zip(held, given, strict=True))
     assert {param.dtype for param in trainable} == {torch.float32}
     assert {param.dtype for param in frozen} == {BF16}
-    assert all(map(torch.equal, before, frozen)) and data == [p.data_ptr() for p in frozen]
+    assert all(map(torch.equal, before, frozen)) and places == [p.data_ptr() for p in frozen]
     assert len(optimizer.state) == len(trainable)
     theirs = [param for param in plain.parameters() if param.requires_grad]
     for ours, expected in zip(trainable, theirs, strict=True):
@@ -208,9 +195,68 @@ def test_weights_of_rnns_are_in_one_piece_on_cuda(kind, opt_level):
     model = recurrent(kind).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level=opt_level, init_scale=64.0, verbosity=0)
-    x = batch(0)[0].cuda()
+    x = data()[0].cuda()
     for _ in range(2):
         step(model(x).float().square().mean(), optimizer)
     copied = copy.deepcopy(model)
     ampatch.deactivate()
     assert torch.allclose(model(x), copied(x), atol=0.01)
+
+
+# Lazy modules, shared memory, distributed state
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_lazy_modules_start_at_the_first_forward(level):
+    model, optimizer = managed(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), level)
+    step(model(data()[0]).float().square().mean(), optimizer)
+    assert type(model[0]) is nn.Linear and model[0].weight.dtype is torch.float32
+    assert torch.isfinite(model[0].weight).all() and model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_lazy_modules_are_refused_until_they_have_weights(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    says = r"Sequential.*'1\.weight'.*one forward.*before"
+    with pytest.raises(ampatch.AmpatchError, match=says):
+        managed(model, level)
+    assert model[0].weight.dtype is torch.float32 and not ampatch.session.session.registry.sessions
+    model(data()[0])
+    _, optimizer = managed(model, level)
+    step(model(data()[0]).float().square().mean(), optimizer)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_share_their_memory_go_on_sharing_it(level, frozen):
+    """Two objects, tied by `.data`: in FP32 each step of one is seen in the other."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight.data = first.weight.data
+    second.weight.requires_grad_(not frozen)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    for _ in range(2):
+        before = first.weight.detach().clone()
+        step(model(torch.ones(2, 4)).square().sum(), optimizer)
+        assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, before)
+    with torch.no_grad():
+        first.weight.fill_(0.25)
+    ampatch.deactivate()
+    assert bool((first.weight == 0.25).all()) and bool((second.weight == 0.25).all())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_distributed_state_of_a_fresh_pair(level, caplog):
+    """Its functions make a step of their own to create state; that changes no weight."""
+    model, optimizer = managed(build(), level, kind=torch.optim.AdamW, verbosity=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, state = get_state_dict(model, optimizer)
+    assert set(state["state"]) == set(dict(model.named_parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "scale_loss" not in caplog.text
+    third = torch.full((8,), 1 / 3)
+    set_model_state_dict(model, {**before, "0.bias": third})
+    kind = torch.float32 if level == "O2" else BF16
+    assert torch.equal(model.state_dict()["0.bias"], third.to(kind))

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_training import Made, in_threads, managed, step
+from small_training import Made, Net, in_threads, managed, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,26 +21,6 @@ import ampatch
 
 HALF = torch.bfloat16
 enabled = contextlib.nullcontext
-
-
-class Net(nn.Module):
-    """Notes the dtypes that its forward sees; calls `inside` there."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.inside = lambda model: None
-        self.seen = []
-
-    def encode(self, x):
-        return torch.tanh(self.first(x))
-
-    def forward(self, x):
-        self.seen += [self.first.weight.dtype, x.dtype]
-        hidden = self.encode(x)
-        self.inside(self)
-        return self.second(hidden)
 
 
 def start(model=None, half=HALF, **settings):
@@ -55,18 +35,6 @@ def is_float(model):
     entries = [one for m in model.modules() for one in m._parameters.values() if one is not None]
     assert all(type(one) is nn.Parameter and one.dtype is torch.float32 for one in entries)
     return True
-
-
-def test_a_weight_is_the_optimizers_and_half_only_inside(half):
-    before = list(Net().parameters())
-    model, optimizer = start(half=half)
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters()))
-    out = model(inputs())
-    assert model.seen == [half, half] and out.dtype is torch.float32 and is_float(model)
-    with ampatch.scale_loss(out.sum(), optimizer) as scaled:
-        scaled.backward()
-    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
 
 
 def test_forwards_that_wait_for_each_other_are_an_error(monkeypatch):
@@ -115,33 +83,20 @@ def test_parameters_and_parts_that_come_later_are_lent():
     assert new.grad is not None and original.grad is not None
 
 
-def in_place(weight):
-    with torch.no_grad():
-        weight.clamp_(-0.1, 0.1)
-
-
-def through_data(weight):
-    weight.data.clamp_(-0.1, 0.1)
-
-
 @pytest.mark.parametrize(
-    ("write", "number", "around"),
-    [
-        *((in_place, number, around) for number in (1, 2) for around in (enabled, torch.no_grad)),
-        *((through_data, 1, around) for around in (enabled, torch.no_grad, torch.inference_mode)),
-        *((through_data, 2, torch.no_grad), (through_data, 10, enabled)),
-    ],
+    "number, around",
+    [(1, torch.no_grad), (1, torch.inference_mode), (2, torch.no_grad), (10, enabled)],
 )
-def test_a_write_within_the_forward_reaches_the_parameter(write, number, around):
-    """A version is looked at in each forward, values in the forwards 1, 10, 100, ... with a graph
-    and without; those of a module that writes in all that follow.
+def test_a_write_through_data_within_the_forward_reaches_the_parameter(number, around):
+    """Values are looked at in the forwards 1, 10, 100, ... with a graph and without; those of a
+    module that writes in all that follow.  More writes: tests/laws/situations_weights.py.
     """
     model, _ = start()
     for _ in range(number - 1):
         model(inputs())
     before = copy.deepcopy(model.state_dict())
     kept = before["second.weight"].abs() <= 0.1
-    model.inside = lambda model: write(model.second.weight)
+    model.inside = lambda model: model.second.weight.data.clamp_(-0.1, 0.1)
     for _ in range(2):
         with around():
             model(inputs())
@@ -150,25 +105,34 @@ def test_a_write_within_the_forward_reaches_the_parameter(write, number, around)
         model.load_state_dict(before)
 
 
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x):
+        hidden = checkpoint(self.again, x, use_reentrant=self.reentrant)
+        self.inside(self)
+        return self.second(hidden)
+
+    def again(self, x):
+        self.seen.append(self.first.weight.dtype)
+        return self.encode(x)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_has_the_copies_of_its_forward(reentrant):
-    class Checkpointed(Net):
-        def forward(self, x):
-            return self.second(checkpoint(self.again, x, use_reentrant=reentrant))
-
-        def again(self, x):
-            self.seen.append(self.first.weight.dtype)
-            return self.encode(x)
-
+    """Though the optimizer has stepped since.  A parameter that was replaced since stays."""
     grads = []
     for kind in (Net, Checkpointed):
         model, optimizer = start(kind(), loss_scale=1.0)
+        model.reentrant = reentrant
+        parameters = list(model.parameters())
         out = model(inputs().requires_grad_())
-        optimizer.step()  # the recompute is of the weights that the forward had
+        optimizer.step()
+        model.second.bias = new = nn.Parameter(torch.ones(2))
         with ampatch.scale_loss(out.square().sum(), optimizer) as scaled:
             scaled.backward()
-        assert is_float(model) and set(model.seen) <= {HALF}
-        grads.append([p.grad for p in model.parameters()])
+        assert model.second.bias is new and is_float(model) and set(model.seen) == {HALF}
+        grads.append([p.grad for p in parameters])
     assert all(map(torch.equal, *grads))
 
 
@@ -421,24 +385,39 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
     assert torch.equal(model(inputs()), expected)
 
 
-def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
-    """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
-    model, _ = start()
+@contextlib.contextmanager
+def running_in_another_thread(model):
+    """Context manager: a forward of the model waits within `inside` there."""
     inside, go_on = threading.Event(), threading.Event()
-
-    def wait(model):
-        inside.set()
-        go_on.wait(9)
-
-    model.inside = wait
+    model.inside = lambda model: (inside.set(), go_on.wait(9))
     thread = threading.Thread(target=model, args=(inputs(),))
     thread.start()
     inside.wait()
-    with pytest.raises(RuntimeError, match="same dtype"):
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
+    """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
+    model, _ = start()
+    with running_in_another_thread(model), pytest.raises(RuntimeError, match="same dtype"):
         model.first(inputs())
-    go_on.set()
-    thread.join()
     model.first(inputs()).square().mean().backward()
+    assert model.first.weight.grad is not None and is_float(model)
+
+
+def test_a_recompute_waits_for_a_forward_in_another_thread():
+    """Else it would find that forward's copies in the places, and put them there in the end."""
+    model, _ = start(Checkpointed())
+    backward = threading.Thread(target=model(inputs()).sum().backward)
+    with running_in_another_thread(model):
+        backward.start()
+        backward.join(0.3)
+        assert backward.is_alive()
+    backward.join()
     assert model.first.weight.grad is not None and is_float(model)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 
 import pytest
@@ -35,21 +34,20 @@ def dtypes_inside(model):
     return seen
 
 
-@pytest.mark.parametrize(
-    "level, keep", [("O2", None), ("O2", True), ("O2", False), ("O3", True), ("O3", "True")]
-)
-def test_batchnorm_stays_float(level, keep, half):
-    """At O2 in any case: its statistics are FP32, and its kernels want weights in their dtype."""
-    model, _ = start(level, half, keep_batchnorm_fp32=keep)
+@pytest.mark.parametrize("keep", [None, True, "True", False, "False"])
+@pytest.mark.parametrize("level, lends", [("O2", True), ("O2", False), ("O3", False)])
+def test_which_tensors_are_half(level, lends, keep, half):
+    """Where weights are lent norms are FP32 in any case: their kernels want one dtype."""
+    settings = {} if lends or level == "O3" else {"master_weights": False}
+    model, _ = start(level, half, keep_batchnorm_fp32=keep, **settings)
+    stays = lends or keep in (True, "True") or (level == "O2" and keep is None)
     outside, inside = dtypes(model), dtypes_inside(model)
     for found in (outside, inside):
         assert found.pop("1.num_batches_tracked") is torch.int64
     for name, dtype in inside.items():
-        assert dtype is (torch.float32 if name in NORMS | FLOAT else half), name
-    if level == "O2":
-        assert set(outside.values()) == {torch.float32}
-    else:
-        assert outside == inside
+        is_float = name in FLOAT or (stays and name in NORMS)
+        assert dtype is (torch.float32 if is_float else half), name
+    assert set(outside.values()) == {torch.float32} if lends else outside == inside
 
 
 def test_that_batchnorm_stays_float_is_said(caplog):
@@ -59,22 +57,6 @@ def test_that_batchnorm_stays_float_is_said(caplog):
     caplog.clear()
     ampatch.initialize(build(), opt_level="O2", keep_batchnorm_fp32=False, master_weights=False)
     assert "has no effect" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    "level, settings",
-    [
-        ("O3", {}),
-        ("O3", {"keep_batchnorm_fp32": False}),
-        ("O2", {"keep_batchnorm_fp32": "False", "master_weights": False}),
-    ],
-)
-def test_all_is_half(level, settings, half):
-    model, _ = start(level, half, **settings)
-    found = dtypes(model)
-    assert found.pop("1.num_batches_tracked") is torch.int64
-    assert found.pop("offset") is torch.float32
-    assert set(found.values()) == {half}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -101,14 +83,8 @@ def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half
     assert seen["angles"].dtype is torch.float32 and seen["half"].dtype is half
 
 
-# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py
-
-
-def through_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py; files:
+# tests/session/test_copies.py
 
 
 def hooks_of(module):
@@ -123,7 +99,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "pickle, protocol 0": lambda model: pickle.loads(pickle.dumps(model, 0)),
-    "torch.save": through_torch_save,
     "AveragedModel": lambda model: AveragedModel(model).module,
     "unwrap": ampatch.unwrap,
     "in a list": lambda model: copy.deepcopy([model])[0],

@@ -24,11 +24,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
-        self.act = nn.Softmax(-1)
+        self.act, self.second = nn.Softmax(-1), "two"
 
     def forward(self, x):
         self.dtypes = []
-        for part in (self.body["one"], self.body["two"], self.act):
+        for part in (self.body["one"], self.body[self.second], self.act):
             x = part(x)
             self.dtypes.append(x.dtype)
         return x
@@ -68,38 +68,30 @@ def test_overrides_of_a_function_without_a_row():
     assert torch.tanh(X.to(H)).dtype is H
 
 
-def test_overrides_at_o2():
-    model = start(Net(), "O2", {"body.two": "float"})
-    seen = []
+@pytest.mark.parametrize("name, is_float", [("all.0.two", [False, True]), ("all", [True, True])])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_overrides_of_half_models(level, name, is_float):
+    """Nothing calls a list; those in it, in lists in lists too, get and return what they need."""
+    model, seen = Net(), []
+    model.all = nn.ModuleList([model._modules.pop("body")])
+    vars(model)["body"] = model.all[0]
+    start(model, level, {name: "float"})
     for part in model.body.values():
         part.register_forward_pre_hook(
             lambda module, args: seen.append((module.weight.dtype, args[0].dtype))
         )
     assert model(X).dtype is torch.float32
-    assert seen == [(H, H), (torch.float32, torch.float32)]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.dtypes == [H, H, H]  # its output goes on in half
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_list_of_modules_by_its_name(level):
-    """Nothing calls it, and those in it, lists in lists too, get and return what they need."""
-    model = Net()
-    model.all = nn.ModuleList([model.body])
-    del model.body
-    vars(model)["body"] = model.all[0]
-    start(model, level, {"all": "float"})
-    model(X).sum().backward()
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert seen == [(torch.float32 if one else H,) * 2 for one in is_float]
+    outside = [part.weight.dtype is torch.float32 for part in model.body.values()]
+    assert outside == ([True, True] if level == "O2" else is_float)
     assert model.dtypes == [H, H, H]
 
 
 def test_a_path_with_the_signs_of_globs_names_its_module_alone():
     model = Net()
-    model.heads = nn.ModuleDict({"h[0]": model.body["two"], "h0": model.body["one"]})
-    del model.body
-    model.body = {"one": model.heads["h0"], "two": model.heads["h[0]"]}
-    start(model, "O1", {"heads.h[0]": "float"})
+    model.body = nn.ModuleDict({"one": model.body["one"], "[o]ne": model.body["two"]})
+    model.second = "[o]ne"
+    start(model, "O1", {"body.[o]ne": "float"})
     model(X)
     assert model.dtypes == [H, torch.float32, torch.float32]
 
