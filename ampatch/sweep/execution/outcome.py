@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
+from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.directory import Directory
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure import provenance
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
@@ -78,7 +78,10 @@ class Outcome:
             ),
             settings=self._held.settings,
             versions=versions(),
-            machine={**notes.facts(plan.kind), **machine_state(runs)},
+            machine={
+                **({"script": plan.kind.in_words()} if plan.kind else {}),
+                **machine_state(runs),
+            },
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, plan.kind),

@@ -21,9 +21,9 @@ from ampatch.sweep.execution.budget import (
     fitting,
     in_words,
     plans,
+    short_steps,
 )
 from ampatch.sweep.execution.half_types import measured
-from ampatch.sweep.execution.short_runs import short_steps
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run

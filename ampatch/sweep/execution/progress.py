@@ -104,7 +104,6 @@ class Lines(Progress):
 
 def outcome(run: Run) -> str:
     """How a run went, in one line and without details: `ok, 230 steps of 4.1 ms in 3.2 s`."""
-    steps = len(run.measured.skipped) if run.measured else 0
     ms = step_ms(run.measured)
     each = f" of {ms:.2f} ms" if ms is not None else ""
-    return f"{brief(status(run))}, {steps} steps{each} in {run.seconds:.1f} s"
+    return f"{brief(status(run))}, {run.steps} steps{each} in {run.seconds:.1f} s"

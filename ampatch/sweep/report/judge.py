@@ -166,11 +166,6 @@ def difference_text(one: Comparison) -> str:
     return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
 
 
-def never_varies(one: Comparison) -> bool:
-    """Whether both have one value with every seed."""
-    return not one.sd and not one.base_sd
-
-
 def _sd(values: Sequence[float]) -> float | None:
     """The standard deviation; None of a single value, and where one is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):

@@ -12,12 +12,12 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report import curves
+from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.provenance import sentence
@@ -32,6 +32,7 @@ FORMATS = ("svg", "pdf", "png")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars
+POINTS = 40  # of a line: a long series is averaged in up to so many blocks, then over the seeds
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -82,13 +83,13 @@ def available() -> bool:
 
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
     """Those for which there is something to draw.  Needs matplotlib and pandas."""
-    losses = curves.losses(runs)
+    losses = losses_of(runs)
     made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
     return [picture for picture in made if picture is not None]
 
 
 def _by_step(results: Results, found: DataFrame) -> Picture | None:
-    lines, apart = curves.lines(found), curves.lines(curves.differences(found))
+    lines, apart = lines_of(found), lines_of(differences(found))
     if not lines:
         return None
 
@@ -109,7 +110,7 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
 
 
 def _by_time(results: Results, found: DataFrame) -> Picture | None:
-    lines = curves.lines(found, "seconds")
+    lines = lines_of(found, "seconds")
     if len(lines) < 2:  # one line is the same by step
         return None
 
@@ -244,3 +245,56 @@ def _widths(count: int) -> list[float]:
 def _height(lines: dict[str, Any]) -> float:
     """Inches for one panel and the legend."""
     return 2.7 + 0.19 * math.ceil(len(lines) / 2)
+
+
+# The lines, as data frames of pandas: one per row, of all its seeds
+
+
+def losses_of(runs: Iterable[Run]) -> DataFrame:
+    """A line for each loss of whole runs; `seconds` are those since the run's first loss.
+
+    `n` is its place in the run.  A loss that is not finite is NaN.
+    """
+    import pandas
+
+    parts = []
+    for run in runs:
+        series = main_losses(run.measured)
+        if run.trial.short or not series.values:
+            continue
+        part = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
+        part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
+        parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
+    columns = ["row", "seed", "n", "step", "seconds", "loss"]
+    found = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
+    return found.replace([math.inf, -math.inf], math.nan)[columns]
+
+
+def differences(found: DataFrame) -> DataFrame:
+    """`losses_of` less O0's at the same step of the same seed; O0's own seeds less their mean.
+
+    In percent of O0's.  Without O0 there are none, and without a second seed none of O0's own.
+    """
+    at = ["seed", "n", "step"]
+    base = found[found.row == BASE.label]
+    both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    own = both.row == BASE.label
+    both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
+    reference = both.reference.abs().replace(0, math.nan)
+    both = both.assign(loss=100 * (both.loss - both.reference) / reference)
+    return both if base.seed.nunique() > 1 else both[~own]
+
+
+def lines_of(found: DataFrame, along: str = "step") -> dict[str, DataFrame]:
+    """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
+
+    Rows without a number are left out.
+    """
+    size = max(1, math.ceil((found.n.max() + 1) / POINTS)) if len(found) else 1
+    seeds = found.groupby(["row", "seed", found.n // size])[[along, "loss"]].mean()
+    rows = seeds.groupby(level=["row", "n"], sort=False)
+    y = rows["loss"]
+    line = rows[[along]].mean().set_axis(["x"], axis=1)
+    line = line.assign(y=y.mean(), low=y.min(), high=y.max())
+    of_rows = {label: part.droplevel("row") for label, part in line.groupby(level="row")}
+    return {label: part for label, part in of_rows.items() if part.y.notna().any()}

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
-from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
 from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import write_tables
+from ampatch.sweep.report.summary_files import filled, write_tables
 from ampatch.sweep.report.table import Table, by_row, columns, notes
 
 

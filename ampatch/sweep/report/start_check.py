@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ampatch.sweep.measure.record import Measured, Run, Series
@@ -60,24 +60,16 @@ def other_starts(runs: Sequence[Run]) -> list[Start]:
     return [start for start in found if start is not None]
 
 
-def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
-    """What a user should know of them: how they differ, which files may be why, what to do."""
+def note(script: str, starts: Sequence[Start]) -> str:
+    """How they differ, why that may be, and what to do."""
     if not starts:
         return ""
     first = next((start for start in starts if start.run.case != BASE), starts[0])
-    measured = [run.measured for run in runs if run.measured is not None]
-    files = list(dict.fromkeys(name for one in measured for name in one.files_written))
-    seen = (
-        f"Files that trials wrote into the working directory: {', '.join(files)}. "
-        f"{script} seems to go on from one of them."
-        if files
-        else f"{script} seems to go on from a file that an earlier trial wrote, or to draw numbers "
-        "that no seed decides."
-    )
     return (
         f"The rows do not start alike: {first.run.trial.label} has a {first.in_words()}, which is "
-        f"more than rounding explains. {seen} What a trial writes and would find again belongs in "
-        "its own directory: {trial_dir} among the script's arguments, or the variable "
+        f"more than rounding explains. {script} seems to go on from a file that an earlier trial "
+        "wrote, or to draw numbers that no seed decides. What a trial writes and would find again "
+        "belongs in its own directory: {trial_dir} among the script's arguments, or the variable "
         "AMPATCH_TRIAL_DIR."
     )
 

@@ -36,8 +36,7 @@ from ampatch.sweep.execution.engines.protocol import (
 )
 from ampatch.sweep.execution.place import THREADS, Place
 from ampatch.sweep.execution.run_files import RunFiles
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
