@@ -34,9 +34,9 @@ from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
 from ampatch.sweep.execution.recognition import Recognition
-from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Reach, Runner
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
 from ampatch.sweep.json_files import restored, write_json

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TextIO
 
 from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class Progress(Protocol):
+class Progress:
     """What the sweep calls while it runs, inside a `with` block of this object.
 
     A display derives from it and overrides what it shows; by default nothing is shown.
     """
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -44,10 +41,6 @@ class Progress(Protocol):
 
     def said(self, text: str) -> None:
         """Something that the user should know before the sweep has ended."""
-
-
-class Silent(Progress):
-    """Shows nothing."""
 
 
 class Lines(Progress):

@@ -20,8 +20,8 @@ from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution import ranks
+from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.place import Place
-from ampatch.sweep.execution.run_files import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics

@@ -9,7 +9,7 @@ from ampatch.config.sweep_options import SweepOptions
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.budget import is_due
-from ampatch.sweep.execution.directory import Directory
+from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import (
     Ended,
@@ -23,7 +23,6 @@ from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import OK, status

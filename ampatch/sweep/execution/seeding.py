@@ -56,7 +56,6 @@ class OwnSeeds:
         self._process, self._is_inside = os.getpid(), False
 
     def watch(self) -> None:
-        """Replace the functions that seed."""
         for name, modules in {**_GLOBAL, **seeding_functions()}.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 attribute = name.rpartition(".")[2]

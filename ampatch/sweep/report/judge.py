@@ -69,13 +69,6 @@ def direction(name: str) -> str:
     return "lower" if _LOWER & set(re.split(r"[^a-z]+", name.lower())) else "higher"
 
 
-def outcome_of(is_base: bool, failed: bool) -> str:
-    """The outcome of a row that has not been compared."""
-    if failed:
-        return "failed"
-    return "baseline" if is_base else "untested"
-
-
 def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     """The row with its comparisons, its outcome, and its verdict in words."""
     outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome

@@ -32,7 +32,6 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def called(results: Results) -> str:
-    """The script with its arguments."""
     return shlex.join([*split_script(results.script), *results.arguments])
 
 
