@@ -9,8 +9,8 @@ from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
-from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.directory import RunFiles
+from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import AMPATCH, Kind

@@ -107,7 +107,6 @@ def test_json_keeps_every_value(tmp_path):
         error="ValueError: no",
         loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
         stopped_at=2,
-        output_marks=[(1, 10), (2, 30)],
         cpu_seconds=[None, 0.5],
         machine={"load_at_start": 1.5, "threads": 2},
     )

@@ -8,8 +8,7 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.sweep import Case, write_report
-from ampatch.sweep.report.documents import latex
-from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown, latex
 
 STRANGE = Case("O2", "float16", settings=(("a_b", "50% & {x} $y$ \\z ~^#|<é>"),))
 

@@ -19,14 +19,22 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, read_sweep, write_report
-from ampatch.sweep.measure.provenance import command_line, repository
+from ampatch.sweep.measure.machine import command_line, repository
 from ampatch.sweep.measure.record import Series
-from ampatch.sweep.report import curves
-from ampatch.sweep.report.pictures import COLOURS, FORMATS, LOOKS, pictures
+from ampatch.sweep.report.pictures import (
+    COLOURS,
+    FORMATS,
+    LOOKS,
+    POINTS,
+    differences,
+    lines_of,
+    losses_of,
+    pictures,
+)
 from ampatch.sweep.report.render import as_html
 from ampatch.sweep.report.terminal import write_results
 
-NAMES = ["loss-by-step", "loss-by-time", "speed"]
+NAMES = ["loss-by-step", "speed"]
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -200,24 +208,17 @@ def test_pictures_are_not_blank(made, name):
 def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
-    line = curves.lines(curves.losses(runs))["O0"]
-    size = 1000 // curves.POINTS
-    assert len(line) == curves.POINTS and line.x[0] == (size - 1) / 2
+    line = lines_of(losses_of(runs))["O0"]
+    size = 1000 // POINTS
+    assert len(line) == POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
     assert line.y[0] == pytest.approx((first + second) / 2)
     assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
 
 
-def test_time_begins_at_the_first_loss():
-    line = curves.lines(curves.losses([made_run(CASES[0], steps=11)]), "seconds")["O0"]
-    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
-
-
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    results = made_sweep(tmp_path, runs)
-    names = [one.name for one in pictures(results, runs)]
-    assert names == ["loss-by-step", "speed"]  # one line says the same by time
+    assert [one.name for one in pictures(made_sweep(tmp_path, runs), runs)] == NAMES
 
 
 def test_differences_are_between_equal_steps_and_seeds():
@@ -229,7 +230,7 @@ def test_differences_are_between_equal_steps_and_seeds():
 
     runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
     runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
-    apart = curves.lines(curves.differences(curves.losses(runs)))
+    apart = lines_of(differences(losses_of(runs)))
     own, other = apart["O0"], apart["O1-float16"]
     assert [own.low[0], own.high[0]] == pytest.approx([-1 / 2.01, 1 / 2.01])  # percent
     assert [other.low[0], other.high[0]] == pytest.approx([0, 20 / 2.02])
@@ -301,7 +302,7 @@ def text_of(path):
 def test_every_file_says_where_it_comes_from(made):
     files = [made[0] / "report.html", *sorted(made[0].glob("summary.*"))]
     files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
-    assert len(files) == 1 + 4 + 9
+    assert len(files) == 1 + 4 + 6
     for path in files:
         text = text_of(path)
         for fact in ("ampatch sweep", "0123abc-dirty", "Some CPU", "0.5 to 1.5"):

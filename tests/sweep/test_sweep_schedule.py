@@ -16,7 +16,7 @@ from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
-from ampatch.sweep.execution.watching import Reach
+from ampatch.sweep.execution.runner import Reach
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ampatch.config.overrides import named
-from ampatch.tune.globs import shortest
+from ampatch.tune.remedies import shortest
 
 LAYERS = [f"encoder.layers.{n}" for n in range(12)]
 PATHS = [
