@@ -157,9 +157,9 @@ class Tuning:
 
     def _begun(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
         """The trials of the directory; an earlier tuning for another level is refused."""
-        earlier, asked = read_answer(self.directory), self._level
-        is_another = earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked
-        if resume and not overwrite and is_another:
+        earlier = read_answer(self.directory) if resume and not overwrite else None
+        asked = self._level
+        if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
             raise ValueError(
                 f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}. "
                 f"For {asked.opt_level} in {asked.dtype} replace it by --overwrite, or choose "

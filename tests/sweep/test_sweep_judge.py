@@ -257,20 +257,14 @@ def test_file_names_are_plain_and_differ():
 # What a script prints and reports
 
 
-def test_metrics_are_found_in_the_output_at_their_step(tmp_path):
+def test_metrics_are_found_in_the_output(tmp_path):
     log = tmp_path / "log"
-    lines = ["accuracy 0.1 \u00e4\n", "between\n", "accuracy 0.5\n", "accuracy 1e-1\n"]
-    log.write_text("".join(lines), encoding="utf-8")
-    sizes = [len("".join(lines[: count + 1]).encode()) for count in range(4)]
-    # The first line is printed before step 1 ends, the third between steps 3 and 7.
-    measured = Measured(
-        skipped=[False] * 9, output_marks=[(1, sizes[0]), (3, sizes[1]), (7, sizes[2])]
-    )
+    log.write_bytes("accuracy 0.1 \u00e4\nbetween\naccuracy 0.5\naccuracy 1e-1\n".encode())
     patterns = {"acc": r"^accuracy (\S+)", "mantissa": r"^accuracy ([\d.]+)", "other": r"x(\d)"}
-    found = read_metrics(log, patterns, measured)
-    assert found == dict.fromkeys(["acc", "mantissa"], Series([0, 6, 9], [0.1, 0.5, 0.1]))
+    expected = Series([0, 1, 2], [0.1, 0.5, 0.1])
+    assert read_metrics(log, patterns) == {"acc": expected, "mantissa": expected}
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
-        read_metrics(log, {"acc": "^(b.*)"}, measured)
+        read_metrics(log, {"acc": "^(b.*)"})
 
 
 # Files
