@@ -86,6 +86,13 @@ def test_a_lower_loss_is_no_worse():
     assert row.comparisons[0].base_mean == 2.0 and row.comparisons[1].name == "accuracy"
 
 
+def test_a_loss_that_is_worse_stands_beside_the_accuracy():
+    runs = [run_of("O0", seed, 0.9, loss=1 + seed / 100) for seed in range(3)]
+    runs += [run_of("O1", seed, 0.9, loss=2 + seed / 90) for seed in range(3)]
+    row = summarize(runs)[1]
+    assert row.outcome == "within" and "accuracy 0.9; worse than O0: last loss" in row.verdict
+
+
 def test_repeats_of_a_seed_are_one_value():
     """Else the same run ten times over would look like evidence."""
     runs = [

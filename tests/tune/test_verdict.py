@@ -84,6 +84,14 @@ def test_the_reason_names_what_is_worse_and_nothing_of_speed():
     assert reason(failing).startswith("worse than O0: last loss 0.603 against 0.5025, difference")
 
 
+def test_a_row_that_starts_elsewhere_is_compared_with_nothing():
+    elsewhere = runs(LEVEL, near(0.0))
+    elsewhere[0].measured.losses["0"].values[0] = 3.0
+    every = runs(BASE, (0.5, 0.52, 0.48, 0.51)) + elsewhere
+    with pytest.raises(TuneError, match="it has a first loss 3 against 1 of O0.*--override-seeds"):
+        passes(row_of(LEVEL, every, None, {}))
+
+
 def test_a_failed_row_fails():
     broken = runs(LEVEL, near(0.0))
     broken[1] = dataclasses.replace(broken[1], exit_code=1)
