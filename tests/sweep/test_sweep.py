@@ -151,6 +151,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
             TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
             "no training: calls ampatch.initialize with enabled=False",
         ),
+        ("print('no training')", "no training: never steps an optimizer of torch.optim, nor calls"),
         (  # the forked process ends as Python does
             "import os\nif os.fork():\n    os.wait()\n    os._exit(0)",
             "no record: ended with code 0, as by os._exit; sys.exit leaves one",

@@ -1,6 +1,5 @@
 """Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
 
-import io
 import math
 import statistics
 
@@ -8,14 +7,13 @@ import pytest
 
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run, Series
-from ampatch.sweep.plan import cases, trials
+from ampatch.sweep.plan import cases
 from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import as_csv, as_markdown
-from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import Case, Trial
 
 # Verdicts
@@ -74,13 +72,8 @@ def test_accuracy_is_within_noise_worse_or_better():
 
 
 def test_a_lower_loss_is_no_worse():
-    assert [direction(name) for name in ("accuracy", "val_loss", "top5 error", "f1", "flossy")] == [
-        "higher",
-        "lower",
-        "lower",
-        "higher",
-        "higher",
-    ]
+    assert {direction(name) for name in ("accuracy", "f1", "flossy")} == {"higher"}
+    assert {direction(name) for name in ("val_loss", "top5 error")} == {"lower"}
     row = rows_of([0.9, 0.91, 0.92], [0.9, 0.91, 0.92], judged="last loss")[1]
     assert (row.comparisons[0].name, row.comparisons[0].mean) == ("last loss", 1.0)
     assert row.comparisons[0].base_mean == 2.0 and row.comparisons[1].name == "accuracy"
@@ -160,18 +153,6 @@ def test_values_that_are_one_number_have_no_interval():
     assert row.outcome == "worse" and "difference -0.8 with each seed" in row.verdict
 
 
-def test_speed_is_of_the_round_so_that_drift_does_not_decide():
-    """A machine that is twice as slow in each round; O1 is faster by a quarter in all."""
-    runs = [
-        run_of(level, seed, ms=ms * 2.0**seed)
-        for seed in range(3)
-        for level, ms in (("O0", 1.0), ("O1", 0.8))
-    ]
-    row = summarize(runs)[1]
-    assert (row.speeds.low, row.speed, row.speeds.high) == pytest.approx((1.25,) * 3)
-    assert row.speeds.n == 3
-
-
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_no_number_is_worse_and_not_recommended(lost):
     base = [run_of("O0", seed, 0.9 + seed / 100, loss=seed) for seed in range(3)]
@@ -221,7 +202,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
 
 def test_rows_beside_the_levels():
     found = cases(
-        ["O0", "O2"],
+        ["O0", "O2", "O0"],
         ["float16", "bfloat16"],
         ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
         autocast=True,
@@ -240,20 +221,6 @@ def test_rows_beside_the_levels():
     ]
     assert dict(found[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
     assert "autocast" not in [case.opt_level for case in cases(["O0"], ["float16"], autocast=True)]
-
-
-def test_rounds_take_turns_and_go_both_ways():
-    rows = cases(["O0", "O1", "O2"], ["float16"])
-    plan = trials(rows, seeds=4, rounds=1)
-    rounds = [plan[start : start + 3] for start in range(0, 12, 3)]
-    assert [[one.case for one in each] for each in rounds] == [rows, rows[::-1], rows, rows[::-1]]
-    assert [{(one.repeat, one.seed) for one in each} for each in rounds] == [
-        {(0, 0)},
-        {(0, 1)},
-        {(0, 2)},
-        {(0, 3)},
-    ]
-    assert len({one.file_stem for one in plan}) == 12
 
 
 def test_file_names_are_plain_and_differ():
@@ -291,9 +258,3 @@ def test_csv_and_markdown_have_every_row_and_verdict():
     assert len(table) == 4 and len({line.count("|") for line in table}) == 1
     assert rows[1].verdict in text and "Use O1." in text and "accuracy - O0" in text
     assert Results.from_json(results.to_json()) == results
-
-
-def test_without_a_row_there_is_no_table():
-    stream = io.StringIO()
-    write_results(Results("train.py", [], "", 1, {}, {}, recommendation=recommendation([])), stream)
-    assert stream.getvalue().strip() == "Recommendation: Nothing to compare yet: no run has ended."

@@ -104,11 +104,6 @@ def test_side_by_side_all_rounds_are_short():
     assert len(set(planned)) == 12
 
 
-def test_a_row_may_have_fewer_seeds_than_others():
-    planned = trials([O0, O1], seeds=3, rounds=1, fewer={O1: 1})
-    assert [(trial.case, trial.seed) for trial in planned] == [(O0, 0), (O1, 0), (O0, 1), (O0, 2)]
-
-
 # The engine of one machine
 
 
