@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     is_ranked = runner.processes is not None
     rank = ranks.this_rank() if is_ranked else 0
     _end_with_parent(order["guard"], is_ranked)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     watched = _Watched(runner, trial.case, None if rank else files.progress)
     watched.start()
     if trial.case.tf32:
@@ -203,10 +203,6 @@ def _measured(recorder: Recorder) -> Measured:
         return recorder.measured()
     except RuntimeError as error:  # a device that has failed returns no more values
         return Measured(error=describe(error))
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:

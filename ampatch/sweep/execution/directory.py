@@ -142,7 +142,10 @@ class Directory:
         for trial in trials if self.earlier else ():
             data = read_json(RunFiles.of(self.runs, trial).run)
             run = None if data is None else Run.from_json(data)
-            if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
+            if run is None:
+                continue
+            is_longer = run.timeout is not None and (timeout is None or timeout > run.timeout)
+            if not (run.ended_by and is_longer):
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
     def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
@@ -200,10 +203,6 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
         raise OSError(error.errno, reason, str(path)) from None
-
-
-def _longer(timeout: float | None, before: float | None) -> bool:
-    return before is not None and (timeout is None or timeout > before)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -72,17 +72,16 @@ class Course:
                     shown.said(f"{self._program} {self._plan.kind.in_words()}.")
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
-                self._planned_anew(schedule, shown)
+                if (
+                    self._plan.has_budget
+                ):  # then nothing else has been submitted, and waits to start
+                    schedule.plan(*self._by_turn())
+                    self._outcome.write()
+                if self._plan.in_words():
+                    shown.said(self._plan.in_words())
         if self._lost:
             labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
-
-    def _planned_anew(self, schedule: Schedule, shown: Progress) -> None:
-        if self._plan.has_budget:  # then nothing else has been submitted, and waits to start
-            schedule.plan(*self._by_turn())
-            self._outcome.write()
-        if self._plan.in_words():
-            shown.said(self._plan.in_words())
 
     def _by_turn(self) -> tuple[list[Trial], list[Trial]]:
         base_has_run = any(run.case == BASE for run in self._outcome.runs)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report import provenance
 from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
-from ampatch.sweep.report.provenance import sentence
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
@@ -104,7 +104,8 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
         if has_others
         else "."
     )
-    heights = [_height(lines), *([1.5] if has_others else [])]
+    with_legend = 2.7 + 0.19 * math.ceil(len(lines) / 2)
+    heights = [with_legend, *([1.5] if has_others else [])]
     return _picture("loss-by-step", caption, results, heights, draw)
 
 
@@ -144,7 +145,7 @@ def _picture(
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once, for all formats
-        about = f"{caption} {sentence(results)}"
+        about = f"{caption} {'; '.join(provenance.lines(results))}"
         described = {
             "svg": {"Title": caption, "Description": about, "Date": None},
             "pdf": {"Title": caption, "Subject": about, "CreationDate": None},
@@ -159,8 +160,10 @@ def _picture(
 
 def _draw_lines(axes: Any, results: Results, lines: dict[str, DataFrame], title: str) -> None:
     drawn = [row for row in results.rows if row.label in lines]
-    for row, width in zip(drawn, _widths(len(drawn))):
+    for number, row in enumerate(drawn):
         line, look = lines[row.label], _look(results, row)
+        # Each line is thinner than the one before, so that equal lines are all visible.
+        width = 2.9 - 1.9 * number / max(1, len(drawn) - 1)
         axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **look)
         if row.seeds > 1:
             band = {"color": look["color"], "alpha": 0.1, "lw": 0}
@@ -222,16 +225,6 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
     colours = dict(zip(levels, itertools.cycle(COLOURS)))
     dashes = (0, (4, 1.5)) if row.dtype == "bfloat16" else "-"
     return {"color": colours[row.opt_level], "linestyle": dashes}
-
-
-def _widths(count: int) -> list[float]:
-    """Each line thinner than the one before, so that equal lines are all visible."""
-    return [2.9 - 1.9 * number / max(1, count - 1) for number in range(count)]
-
-
-def _height(lines: dict[str, Any]) -> float:
-    """Inches for one panel and the legend."""
-    return 2.7 + 0.19 * math.ceil(len(lines) / 2)
 
 
 # The lines, as data frames of pandas: one per row, of all its seeds

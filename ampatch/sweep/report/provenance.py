@@ -51,16 +51,6 @@ def lines(results: Results) -> list[str]:
     return [f"{name}: {value}" for name, value in facts(results).items()]
 
 
-def sentence(results: Results) -> str:
-    """One line that suits the metadata of a picture."""
-    return "; ".join(lines(results))
-
-
-def columns(results: Results) -> dict[str, str]:
-    """The facts under names that suit the head of a CSV file."""
-    return {name.replace(",", "").replace(" ", "_"): text for name, text in facts(results).items()}
-
-
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:
     """Native part, threads and load during the runs; empty before the first."""
     states = [run.measured.machine for run in runs if run.measured and run.measured.machine]

@@ -85,13 +85,9 @@ def _allowed(value: float, expected: Series, roundoff: float) -> float:
     finite = [abs(loss) for loss in expected.values if math.isfinite(loss)]
     size = max(abs(value), finite[0], statistics.median(finite))
     rounding = ALLOWED * roundoff * size
-    return rounding if roundoff == FP32 else max(rounding, _step_to_step(expected))
-
-
-def _step_to_step(losses: Series) -> float:
-    early = losses.values[:EARLY]
-    apart = [abs(later - loss) for loss, later in itertools.pairwise(early)]
-    return statistics.median(filter(math.isfinite, apart)) if any(map(math.isfinite, apart)) else 0
+    pairs = itertools.pairwise(expected.values[:EARLY])
+    apart = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
+    return max(rounding, statistics.median(apart)) if apart and roundoff != FP32 else rounding
 
 
 def _roundoff(case: Case) -> float:

@@ -62,7 +62,10 @@ def as_csv(results: Results) -> str:
     """
     metrics = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
     scatter = list(dict.fromkeys(name for row in results.rows for name in row.sds))
-    origin = {f"from:{name}": text for name, text in provenance.columns(results).items()}
+    origin = {
+        f"from:{name.replace(',', '').replace(' ', '_')}": text
+        for name, text in provenance.facts(results).items()
+    }
     lines = [{**_csv_line(row, metrics, scatter), **origin} for row in results.rows]
     text = io.StringIO()
     head = {**_csv_line(_NOTHING, metrics, scatter), **origin}
