@@ -19,7 +19,7 @@ from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
 _PASS_ON = (
-    "--override-seeds gives the script's calls the trial's seed; or pass it on by -- --seed "
+    "--override-seeds makes the script's seeds depend on the trial's; or pass that on by -- --seed "
     "{seed}, or have the script read AMPATCH_SEED"
 )
 

@@ -80,7 +80,7 @@ class Runner:
     metrics: Mapping[str, str] | None = None  # regular expressions over its output
     timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # of the script
-    override_seeds: bool = False  # the script's own seeds become those of the trial
+    override_seeds: bool = False  # the script's own seeds depend on the trial's
     processes: int | None = None  # that torchrun starts for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
 
