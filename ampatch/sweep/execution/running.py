@@ -11,14 +11,7 @@ from ampatch.launch.program import Program
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
-from ampatch.sweep.execution.engines.protocol import (
-    Ended,
-    Engine,
-    Event,
-    Lost,
-    Reached,
-    Started,
-)
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan

@@ -12,14 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ampatch.sweep.execution.engines.protocol import (
-    Ended,
-    Engine,
-    Event,
-    Lost,
-    Reached,
-    Started,
-)
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.trial import Trial
 
