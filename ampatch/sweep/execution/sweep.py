@@ -18,7 +18,7 @@ from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.place import device_groups
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.kinds import Kind
@@ -129,7 +129,7 @@ class Sweep:
             probe=self._options.probe,
         )
         try:
-            shown, engine = progress or Progress(), engines.make(self._options)
+            shown, engine = progress or Silent(), engines.make(self._options)
             with shown, engine:
                 self._course.run(runner, engine, shown)
         except EngineError as error:
