@@ -4,9 +4,10 @@ import math
 import statistics
 
 import pytest
+from sweep_made import trained
 
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.record import Series
 from ampatch.sweep.plan import cases
 from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
@@ -29,17 +30,8 @@ def test_without_scipy_accuracy_is_not_tested(monkeypatch):
 def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error="", **kind):
     """A run whose steps take `ms` milliseconds."""
     case = Case(level) if level == "O0" else Case(level, "bfloat16")
-    measured = Measured(
-        opt_level=level,
-        skipped=[False] * 40,
-        step_seconds=[None] + [ms / 1000] * 39,
-        losses={"0": Series(list(range(40)), [1.0] + [loss] * 39)},  # all start alike
-        error=error,
-        memory_bytes=2**20,
-    )
-    if accuracy is not None:
-        measured.metrics = {"accuracy": Series([40], [accuracy])}
-    return Run(Trial(case, seed, repeat, **kind), int(bool(error)), 1.0, measured)
+    losses, more = [1.0] + [loss] * 39, {"error": error, "memory_bytes": 2**20}  # all start alike
+    return trained(Trial(case, seed, repeat, **kind), losses, ms=ms, accuracy=accuracy, **more)
 
 
 def again(seed, ms=1.0, repeat=0):

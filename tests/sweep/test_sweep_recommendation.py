@@ -8,11 +8,11 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
+from sweep_made import trained
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.recommendation import recommendation
@@ -25,18 +25,7 @@ def runs_of(level, accuracies, losses, ms=1.0, **trial):
     """One run for each seed; its steps take `ms` milliseconds."""
     case = Case(level) if level == "O0" else Case(level, "bfloat16")
     return [
-        Run(
-            Trial(case, seed, **trial),
-            0,
-            1.0,
-            Measured(
-                opt_level=level,
-                skipped=[False] * 40,
-                step_seconds=[None] + [ms / 1000] * 39,
-                losses={"0": Series(list(range(40)), [1.0] + [loss] * 39)},
-                metrics={"accuracy": Series([40], [accuracy])},
-            ),
-        )
+        trained(Trial(case, seed, **trial), [1.0] + [loss] * 39, ms=ms, accuracy=accuracy)
         for seed, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True))
     ]
 
