@@ -62,8 +62,7 @@ def run(options: argparse.Namespace) -> int:
         stopped, code = f"{error}. With that put right, --resume goes on.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    said = shown.texts if sys.stdout.isatty() and sys.stderr.isatty() else []
-    return report(sweep, said, stopped, trackers) or code
+    return report(sweep, shown.texts, stopped, trackers) or code
 
 
 def _sweep(options: argparse.Namespace) -> Sweep:

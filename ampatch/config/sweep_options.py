@@ -68,7 +68,7 @@ class SweepOptions:
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
         autocast: with or without rows of torch.autocast
-        override_seeds: give the script's own calls the trial's seed
+        override_seeds: make the script's own seeds depend on the trial's
         rounds: measure speed in N rounds at least (default: 3)
         steps: end each run after N optimizer steps
         judge: what is compared (default: the first metric)

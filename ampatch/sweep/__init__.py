@@ -6,12 +6,8 @@ or, from Python, `sweep("train.py", ["--epochs", "2"], seeds=3)`.  Each trial is
 fresh process, and the script is not edited: its `ampatch.initialize` reads opt
 level, dtype and settings from the environment.
 
-The seed reaches the script as `{seed}` in its arguments, as the variable `AMPATCH_SEED`, and by
-seeding torch, `random` and numpy before it starts.  Files that a script would find again go to the
-trial's own directory, `{trial_dir}`.
-
-torch is imported before the script starts.  Variables such as `OMP_NUM_THREADS`
-that the script itself sets come too late; set them in the shell.
+torch is imported before the script starts.  Variables such as `OMP_NUM_THREADS` that the script
+itself sets come too late; set them in the shell.
 
 What is where:
 
@@ -21,8 +17,7 @@ What is where:
   `notes.py` what they have shown.  Of a trial `runner.py` is the parent's part and `child.py` the
   child's.  `engines/` start trials, on this machine or on Ray.
 * `measure/`: what is measured in the child, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts of the records, the format of the results (`results.py`), and
-  how they are shown.
+* `report/`: figures and verdicts of the records, the results (`results.py`), how they are shown.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ with O0 and its own measure of the machine's noise.
 
 Both come from one list.  The whole runs of a seed are a round.  Where there are fewer than the
 rounds, short ones follow, whose runs are ended after a few seconds of training
-(`execution/short_runs.py`).  The second O0 of a round is short in any case.  Where there is no O0,
+(`execution/budget.py`).  The second O0 of a round is short in any case.  Where there is no O0,
 or nothing else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
 """
 

@@ -9,13 +9,12 @@ trains within the noise of O0.
 
 What is where:
 
-* `tuning.py`: the course of it.  `trials.py`, `probe_run.py`, `timing.py`: its three sweeps.
-  `answer.py`: what is found, and its files.
+* `tuning.py`: the course of it.  `trials.py`, `probe_run.py`: its sweeps but for the timing.
+  `answer.py`: what is found, and its files.  `report.py`: the same on the terminal.
 * `probe.py`, `shadow.py`, `sensitivity.py`: which modules are looked at, and when; how one call is
   computed a second time; what was found.
 * `remedies.py`, `search.py`, `verdict.py`: what can be put in place, in which order, the search for
   the smallest set, and whether a candidate passes.
-* `globs.py`: overrides in few words.  `report.py`: the answer on the terminal.
 """
 
 from __future__ import annotations

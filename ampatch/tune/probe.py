@@ -42,9 +42,6 @@ class ProbeOptions:
     dtype: str
     scale: float | None
 
-    def to_text(self) -> str:
-        return json.dumps(vars(self))
-
 
 def start(text: str, off: Any, writes: bool) -> None:
     """Begin in this process; `off` switches the script's own torch.autocast off.
@@ -70,11 +67,6 @@ class _Watched:
     had_turn: bool = False
     is_called: bool = False
     only_calls_others: bool = False
-
-    @property
-    def is_uncalled(self) -> bool:
-        """Whether nothing called its forward in its turns."""
-        return self.had_turn and not self.is_called
 
     def sensitivity(self, steps: int) -> Sensitivity:
         kind = ", ".join(dict.fromkeys(type(one).__name__ for one in self.modules))
@@ -124,7 +116,9 @@ class Probe:
             hook.remove()
         self._hooks = []
         self._compare()
-        self._note_eps(optimizer)
+        eps = (group.get("eps") for group in getattr(optimizer, "param_groups", []))
+        found = {float(one) for one in eps if isinstance(one, float)}
+        self._found.eps = sorted({*self._found.eps, *found})
         self._found.steps += 1
         if not self._watched:
             self._choose()
@@ -216,16 +210,11 @@ class Probe:
         fits = math.floor(math.log2(65504 / HEADROOM / self._largest))
         return min(LARGEST_SCALE, 2.0**fits)
 
-    def _note_eps(self, optimizer: Any) -> None:
-        groups = getattr(optimizer, "param_groups", [])
-        found = {float(group["eps"]) for group in groups if isinstance(group.get("eps"), float)}
-        self._found.eps = sorted({*self._found.eps, *found})
-
     def _write(self) -> None:
         self._found.modules = [
             one.sensitivity(self._found.steps)
             for one in self._watched
-            if not (one.only_calls_others or one.is_uncalled)
+            if not (one.only_calls_others or (one.had_turn and not one.is_called))
         ]
         self._found.write(Path(self._options.file))
 

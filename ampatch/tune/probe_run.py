@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ampatch.sweep.report.figures import OK, status
@@ -34,10 +35,10 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
         scale=None if scale == "dynamic" else float(scale),
     )
     done = place / "done"
-    text = asked.to_text()
+    text = json.dumps(vars(asked))
     found = Findings.read(file) if done.exists() and done.read_text() == text else None
     if found is None:
-        _run(task, trials, place, asked)
+        _run(task, trials, place, asked, text)
         found = Findings.read(file) or Findings()
         done.write_text(text)
     if not found.modules:
@@ -48,7 +49,7 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
     return found
 
 
-def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions) -> None:
+def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions, text: str) -> None:
     task.say(
         f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
         f"{task.dtype}, in {asked.steps} steps at O0."
@@ -60,7 +61,7 @@ def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions) -> None:
         rounds=1,
         steps=asked.steps + 2,
         kind=trials.kind,
-        probe=("ampatch.tune.probe", asked.to_text()),
+        probe=("ampatch.tune.probe", text),
         overwrite=True,
     )
     [run] = sweep.run(task.progress()).runs

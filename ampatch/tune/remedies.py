@@ -7,6 +7,7 @@ module that FP32 weights seem to cure (Adam's eps is 0 in float16) is not taken 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from ampatch.config.optimizer_eps import HALF_EPS
+from ampatch.config.overrides import named
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case
-from ampatch.tune.globs import shortest
 from ampatch.tune.sensitivity import Findings, ranked
 
 SETTINGS = {
@@ -76,11 +77,11 @@ def settings(chosen: Iterable[Remedy]) -> dict[str, Any]:
 def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
     """The row of a sweep that trains at a level with these remedies."""
     listed = sorted(chosen, key=str)
-    named = settings(listed)
+    given = settings(listed)
     modules = overrides(listed, paths)
     if modules:
-        named["overrides"] = json.dumps(modules)
-    return Case(level.opt_level, level.dtype, settings=tuple(named.items()))
+        given["overrides"] = json.dumps(modules)
+    return Case(level.opt_level, level.dtype, settings=tuple(given.items()))
 
 
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
@@ -88,13 +89,31 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
 
     A line of its own has what is not among the arguments.
     """
-    named: dict[str, Any] = {"opt_level": level.opt_level, "dtype": level.dtype}
-    named |= {name: value for name, value in settings(chosen).items() if name != "eps"}
+    given = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
+    written = [
+        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+        for name, value in given.items()
+        if name != "eps"
+    ]
     modules = overrides(chosen, paths)
-    written = [f"{name}={json.dumps(v) if isinstance(v, str) else v}" for name, v in named.items()]
     if modules:
         written.append(f"overrides={json.dumps(modules)}")
     call = kind.line(written)
     if "eps" in settings(chosen):
         call += f"\nand eps={HALF_EPS:g} where the optimizer is made"
     return call
+
+
+def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
+    """Globs that match each path in `chosen`, and of `everything` only those and what is in them.
+
+    In globs of `initialize(overrides=...)` `*` stands for any text, dots too.  Paths that differ in
+    numbers share a glob where it matches no other; else a module is named by its path.
+    """
+    left, paths, found = set(chosen), set(everything), set()
+    allowed = {path for path in paths if any(f"{path}.".startswith(f"{one}.") for one in left)}
+    for path in left:
+        glob = re.sub(r"\d+", "*", path)
+        is_right = len(left & named(glob, paths)) > 1 and named(glob, paths) <= allowed
+        found.add(glob if is_right else path)
+    return sorted(found)

@@ -235,7 +235,9 @@ class _Children:
             self.are_running = True
             try:
                 args, kwargs = map_tensors([args, kwargs], lambda one: _to(one, torch.float32))
-                with contextlib.nullcontext() if casts else _float32(args, kwargs):
+                device = next((one.device.type for one in tensors_in([args, kwargs])), "cpu")
+                off = torch.autocast(device, enabled=False)
+                with contextlib.nullcontext() if casts else off:
                     output = forward(*args, **kwargs)
             finally:
                 self.are_running = False
@@ -255,12 +257,6 @@ class _Count(TorchFunctionMode):
         is_attribute = getattr(func, "__name__", "") == "__get__"
         self.calls += not (is_attribute or self._children.are_running)
         return func(*args, **(kwargs or {}))
-
-
-def _float32(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-    """A region without autocast on the device of a call."""
-    device = next((one.device.type for one in tensors_in([args, kwargs])), "cpu")
-    return torch.autocast(device, enabled=False)
 
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ class Trials:
         self.seeds, self.few = seeds, (seeds + 1) // 2
         self._margin = Margin.of(task.options.get("margin"))
         self._cases = [BASE, task.level]
-        self._with_all_seeds: set[Case] = set()
+        self.with_all_seeds: set[Case] = set()  # O0 and those that have passed with few
         self.runs: list[Run] = []
         self._sweep = self._grown(resume, overwrite)
 
@@ -74,7 +74,11 @@ class Trials:
         if case not in self._cases:
             self._cases.append(case)
         if self.runs:
-            self._sweep = self._resumed()
+            try:
+                self._sweep = self._grown(resume=True)
+            except ValueError as error:
+                script = self._task.script
+                raise TuneError(f"{script} changed while it was tuned: {error}") from error
         self.runs = self._sweep.run(progress).runs
         judge, better = self._task.options.get("judge"), self._task.options.get("better") or {}
         self._check_base(row_of(BASE, self.runs, judge, better))
@@ -87,12 +91,8 @@ class Trials:
             return row
         more = self.seeds - self.few
         self._task.say(f"{label} passes with {self.few} seeds; {more} more: started")
-        self._with_all_seeds |= {BASE, case}
+        self.with_all_seeds |= {BASE, case}
         return self.row(case)
-
-    def has_all_seeds(self, case: Case) -> bool:
-        """Whether the case has passed with few seeds, and so has all."""
-        return case in self._with_all_seeds
 
     def properties(self) -> dict[str, str]:
         """The settings that the level had in its runs, as text."""
@@ -103,15 +103,8 @@ class Trials:
         properties = dataclasses.asdict(properties_for(level.opt_level, level.dtype))
         return {name: str(value) for name, value in properties.items()}
 
-    def _resumed(self) -> Sweep:
-        """The sweep with what has come to it since.  What it refuses now has changed meanwhile."""
-        try:
-            return self._grown(resume=True)
-        except ValueError as error:
-            raise TuneError(f"{self._task.script} changed while it was tuned: {error}") from error
-
     def _grown(self, resume: bool, overwrite: bool = False) -> Sweep:
-        few = set(self._cases) - self._with_all_seeds
+        few = set(self._cases) - self.with_all_seeds
         return self._task.sweep(
             self._cases,
             self._task.directory,

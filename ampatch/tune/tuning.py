@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.config.sweep_options import ROUNDS
+from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.report import pace
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.trial import Case
+from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
 from ampatch.tune.answer import (
     CURED,
@@ -30,12 +31,13 @@ from ampatch.tune.probe_run import PROBE, findings
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import Found, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.timing import SPEED, add_speeds
 from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import passes, reason
 
 SEEDS = 6  # of the answer; candidates are sought with half of them
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
+SPEED = "speed"  # the directory of the timing, and the options that it does not share:
+_OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
 
 
 class Tuning:
@@ -98,7 +100,7 @@ class Tuning:
         row = self._trials.confirmed(self._level, self._level.label)
         if passes(row):
             return self._ended(PASSES, Found((), True, True, 0), row, Findings(), {})
-        self._confirms = self._trials.has_all_seeds(self._level)  # it passed with few
+        self._confirms = self._level in self._trials.with_all_seeds  # it passed with few
         self._task.say(f"{self._level.label} fails: {reason(row)}")
         seen = findings(self._task, self._trials, self._probe_steps)
         self._paths = seen.paths
@@ -111,8 +113,7 @@ class Tuning:
             return self._ended(outcome, found, row, seen, tried)
         cure = self._case(found.needed)
         answer = self._ended(CURED, found, self._trials.row(cure), seen, tried)
-        add_speeds(answer, self._task, cure, row.outcome != "failed", self._rounds)
-        write_answer(self.directory, answer)
+        self._add_speeds(answer, cure, row.outcome != "failed")
         return answer
 
     def _found(self, listed: Sequence[Remedy], most: int) -> Found[Remedy]:
@@ -155,9 +156,15 @@ class Tuning:
         return fine
 
     def _begun(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
-        """The trials of the directory; none of an earlier tuning for another level."""
-        if resume and not overwrite:
-            self._refuse_another()
+        """The trials of the directory; an earlier tuning for another level is refused."""
+        earlier = read_answer(self.directory) if resume and not overwrite else None
+        asked = self._level
+        if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
+            raise ValueError(
+                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}. "
+                f"For {asked.opt_level} in {asked.dtype} replace it by --overwrite, or choose "
+                "another directory with --out."
+            )
         trials = Trials(self._task, seeds, resume, overwrite)
         if overwrite:
             delete_answer(self.directory)
@@ -165,17 +172,27 @@ class Tuning:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         return trials
 
-    def _refuse_another(self) -> None:
-        earlier, asked = read_answer(self.directory), self._level
-        if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
-            raise ValueError(
-                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}. "
-                f"For {asked.opt_level} in {asked.dtype} replace it by --overwrite, or choose "
-                "another directory with --out."
-            )
-
-    def _line(self, needed: Sequence[Remedy], paths: Sequence[str]) -> str:
-        return remedies.line(self._level, needed, paths, self._trials.kind)
+    def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:
+        """Time the cure beside O0, and beside the level unless that is no training."""
+        task, place = self._task, self.directory / SPEED
+        rows = [BASE, self._level, cure] if level_trains else [BASE, cure]
+        task.say("Timing: " + ", ".join(case.label for case in rows))
+        devices = SweepOptions(devices=task.options.get("devices") or ()).devices
+        group = devices[: task.options.get("nproc_per_node") or 1]
+        sweep = task.sweep(
+            rows,
+            place,
+            task.options.keys() - _OF_ACCURACY,
+            rounds=self._rounds,
+            resume=(place / "summary.json").exists(),
+            **({"devices": group} if group else {"jobs": 1}),
+        ).run()
+        names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
+        for row in sweep.rows:
+            if row.speed is not None:
+                answer.speeds[names[row.label]] = row.speed
+                answer.paces[names[row.label]] = pace.in_words(row)
+        write_answer(self.directory, answer)
 
     def _ended(
         self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
@@ -189,7 +206,9 @@ class Tuning:
             needed=[str(one) for one in found.needed],
             settings=remedies.settings(found.needed),
             overrides=remedies.overrides(found.needed, seen.paths),
-            line=self._line(found.needed, seen.paths) if outcome == CURED else "",
+            line=remedies.line(self._level, found.needed, seen.paths, self._trials.kind)
+            if outcome == CURED
+            else "",
             settings_tried=tried,
             is_smallest=found.is_decided,
             candidates=found.trials,

@@ -227,6 +227,9 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
     for _ in range(10):
         ampatch.log.logger.warning("again and again")
     assert caplog.text.count("again and again") == 3
+    ampatch.initialize(*training())  # counts anew
+    ampatch.log.logger.warning("again and again")
+    assert caplog.text.count("again and again") == 4
     assert capsys.readouterr().out == ""
 
 

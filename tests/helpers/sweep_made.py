@@ -46,6 +46,19 @@ def made_run(case, seed=0, steps=120, diverges=False, kind=None, **fields):
     return Run(Trial(case, seed, **(kind or {})), 0, 2.5, measured)
 
 
+def trained(trial, losses=(), steps=40, ms=1.0, accuracy=None, **fields):
+    """A run that has these losses, and whose steps take `ms` milliseconds."""
+    measured = Measured(
+        opt_level=trial.case.opt_level,
+        skipped=[False] * steps,
+        step_seconds=[None, *[ms / 1000] * (steps - 1)],
+        losses={"0": Series(list(range(len(losses))), list(losses))} if losses else {},
+        metrics={} if accuracy is None else {"accuracy": Series([steps], [accuracy])},
+        **fields,
+    )
+    return Run(trial, int(bool(measured.error)), 1.0, measured)
+
+
 def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
     """Write `runs` (by default two seeds of each of `CASES`); returns the `Results`."""
     if runs is None:

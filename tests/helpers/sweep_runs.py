@@ -1,9 +1,14 @@
 """Sweeps of small scripts, in real processes."""
 
+import os
+import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
 
+import ampatch
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 
@@ -41,6 +46,24 @@ def planned(folder, script, *arguments, **options):
     """A sweep in `folder/out`, in bfloat16 and without rounds of timing."""
     chosen = {"dtypes": ["bfloat16"], "rounds": 1, "out": folder / "out", **options}
     return Sweep(written(folder, script), arguments, **chosen)
+
+
+def started(folder, script, *options):
+    """`ampatch sweep` of a script in a process of its own, with its results in `folder/out`."""
+    paths = [str(Path(ampatch.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "ampatch", "sweep", written(folder, script), "--out", "out"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not as a shell has us
+    try:
+        return subprocess.Popen(
+            [*command, *options],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def log_of(sweep, label="O0"):

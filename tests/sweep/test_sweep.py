@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,9 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sweep_runs import INITIALIZE, TRAINING, is_alive, log_of, planned, wait_until, written
+from sweep_runs import INITIALIZE, TRAINING, is_alive, log_of, planned, started, wait_until, written
 
-import ampatch
 from ampatch.sweep import Sweep, read_results, read_runs, sweep
 from ampatch.sweep.report.provenance import called
 
@@ -151,6 +148,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
             TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
             "no training: calls ampatch.initialize with enabled=False",
         ),
+        ("print('no training')", "no training: never steps an optimizer of torch.optim, nor calls"),
         (  # the forked process ends as Python does
             "import os\nif os.fork():\n    os.wait()\n    os._exit(0)",
             "no record: ended with code 0, as by os._exit; sys.exit leaves one",
@@ -248,20 +246,7 @@ HANGS = """
 @pytest.fixture
 def hanging(tmp_path):
     """A sweep in its own process; yields it, and the pids of its child and the child's child."""
-    paths = [str(Path(ampatch.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "ampatch", "sweep", written(tmp_path, HANGS), "--out", "out"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not as a shell has us
-    try:
-        process = subprocess.Popen(
-            [*command, "--dtypes", "bfloat16", "--rounds", "1"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = started(tmp_path, HANGS, "--dtypes", "bfloat16", "--rounds", "1")
     wait_until((tmp_path / "pid").exists)
     yield process, list(map(int, (tmp_path / "pid").read_text().split()))
     process.kill()

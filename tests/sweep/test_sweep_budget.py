@@ -3,18 +3,19 @@
 import dataclasses
 
 import pytest
+from sweep_made import trained
 from sweep_runs import planned
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import AMPATCH, Kind
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case
 
@@ -42,12 +43,8 @@ class Machine:
     def run(self, trial, steps):
         ms = MS if trial.case == BASE else self.ms
         taken = min(filter(None, (steps, self.steps)))
-        measured = Measured(
-            opt_level=trial.case.opt_level,
-            skipped=[False] * taken,
-            step_seconds=[None, *[ms / 1000] * (taken - 1)],
-        )
-        return Run(trial, 0, START + taken * ms / 1000, measured)
+        made = trained(trial, steps=taken, ms=ms)
+        return dataclasses.replace(made, seconds=START + taken * ms / 1000)
 
     def sweep(self, plan, runs=(), most=999):
         """The runs of the whole plan, which is made anew after each; `most` of them."""

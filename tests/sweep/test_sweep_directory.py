@@ -8,7 +8,7 @@ import pytest
 
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
 from ampatch.sweep.execution import outcome
-from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import NO_AMP, Kind

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import textwrap
 
 import pytest
@@ -92,6 +91,8 @@ def run_named(ran, label):
 def test_the_autocast_row_is_plain_pytorch(ran):
     measured = run_named(ran, "autocast-float16").measured
     losses, scales, skipped = plain_autocast()
+    seconds = measured.losses["0"].seconds
+    assert len(seconds) == 2 * STEPS and 0 < seconds[0] and seconds == sorted(seconds)
     assert measured.losses["0"].values == pytest.approx(losses, rel=1e-3)
     assert measured.skipped == skipped and sum(skipped) == 1
     changes = [scales[0], *(b for a, b in itertools.pairwise(scales) if a != b)]
@@ -110,16 +111,8 @@ def test_the_rows_ran_to_their_end_at_what_was_asked(ran):
     assert "ended after 12 steps" in ran.results.notes[0]
 
 
-def test_what_a_script_prints_is_a_metric_with_its_step(ran):
+def test_what_a_script_prints_is_a_metric(ran):
     assert all(row.metrics == {"accuracy": 0.25} for row in ran.rows)
-    metric = run_named(ran, "O0").measured.metrics["accuracy"]
-    assert (metric.steps, metric.values) == ([6], [0.25])
-
-
-def test_seconds_of_losses_grow(ran):
-    series = run_named(ran, "O0").measured.losses["0"]
-    assert len(series.seconds) == 2 * STEPS and series.seconds == sorted(series.seconds)
-    assert 0 < series.seconds[0] and math.isfinite(series.seconds[-1])
 
 
 SEEDED = """
@@ -152,8 +145,3 @@ def test_a_missing_metric_ends_the_sweep_after_one_run(tmp_path):
     with pytest.raises(SweepError, match="--metric acc=acc .*: nothing in the output of O0 seed 0"):
         plan.run()
     assert len(list(read_runs(plan.directory))) == 1  # what was measured is kept
-
-
-def test_a_script_without_training_ends_it_too(tmp_path):
-    with pytest.raises(SweepError, match="never steps an optimizer of torch.optim, nor calls"):
-        planned(tmp_path, "print('no training here')", levels=["O0"], seeds=2).run()

@@ -8,27 +8,20 @@ import re
 import pytest
 import torch
 
-from ampatch.sweep import Sweep, cases
+from ampatch.sweep import Sweep
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure import step_times
 from ampatch.sweep.measure.probes import BATCH, Readings
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.report.figures import first_and_last, status, step_ms
+from ampatch.sweep.report.numbers import plus_minus, quantity, ratio
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.table import Table, columns
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
 
 # What to run
-
-
-def test_o0_runs_once():
-    assert cases(["O0", "O1", "O0"], ["float16", "bfloat16"]) == [
-        Case("O0"),
-        Case("O1", "float16"),
-        Case("O1", "bfloat16"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +68,8 @@ def test_first_and_last_loss_are_means_of_a_twentieth():
     values = [float(i) for i in range(100)]
     assert first_and_last(Measured(losses=losses(*values))) == (2.0, 97.0)
     assert first_and_last(Measured(losses=losses(3.0))) == (3.0, 3.0)
+    several = {loss_id: Series([0], [float(loss_id)]) for loss_id in ("10", "9", "11")}
+    assert first_and_last(Measured(losses=several)) == (9.0, 9.0)  # of the lowest loss_id
 
 
 def test_warm_up_and_pauses_do_not_count():
@@ -107,7 +102,6 @@ def test_json_keeps_every_value(tmp_path):
         error="ValueError: no",
         loss_scales={"0": Series([0, 3], [65536.0, math.inf], [0.5, 1.5])},
         stopped_at=2,
-        output_marks=[(1, 10), (2, 30)],
         cpu_seconds=[None, 0.5],
         machine={"load_at_start": 1.5, "threads": 2},
     )
@@ -182,6 +176,47 @@ def test_a_terminal_of_any_width_gets_the_table_in_parts_and_nothing_is_cut_off(
     monkeypatch.setenv("COLUMNS", "90")
     write_table(summarize([ok]), terminal := Terminal())
     assert terminal.getvalue().count("float32") == 1 and "status" not in terminal.getvalue()
+
+
+# Numbers as text
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "text"),
+    [
+        (0.97593, 0.01163, "0.976 ± 0.012"),
+        (123.4, 12.0, "123 ± 12"),
+        (1.0, 1e-9, "1 ± 1.0e-09"),
+        (0.5, 0.0, "0.5000"),
+        (0.5, None, "0.5000"),
+        (2e-5, None, "2.00e-05"),
+        (math.nan, 0.1, "nan"),
+        (1e30, 2e29, "1.000e+30 ± 2.0e+29"),
+        (-2e30, None, "-2.000e+30"),
+        (None, None, "-"),
+    ],
+)
+def test_scatter_decides_the_decimals(mean, sd, text):
+    assert plus_minus(mean, sd) == text
+
+
+def test_a_value_is_four_decimals_or_three_digits():
+    assert [quantity(value) for value in (0.0, 0.25, 1e-4)] == ["0.0000", "0.2500", "1.00e-04"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.256, "1.26"),
+        (0.104, "0.10"),
+        (0.0152, "0.015"),
+        (1.5e-4, "1.5e-04"),
+        (34.56, "34.6"),
+        (591.6, "592"),
+    ],
+)
+def test_a_speed_far_from_1_shows_its_digits(value, text):
+    assert ratio(value) == text
 
 
 # Reading a device

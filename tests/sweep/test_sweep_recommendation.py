@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
+from sweep_made import trained
 
+from ampatch.config.sweep_options import SweepOptions
+from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial
 
@@ -21,18 +25,7 @@ def runs_of(level, accuracies, losses, ms=1.0, **trial):
     """One run for each seed; its steps take `ms` milliseconds."""
     case = Case(level) if level == "O0" else Case(level, "bfloat16")
     return [
-        Run(
-            Trial(case, seed, **trial),
-            0,
-            1.0,
-            Measured(
-                opt_level=level,
-                skipped=[False] * 40,
-                step_seconds=[None] + [ms / 1000] * 39,
-                losses={"0": Series(list(range(40)), [1.0] + [loss] * 39)},
-                metrics={"accuracy": Series([40], [accuracy])},
-            ),
-        )
+        trained(Trial(case, seed, **trial), [1.0] + [loss] * 39, ms=ms, accuracy=accuracy)
         for seed, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True))
     ]
 
@@ -195,4 +188,38 @@ def test_a_metric_without_scatter_needs_no_more_seeds():
     said = advice(("O1", [0.0] * 3, LOSSES, 1.5))
     assert said.startswith("Use O1 in") and said.endswith(
         "; accuracy the same with each of 3 seeds."
+    )
+
+
+# What a sweep points to where a level fails
+
+GOOD = Row("O0", "O0", "float32", outcome="baseline")
+WORSE = Row("O1-bfloat16", "O1", "bfloat16", outcome="worse")
+CRASHED = Row("O3-float16", "O3", "float16", status="crashed: RuntimeError", outcome="failed")
+DIVERGED = Row("O2-float16", "O2", "float16", status="diverged at step 3", outcome="failed")
+KILLED = Row("O3-float16", "O3", "float16", status="killed: by SIGKILL", outcome="failed")
+PLAN = SimpleNamespace(kind=UNKNOWN)
+
+
+def note(*rows: Row, arguments=(), **options) -> str:
+    return tune_note("train.py", list(arguments), SweepOptions(**options), PLAN, rows)
+
+
+@pytest.mark.parametrize("row", (WORSE, CRASHED, DIVERGED))
+def test_a_level_that_fails_points_to_tune(row):
+    said = note(GOOD, KILLED, row)
+    assert f"--opt-level {row.opt_level} --dtype {row.dtype}" in said
+
+
+@pytest.mark.parametrize("rows", ((GOOD,), (WORSE,), (CRASHED, WORSE), (GOOD, KILLED)))
+def test_no_pointer_where_tune_has_no_answer(rows):
+    assert not note(*rows)
+    failed = Row("O0", "O0", "float32", status="crashed: no data", outcome="failed")
+    assert not note(failed, *rows)
+
+
+def test_the_command_has_what_the_script_was_given():
+    said = note(GOOD, WORSE, arguments=["--name", "a b", "--seed", "{seed}"], module=True)
+    assert said.endswith(
+        "ampatch tune -m train.py --opt-level O1 --dtype bfloat16 -- --name 'a b' --seed '{seed}'"
     )

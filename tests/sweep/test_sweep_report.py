@@ -18,15 +18,24 @@ from PIL import Image
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep import Case, Sweep, read_results, read_sweep, write_report
-from ampatch.sweep.measure.provenance import command_line, repository
+from ampatch.sweep import Case, Sweep, read_results, write_report
+from ampatch.sweep.measure.machine import command_line, repository
 from ampatch.sweep.measure.record import Series
-from ampatch.sweep.report import curves
-from ampatch.sweep.report.pictures import COLOURS, FORMATS, LOOKS, pictures
+from ampatch.sweep.report.pictures import (
+    COLOURS,
+    FORMATS,
+    LOOKS,
+    POINTS,
+    differences,
+    lines_of,
+    losses_of,
+    pictures,
+)
 from ampatch.sweep.report.render import as_html
+from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown, latex
 from ampatch.sweep.report.terminal import write_results
 
-NAMES = ["loss-by-step", "loss-by-time", "speed"]
+NAMES = ["loss-by-step", "speed"]
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -200,24 +209,17 @@ def test_pictures_are_not_blank(made, name):
 def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
-    line = curves.lines(curves.losses(runs))["O0"]
-    size = 1000 // curves.POINTS
-    assert len(line) == curves.POINTS and line.x[0] == (size - 1) / 2
+    line = lines_of(losses_of(runs))["O0"]
+    size = 1000 // POINTS
+    assert len(line) == POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
     assert line.y[0] == pytest.approx((first + second) / 2)
     assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
 
 
-def test_time_begins_at_the_first_loss():
-    line = curves.lines(curves.losses([made_run(CASES[0], steps=11)]), "seconds")["O0"]
-    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
-
-
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    results = made_sweep(tmp_path, runs)
-    names = [one.name for one in pictures(results, runs)]
-    assert names == ["loss-by-step", "speed"]  # one line says the same by time
+    assert [one.name for one in pictures(made_sweep(tmp_path, runs), runs)] == NAMES
 
 
 def test_differences_are_between_equal_steps_and_seeds():
@@ -229,7 +231,7 @@ def test_differences_are_between_equal_steps_and_seeds():
 
     runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
     runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
-    apart = curves.lines(curves.differences(curves.losses(runs)))
+    apart = lines_of(differences(losses_of(runs)))
     own, other = apart["O0"], apart["O1-float16"]
     assert [own.low[0], own.high[0]] == pytest.approx([-1 / 2.01, 1 / 2.01])  # percent
     assert [other.low[0], other.high[0]] == pytest.approx([0, 20 / 2.02])
@@ -301,7 +303,7 @@ def text_of(path):
 def test_every_file_says_where_it_comes_from(made):
     files = [made[0] / "report.html", *sorted(made[0].glob("summary.*"))]
     files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
-    assert len(files) == 1 + 4 + 9
+    assert len(files) == 1 + 4 + 6
     for path in files:
         text = text_of(path)
         for fact in ("ampatch sweep", "0123abc-dirty", "Some CPU", "0.5 to 1.5"):
@@ -398,12 +400,6 @@ def test_report_wants_a_sweep(tmp_path, capsys):
         assert not (tmp_path / "report.html").exists()
 
 
-def test_what_is_no_sweep_cannot_be_read(tmp_path):
-    for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(FileNotFoundError, match="there are no results of a sweep in this dir"):
-            read_sweep(path)
-
-
 def test_json_and_csv_say_the_same(made):
     directory, results = made
     assert read_results(directory) == results
@@ -420,3 +416,71 @@ def test_json_and_csv_say_the_same(made):
         assert (float(line["speed_low"]), float(line["speed_high"])) == (
             row["speeds"]["low"], row["speeds"]["high"],
         )  # fmt: skip
+
+
+# The table as LaTeX
+
+STRANGE = Case("O2", "float16", settings=(("a_b", "50% & {x} $y$ \\z ~^#|<é>"),))
+
+
+def results_of(directory, *runs):
+    return made_sweep(directory, [made_run(CASES[0], 0), made_run(CASES[0], 1), *runs])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("50% of a_b & #1 {x} $y$", r"50\% of a\_b \& \#1 \{x\} \$y\$"),
+        ("\\z~^", r"\textbackslash{}z\textasciitilde{}\textasciicircum{}"),
+        ("1 ± 2", r"1 $\pm$ 2"),
+    ],
+)
+def test_text_is_shown_as_it_is(text, shown):
+    assert latex(text) == shown
+
+
+def test_the_table_is_whole(tmp_path):
+    results = results_of(tmp_path, made_run(STRANGE), made_run(CASES[1], error="No: <boom>"))
+    text = as_latex(results)
+    code = re.sub(r"(?m)^%.*\n|\\[\\{}&%$#_]", "", text)
+    assert code.count("{") == code.count("}") and code.count("$") % 2 == 0
+    sides = re.search(r"begin\{tabular\}\{@\{\}(\w+)@\{\}\}", text)[1]
+    table = text[text.index(r"\toprule") : text.index(r"\bottomrule")].replace(r"\&", "")
+    lines = [line for line in table.splitlines() if line.endswith(r"\\")]
+    assert len(lines) == 1 + len(results.rows)
+    assert {line.count("&") for line in lines} == {len(sides) - 1}
+    assert r"0.9050 $\pm$ 0.0071" in text and r"2.00x$^{\dagger}$" in text
+    assert "% \N{DAGGER} speed not told apart" in text
+
+
+def test_differences_have_their_mark_in_every_file(tmp_path):
+    runs = [made_run(CASES[1], seed) for seed in (0, 1)]
+    for run in runs:
+        for series in run.measured.metrics.values():
+            series.values[-1] = series.values[-1] / 2
+    results = results_of(tmp_path, *runs)
+    assert [row.outcome for row in results.rows] == ["baseline", "worse"]
+    assert r"$^{\ddagger}$" in as_latex(results) and "differs from O0" in as_latex(results)
+    assert "\N{DOUBLE DAGGER} differs from O0" in as_csv(results)
+    assert "\N{DOUBLE DAGGER}" in as_markdown(results)
+
+
+def test_the_table_has_the_main_columns_only(tmp_path):
+    head = as_latex(results_of(tmp_path)).partition(r"\midrule")[0]
+    assert "last loss" in head and "accuracy" in head
+    assert "first" not in head and "scale" not in head and "status" not in head
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles_without_a_complaint(tmp_path):
+    results_of(tmp_path, made_run(STRANGE), *(made_run(case) for case in CASES[1:]))
+    write_report(tmp_path)
+    (tmp_path / "paper.tex").write_text(
+        r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}"
+        r"\begin{table}\resizebox{\linewidth}{!}{\input{summary.tex}}\end{table}\end{document}"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Overfull" not in done.stdout and "Missing" not in done.stdout

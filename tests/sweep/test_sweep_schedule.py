@@ -16,7 +16,7 @@ from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
-from ampatch.sweep.execution.watching import Reach
+from ampatch.sweep.execution.runner import Reach
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 
@@ -102,11 +102,6 @@ def test_side_by_side_all_rounds_are_short():
     assert [trial.short for trial in planned] == [False] * 6 + [True] * 6
     assert sum(trial.again for trial in planned) == 2
     assert len(set(planned)) == 12
-
-
-def test_a_row_may_have_fewer_seeds_than_others():
-    planned = trials([O0, O1], seeds=3, rounds=1, fewer={O1: 1})
-    assert [(trial.case, trial.seed) for trial in planned] == [(O0, 0), (O1, 0), (O0, 1), (O0, 2)]
 
 
 # The engine of one machine

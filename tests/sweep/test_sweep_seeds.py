@@ -99,20 +99,20 @@ def test_a_constant_beside_a_seed_that_is_passed_on_is_said(constant, tmp_path):
     assert [constant in note for note in said] == [True] * bool(constant)
 
 
-def test_overridden_seeds_are_the_trials(tmp_path):
+def test_overridden_seeds_follow_the_trials(tmp_path):
     plan, _events = swept(tmp_path, CONSTANT, levels=["O0", "O1"], override_seeds=True)
     by_seed = {0: [], 1: []}
     for run, found in zip(plan.runs, printed(plan)):
-        seed = run.trial.seed
-        random.seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = [random.random(), numpy.random.RandomState(seed).rand()]
-        assert found["first"] == [*drawn, torch.rand((), generator=generator).item()]
-        by_seed[seed].append(found)
+        by_seed[run.trial.seed].append(found)
     for seed, (base, row) in by_seed.items():
         assert base == row  # both rows draw the same
+        own = OwnSeeds(seed, override=True).of_trial(42)
+        random.seed(own)
+        generator = torch.Generator().manual_seed(own)
+        drawn = [random.random(), numpy.random.RandomState(own).rand()]
+        assert base["first"] == [*drawn, torch.rand((), generator=generator).item()]
         first, second, again = base["epochs"]
-        assert first == again != second and seed not in (first, second)
+        assert first == again != second
         assert base["workers"][1] == base["workers"][0] + 1  # as a DataLoader seeds them
     (zero, _), (one, _) = by_seed.values()
     assert zero["kept"] == one["kept"]
@@ -122,16 +122,9 @@ def test_overridden_seeds_are_the_trials(tmp_path):
 
 def test_a_seed_may_be_an_array_and_a_number_of_any_kind():
     of_trial = OwnSeeds(5, override=True).of_trial
-    assert of_trial(numpy.array([1, 2])) == of_trial([1, 2]) == 5
-    assert of_trial(numpy.int64(7)) == of_trial(torch.tensor(7)) == of_trial(7) != 5
-
-
-def test_seeds_of_ranks_differ_where_the_script_has_them_differ():
-    ranks = [OwnSeeds(5, override=True, ranked=True).of_trial for _ in range(2)]
-    own = [of_trial(42 + rank) for rank, of_trial in enumerate(ranks)]
-    assert own[0] != own[1]
-    assert [of_trial(42) for of_trial in ranks] == [own[0]] * 2
-    assert OwnSeeds(6, override=True, ranked=True).of_trial(42) != own[0]
+    assert of_trial(numpy.array([1, 2])) == of_trial([1, 2]) != of_trial([1, 3])
+    assert of_trial(numpy.int64(7)) == of_trial(torch.tensor(7)) == of_trial(7)
+    assert of_trial(7) not in (of_trial(8), OwnSeeds(6, override=True).of_trial(7))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from ampatch import native
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Sweep, read_results
 from ampatch.sweep.execution import half_types, runner
-from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.budget import LEAST_STEPS, is_due, short_steps
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.short_runs import LEAST_STEPS, is_due, short_steps
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure import machine
 from ampatch.sweep.measure.record import Measured, Run, Series

@@ -6,15 +6,12 @@ Whatever runs the trials, the figures of accuracy are the same to the bit.
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from sweep_runs import is_alive, wait_until, written
+from sweep_runs import is_alive, started, wait_until, written
 
-import ampatch
 from ampatch.sweep import Sweep, read_runs
 
 with contextlib.suppress(ImportError):
@@ -198,20 +195,7 @@ STUBBORN = """
 
 def start_stubborn(folder, *options):
     """A sweep of a script that ignores SIGTERM, in its own process; and the script's pids."""
-    paths = [str(Path(ampatch.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "ampatch", "sweep", written(folder, STUBBORN), *options]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not as a shell has us
-    try:
-        sweep = subprocess.Popen(
-            [*command, "--out", "out", "--levels", "O0", "--", str(folder)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    sweep = started(folder, STUBBORN, *options, "--levels", "O0", "--", str(folder))
     ranks = 2 if "--nproc-per-node" in options else 1
     wait_until(lambda: len(list(folder.glob("*.pid"))) == ranks)
     return sweep, [int(path.read_text()) for path in folder.glob("*.pid")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 
 import ampatch
 from ampatch.config.opt_levels import properties_for
+from ampatch.config.overrides import named
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
-from ampatch.tune.remedies import Remedy, case, line, possible
+from ampatch.tune.remedies import Remedy, case, line, possible, shortest
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Sample
 
@@ -94,3 +96,39 @@ def test_the_line_to_paste_runs():
         model(torch.ones(1, 2))
     assert seen == {model[0]: torch.float32, model[1]: torch.float16}
     assert ampatch.loss_scale() == 2.0**16
+
+
+# Globs: right, and short where names differ in numbers
+
+LAYERS = [f"encoder.layers.{n}" for n in range(12)]
+PLACES = [
+    *("encoder", "encoder.layers", "decoder", "decoder.norm", "decoder.linear", *LAYERS),
+    *(f"{layer}.{name}" for layer in LAYERS for name in ("norm", "norm.scale", "linear")),
+    *("heads.h[0]", "heads.h0", "heads.h1", "heads.h*", "heads.hot"),
+]
+
+
+@pytest.mark.parametrize(
+    "chosen, globs",
+    (
+        (["decoder.norm", "decoder.linear"], ["decoder.linear", "decoder.norm"]),
+        ([f"{layer}.norm" for layer in LAYERS], ["encoder.layers.*.norm"]),
+        ([f"{layer}.norm" for layer in LAYERS[1:3]], [f"{layer}.norm" for layer in LAYERS[1:3]]),
+        (LAYERS, ["encoder.layers.*"]),
+        (["heads.h0", "heads.h1"], ["heads.h0", "heads.h1"]),  # the glob matches more
+        ([], []),
+    ),
+)
+def test_numbers_are_left_open_where_that_names_no_other(chosen, globs):
+    assert shortest(chosen, PLACES) == globs
+
+
+def test_globs_match_what_was_chosen_and_nothing_outside_it():
+    choose = random.Random(0)
+    for _ in range(200):
+        chosen = choose.sample(PLACES, choose.randint(1, 9))
+        globs = shortest(chosen, PLACES)
+        matched = set().union(*(named(glob, PLACES) for glob in globs))
+        assert matched >= set(chosen)
+        for path in matched:
+            assert any(path == one or path.startswith(f"{one}.") for one in chosen), (chosen, globs)

@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 
 import pytest
+from sweep_made import trained
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.kinds import UNKNOWN
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions
@@ -28,11 +28,7 @@ BY_LUCK = (0.3, 0.1, -0.05, 0.3, 0.3, 0.3)  # losses above O0's: three seeds do 
 
 def run(case, seed, is_good, above):
     first = 0.5 + SPREAD * seed if is_good else math.nan
-    loss = first + above[seed]
-    losses = {"0": Series(list(range(40)), [first] + [loss] * 39, [0.1] * 40)}
-    return Run(
-        Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40, losses=losses)
-    )
+    return trained(Trial(case, seed), [first] + [first + above[seed]] * 39)
 
 
 class Trials:
@@ -199,10 +195,7 @@ def test_a_probe_of_other_options_is_made_anew(tuned):
 
 
 def test_a_script_without_a_loss_is_said_before_the_search(tuned, monkeypatch):
-    nothing = lambda trials, case, seed: Run(  # noqa: E731
-        Trial(case, seed), 0, 1.0, Measured(case.opt_level, skipped=[False] * 40)
-    )
-    monkeypatch.setattr(Trials, "run_of", nothing)
+    monkeypatch.setattr(Trials, "run_of", lambda trials, case, seed: trained(Trial(case, seed)))
     with pytest.raises(TuneError, match="no loss and no metric was recorded at O0.*--metric"):
         tuned(["head"])
 

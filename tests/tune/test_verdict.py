@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from sweep_made import trained
 
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -19,14 +19,11 @@ NOISE = (0.0, 0.004, -0.003, 0.001)
 
 def runs(case, losses, accuracies=None):
     """A good run per seed, with these last losses and accuracies."""
-    made = []
-    for seed, loss in enumerate(losses):
-        measured = Measured(opt_level=case.opt_level, skipped=[False] * 40)
-        measured.losses["0"] = Series(list(range(40)), [1.0] + [loss] * 39, [0.1] * 40)
-        if accuracies is not None:
-            measured.metrics["accuracy"] = Series([40], [accuracies[seed]], [1.0])
-        made.append(Run(Trial(case, seed), 0, 1.0, measured))
-    return made
+    pairs = enumerate(zip(losses, accuracies or [None] * len(losses)))
+    return [
+        trained(Trial(case, seed), [1.0] + [loss] * 39, accuracy=accuracy)
+        for seed, (loss, accuracy) in pairs
+    ]
 
 
 def row(losses, accuracies=None, base=(0.5, 0.52, 0.48, 0.51), others=(), margin="1%"):
@@ -82,6 +79,14 @@ def test_the_reason_names_what_is_worse_and_nothing_of_speed():
     failing = row(near(0.1), accuracies=[0.9, 0.91, 0.89, 0.9])
     failing = dataclasses.replace(failing, verdict="0.17x the speed of O0; " + failing.verdict)
     assert reason(failing).startswith("worse than O0: last loss 0.603 against 0.5025, difference")
+
+
+def test_a_row_that_starts_elsewhere_is_compared_with_nothing():
+    elsewhere = runs(LEVEL, near(0.0))
+    elsewhere[0].measured.losses["0"].values[0] = 3.0
+    every = runs(BASE, (0.5, 0.52, 0.48, 0.51)) + elsewhere
+    with pytest.raises(TuneError, match="it has a first loss 3 against 1 of O0.*--override-seeds"):
+        passes(row_of(LEVEL, every, None, {}))
 
 
 def test_a_failed_row_fails():

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 
 import ampatch
 from ampatch.errors import AmpatchError
+from ampatch.session.facade import map_tensors
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.torch_private.optimizers import forget_unscaling
 
 _SCALER_SETTINGS = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+_HALVES = (torch.float16, torch.bfloat16)
 _PUBLIC = ("init", "initialize", "scale_loss", "step_was_skipped")
 
 
@@ -193,23 +195,10 @@ def put_under_autocast(model: nn.Module, device: str, dtype: torch.dtype) -> Non
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         running.pop().__exit__(None, None, None)
-        return _to_float(output)
+        return map_tensors(output, lambda one: one.float() if one.dtype in _HALVES else one)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
-
-
-def _to_float(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, dict):
-        for key in value:  # in place: it may be a subclass of dict, as in transformers
-            value[key] = _to_float(value[key])
-        return value
-    if isinstance(value, (list, tuple)):
-        items = map(_to_float, value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

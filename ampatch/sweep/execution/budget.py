@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.sweep.execution.short_runs import short_steps
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.figures import OK, status, step_ms
@@ -31,9 +30,31 @@ DEFAULT_MINUTES = 10.0
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
 TESTED = 3  # seeds: with two the test sees only what is enormous
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
-FEWEST_STEPS = 6  # of a timed run: one without a time, one to warm up, and four
+SECONDS = 3.0  # of training, in a short run, which is there for its timing
+LEAST_STEPS = 24  # of a short run, of which a quarter is the warm-up
+FEWEST_STEPS = 6  # where only O0 has a whole run: one without a time, one to warm up, and four
 _USABLE = 0.95  # of the budget; the rest is between the runs
 _HARDLY = 1.1  # of the smallest plan: where a process takes long to start, whole runs cost no more
+
+
+def short_steps(runs: Iterable[Run]) -> int | None:
+    """After how many steps short runs end, by the first whole run of O0 that went well, if any."""
+    for run in runs:
+        if run.case == BASE and not run.trial.short and status(run) == OK:
+            ms = step_ms(run.measured)
+            return max(LEAST_STEPS, math.ceil(SECONDS * 1000 / ms)) if ms else LEAST_STEPS
+    return None
+
+
+def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
+    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0.
+
+    Nor a whole run of a row that has failed in a short one; with `fail_fast`: in any.
+    """
+    needed = (trial.case, BASE) if trial.short else (trial.case,)
+    failed = [run for run in runs if run.case in needed and status(run) != OK]
+    at_once = trial.short or fail_fast
+    return not any((at_once or run.trial.short) and not run.trial.again for run in failed)
 
 
 @dataclass(frozen=True)
@@ -65,12 +86,12 @@ class Facts:
         ]
         if not bases:
             return None
-        trained = [run for run in runs if _steps(run)]
+        trained = [run for run in runs if run.steps]
         return cls(
             spent=sum(run.seconds for run in runs),
             start=min(map(_beside_steps, trained)),
             beside=statistics.mean(map(_beside_steps, bases)),
-            steps=_steps(bases[0]),
+            steps=bases[0].steps,
             short=short_steps(bases) or FEWEST_STEPS,
             step=_means((run.case, _step(run)) for run in trained if _step(run)),
             whole=_means((run.case, run.seconds) for run in runs if not run.trial.short),
@@ -154,17 +175,13 @@ def duration(taken: float) -> str:
     return str(datetime.timedelta(seconds=round(taken)))
 
 
-def _steps(run: Run) -> int:
-    return len(run.measured.skipped) if run.measured else 0
-
-
 def _step(run: Run) -> float:
     """Seconds of a step; 0 where none was timed."""
     return (step_ms(run.measured) or 0.0) / 1000
 
 
 def _beside_steps(run: Run) -> float:
-    return max(0.0, run.seconds - _steps(run) * _step(run))
+    return max(0.0, run.seconds - run.steps * _step(run))
 
 
 def _means(pairs: Iterable[tuple[Case, float]]) -> dict[Case, float]:

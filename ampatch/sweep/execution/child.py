@@ -34,17 +34,15 @@ from ampatch.launch.script import describe
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
 from ampatch.sweep.execution.recognition import Recognition
-from ampatch.sweep.execution.run_files import RunFiles
-from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.execution.runner import Reach, Runner
 from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
-from ampatch.sweep.execution.watching import Reach
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.measure.written_files import WrittenFiles
 from ampatch.sweep.plan import AUTOCAST, counts_its_steps
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 from ampatch.torch_private import late_threads
@@ -66,18 +64,16 @@ def main(argv: Sequence[str]) -> int:
     is_ranked = runner.processes is not None
     rank = ranks.this_rank() if is_ranked else 0
     _end_with_parent(order["guard"], is_ranked)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     watched = _Watched(runner, trial.case, None if rank else files.progress)
     watched.start()
     if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    own_seeds = OwnSeeds(trial.seed, runner.override_seeds, is_ranked)
+    own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
     own_seeds.watch()
-    folder = Path(runner.program.name).parent
-    written = WrittenFiles([Path.cwd(), folder], [runner.directory, runner.directory.parent])
-    record = None if rank else _Record(files.record, watched, own_seeds, written)
+    record = None if rank else _Record(files.record, watched, own_seeds)
     ending = runner.program.run(runner.script_arguments(trial))
     if is_ranked:
         ranks.leave_word(ending.error)
@@ -96,11 +92,8 @@ class _Record:
     log is added: the exit handler of this class comes last, because it was there first.
     """
 
-    def __init__(
-        self, path: Path, watched: _Watched, own_seeds: OwnSeeds, written: WrittenFiles
-    ) -> None:
-        self._path, self._watched = path, watched
-        self._own_seeds, self._written = own_seeds, written
+    def __init__(self, path: Path, watched: _Watched, own_seeds: OwnSeeds) -> None:
+        self._path, self._watched, self._own_seeds = path, watched, own_seeds
         self._error = ""
         self._notices: int | None = None  # those that are in the file
         self._process = os.getpid()
@@ -120,7 +113,6 @@ class _Record:
         measured.own_seed = self._own_seeds.first_call
         measured.autocast_off = self._watched.off.places
         measured.kind = self._watched.kind()
-        measured.files_written = self._written.names()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
@@ -139,12 +131,8 @@ class _Watched:
         self._case, self._script, self._probe = case, runner.kind, runner.probe
         self._progress = progress
         self.off = AutocastOff()
-        marks_output = bool(runner.metrics) and progress is not None
-        self.recorder = Recorder(
-            self._report,
-            steps=None if counts_its_steps(runner.arguments) else runner.steps,
-            output=sys.stdout.fileno() if marks_output else None,
-        )
+        steps = None if counts_its_steps(runner.arguments) else runner.steps
+        self.recorder = Recorder(self._report, steps)
         self._recognition: Recognition | None = None
 
     def kind(self) -> Kind:
@@ -215,10 +203,6 @@ def _measured(recorder: Recorder) -> Measured:
         return recorder.measured()
     except RuntimeError as error:  # a device that has failed returns no more values
         return Measured(error=describe(error))
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:

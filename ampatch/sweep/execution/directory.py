@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.execution.run_files import RunFiles, remove_directory
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.results import (
@@ -31,12 +32,63 @@ from ampatch.sweep.report.results import (
 )
 from ampatch.sweep.trial import Trial
 
+DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # of the script's own directory
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _OURS = (
     *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
     *(f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
     f"{EVENTS}/*.seed*.repeat*",
 )
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What one trial leaves in the directory of runs.
+
+    `directory` is for what the script writes and would find again: empty when the trial begins, in
+    the place of `{trial_dir}` among its arguments, and in the variable `AMPATCH_TRIAL_DIR`.
+    """
+
+    run: Path
+    record: Path  # written by the child, until the run has ended
+    progress: Path
+    log: Path
+    directory: Path
+    ranks: Path  # a directory for torchrun, until the run has ended
+
+    @classmethod
+    def of(cls, directory: Path, trial: Trial) -> RunFiles:
+        endings = ("json", "record", "progress", "log", "dir", "ranks")
+        return cls(*(directory / f"{trial.file_stem}.{ending}" for ending in endings))
+
+    def remove(self) -> None:
+        """Delete what an earlier run of this trial left."""
+        self.run.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
+        remove_directory(self.directory)
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Delete what is there while the trial runs."""
+        self.record.unlink(missing_ok=True)
+        self.progress.unlink(missing_ok=True)
+        remove_directory(self.ranks)
+
+    @contextlib.contextmanager
+    def own_directory(self) -> Iterator[None]:
+        """The script's directory; removed at the end of the block if nothing was written."""
+        self.directory.mkdir(parents=True)
+        try:
+            yield
+        finally:
+            if self.directory.is_dir() and not any(self.directory.iterdir()):
+                self.directory.rmdir()
+
+
+def remove_directory(path: Path) -> None:
+    """Delete the directory and what is in it, if it is there."""
+    if path.exists():
+        shutil.rmtree(path)
 
 
 def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:
@@ -90,7 +142,10 @@ class Directory:
         for trial in trials if self.earlier else ():
             data = read_json(RunFiles.of(self.runs, trial).run)
             run = None if data is None else Run.from_json(data)
-            if run is not None and not (run.ended_by and _longer(timeout, run.timeout)):
+            if run is None:
+                continue
+            is_longer = run.timeout is not None and (timeout is None or timeout > run.timeout)
+            if not (run.ended_by and is_longer):
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
     def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
@@ -148,10 +203,6 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"cannot be written: {error.strerror}. Choose another directory with --out"
         raise OSError(error.errno, reason, str(path)) from None
-
-
-def _longer(timeout: float | None, before: float | None) -> bool:
-    return before is not None and (timeout is None or timeout > before)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
+from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import brief, status
 from ampatch.sweep.trial import BASE
 
 LAST_LINES = 12  # of the output, shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
-_OWN_DIRECTORY = (
-    " Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
-    "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
-)
 _MAY_RESUME = (
-    " It may go on from a file that was there before, such as a checkpoint." + _OWN_DIRECTORY
+    " It may go on from a file that was there before, such as a checkpoint of an earlier trial. "
+    "Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
+    "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
 )
 _UNKNOWN = (
     " What kind of script it is shows in a run at O0: add O0 to --levels. If an option of the "
@@ -33,27 +31,20 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     said = status(run)
     if run.case == BASE and LATE in said:
         return f"{script}: {said}"
-    if steps_of(run) or run.ended_by:
+    if run.steps or run.ended_by:
         return ""
     if said.startswith("no training"):
-        why = _no_integration(script, earlier, run) or _resumed(script, earlier, run)
-        return why or f"{script}: {said} ({run.trial.label}).{_hint(run)}"
-    if run.case == BASE and not any(map(steps_of, earlier)) and not lacks_memory(said):
+        kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
+        if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
+            return _no_integration(script, kind)
+        return f"{script}: {said} ({run.trial.label}).{_hint(run, kind)}"
+    if run.case == BASE and not any(one.steps for one in earlier) and not lacks_memory(said):
         when = "in" if run.measured is None else "before its first step in"
         return f"{script}: {said}, {when} {run.trial.label}.\n{last_lines(log)}"
     return ""
 
 
-def steps_of(run: Run) -> int:
-    """How many optimizer steps a run took."""
-    return len(run.measured.skipped) if run.measured else 0
-
-
-def _no_integration(script: str, earlier: Sequence[Run], run: Run) -> str:
-    """The reason, if ampatch's integration has not come into the framework that trains."""
-    kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
-    if kind.name != FRAMEWORK or run.measured is None or run.measured.opt_level is not None:
-        return ""
+def _no_integration(script: str, kind: Kind) -> str:
     return (
         f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not put "
         "ampatch into it: the script does not make it in one place. Write these lines into it; opt "
@@ -61,27 +52,12 @@ def _no_integration(script: str, earlier: Sequence[Run], run: Run) -> str:
     )
 
 
-def _resumed(script: str, earlier: Sequence[Run], run: Run) -> str:
-    """The reason, if the script trained in an earlier trial and called `initialize` in this."""
-    trained = next((one for one in earlier if steps_of(one)), None)
-    if trained is None or run.measured is None or _went_without(trained, run.measured):
-        return ""
-    return (
-        f"{script} took no step in {run.trial.label}, though it took {steps_of(trained)} in "
-        f"{trained.trial.label}: it seems to go on from a file that an earlier trial wrote, such "
-        f"as a checkpoint.{_OWN_DIRECTORY}"
-    )
-
-
-def _went_without(trained: Run, measured: Measured) -> bool:
-    """Whether `initialize` is missing, which the script called in another trial."""
-    return measured.opt_level is None and not (trained.measured or measured).kind.is_foreign
-
-
-def _hint(run: Run) -> str:
+def _hint(run: Run, kind: Kind) -> str:
+    """Why a run of a script of this kind may have taken no step."""
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
-    return _UNKNOWN if run.measured.opt_level is None and run.case != BASE else _MAY_RESUME
+    is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.is_foreign)
+    return _UNKNOWN if is_unknown else _MAY_RESUME
 
 
 def lacks_memory(said: str) -> bool:

@@ -19,7 +19,7 @@ from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
 _PASS_ON = (
-    "--override-seeds gives the script's calls the trial's seed; or pass it on by -- --seed "
+    "--override-seeds makes the script's seeds depend on the trial's; or pass that on by -- --seed "
     "{seed}, or have the script read AMPATCH_SEED"
 )
 
@@ -29,7 +29,7 @@ def script_notes(
 ) -> dict[str, str]:
     """What the script does that a sweep has to tell, by what it is about; what matters first."""
     notes = {
-        "starts": starts_note(script, other_starts(runs), runs),
+        "starts": starts_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
@@ -80,11 +80,6 @@ def tune_note(
         f"{row.name} does not train as O0 does. Which modules need FP32, if any, says: ampatch "
         f"tune {shlex.join([*program, *level, *given])}"
     )
-
-
-def facts(kind: Kind) -> dict[str, str]:
-    """What the script is."""
-    return {"script": kind.in_words()} if kind else {}
 
 
 def baseline_trouble(script: str, kind: Kind) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
+from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.directory import Directory
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.short_runs import is_due
-from ampatch.sweep.measure import provenance
-from ampatch.sweep.measure.machine import versions
+from ampatch.sweep.measure import machine
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.provenance import machine_state
@@ -41,10 +40,10 @@ class Outcome:
         if held.earlier is None:
             now = datetime.datetime.now(datetime.timezone.utc)
             self._started = now.isoformat(timespec="seconds")
-            self._provenance = provenance.begun(program.file())
+            self._provenance = machine.begun(program.file())
         else:
             self._started = held.earlier.started
-            self._provenance = provenance.resumed(program.file(), held.earlier.provenance)
+            self._provenance = machine.resumed(program.file(), held.earlier.provenance)
 
     def add(self, run: Run) -> list[str]:
         """Add a run and write the files; returns what it makes known of the script."""
@@ -55,11 +54,9 @@ class Outcome:
         return [note for about, note in self._script_notes().items() if about not in known]
 
     def write(self) -> None:
-        """Write the files that show the results so far."""
         write_files(self._held.path, self.results())
 
     def results(self) -> Results:
-        """All results so far."""
         runs, options, plan = self.runs, self._options, self._plan
         rows = summarize(runs, options.judge, options.better, self._margin)
         done = {run.trial for run in runs}
@@ -77,13 +74,16 @@ class Outcome:
                 trial in done or is_due(trial, runs, options.fail_fast) for trial in plan.trials
             ),
             settings=self._held.settings,
-            versions=versions(),
-            machine={**notes.facts(plan.kind), **machine_state(runs)},
+            versions=machine.versions(),
+            machine={
+                **({"script": plan.kind.in_words()} if plan.kind else {}),
+                **machine_state(runs),
+            },
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, plan.kind),
             notes=[note for note in said if note],
-            provenance={**self._provenance, **provenance.devices(runs)},
+            provenance={**self._provenance, **machine.devices(runs)},
             plan=plan.made_of(),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,18 +25,11 @@ from ampatch.session.facade import PatchSet
 from ampatch.sweep.measure.recorder import Recorder
 
 
-class _Steps:
-    """Passes ampatch's notices on, but not those of losses, which `PlainTraining` reports."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.on_step, self.on_scale = recorder.on_step, recorder.on_scale
-        self.on_metrics = recorder.on_metrics
-
-
 def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
-    """Report a script that `ampatch.auto` trains, from before its losses are scaled."""
+    """Report a script that `ampatch.auto` trains: its losses from before they are scaled."""
     PlainTraining(recorder, "").watch_losses()
-    ampatch.observe(_Steps(recorder))
+    but_losses = ("on_step", "on_scale", "on_metrics")
+    ampatch.observe(SimpleNamespace(**{name: getattr(recorder, name) for name in but_losses}))
     recorder.on_initialize(properties_for(asked["opt_level"], asked["dtype"]))
 
 

@@ -21,9 +21,9 @@ from ampatch.sweep.execution.budget import (
     fitting,
     in_words,
     plans,
+    short_steps,
 )
 from ampatch.sweep.execution.half_types import measured
-from ampatch.sweep.execution.short_runs import short_steps
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
@@ -108,7 +108,6 @@ class Plan:
         return min(filter(None, (self._options.steps, few)), default=None)
 
     def is_over(self, taken: float) -> bool:
-        """Whether so many seconds are more than the sweep may take."""
         return self._minutes is not None and taken > 60 * self._minutes
 
     def recognize(self, kind: Kind) -> bool:
@@ -124,11 +123,9 @@ class Plan:
         return True
 
     def place_of(self, trial: Trial) -> int:
-        """Where a trial stands in the order of the plan."""
         return self._order[trial]
 
     def left(self, begun: Collection[Trial]) -> list[Trial]:
-        """The trials that have not begun."""
         return [trial for trial in self.trials if trial not in begun]
 
     def by_turn(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Progress(Protocol):
@@ -21,7 +18,7 @@ class Progress(Protocol):
     A display derives from it and overrides what it shows; by default nothing is shown.
     """
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -104,7 +101,6 @@ class Lines(Progress):
 
 def outcome(run: Run) -> str:
     """How a run went, in one line and without details: `ok, 230 steps of 4.1 ms in 3.2 s`."""
-    steps = len(run.measured.skipped) if run.measured else 0
     ms = step_ms(run.measured)
     each = f" of {ms:.2f} ms" if ms is not None else ""
-    return f"{brief(status(run))}, {steps} steps{each} in {run.seconds:.1f} s"
+    return f"{brief(status(run))}, {run.steps} steps{each} in {run.seconds:.1f} s"

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from ampatch.sweep.execution.run_files import RunFiles
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.record import Measured
 
@@ -77,7 +77,6 @@ def _first_error(files: RunFiles) -> str:
 
 
 def this_rank() -> int:
-    """The rank of this process, which torchrun has started."""
     return int(os.environ["RANK"])
 
 

@@ -51,7 +51,8 @@ class Recognition:
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):
             self._name = AMPATCH
-            self._framework = _integration(sys._getframe())
+            modules = {name: [one.integration] for name, one in FRAMEWORKS.items()}
+            self._framework = _running(sys._getframe(), modules)
             self._plain.stop()
             return
         raise AmpatchError(
@@ -60,23 +61,13 @@ class Recognition:
         )
 
     def _first_step(self, optimizer: Any) -> None:
-        self._framework = _framework(sys._getframe())
+        modules = {name: one.modules for name, one in FRAMEWORKS.items()}
+        self._framework = _running(sys._getframe(), modules)
         has_integration = self._framework and FRAMEWORKS[self._framework].integration
         self._name = FRAMEWORK if has_integration else NO_AMP
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights}
         self._half_weights = tuple(sorted(dtypes & {"bfloat16", "float16"}))
-
-
-def _framework(frame: FrameType) -> str:
-    """The framework of which a function is running, or ""."""
-    return _running(frame, {name: one.modules for name, one in FRAMEWORKS.items()})
-
-
-def _integration(frame: FrameType) -> str:
-    """The framework whose integration of ampatch is running, or ""."""
-    integrations = {name: (one.integration,) for name, one in FRAMEWORKS.items() if one.integration}
-    return _running(frame, integrations)
 
 
 def _running(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
@@ -86,7 +77,7 @@ def _running(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> s
         running.append(f"{frame.f_globals.get('__name__', '')}.")
         frame = frame.f_back
     for name, listed in modules.items():
-        prefixes = tuple(f"{module}." for module in listed)
+        prefixes = tuple(f"{module}." for module in listed if module)
         if any(module.startswith(prefixes) for module in running):
             return name
     return ""

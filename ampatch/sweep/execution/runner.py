@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,8 @@ from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution import ranks
+from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.place import Place
-from ampatch.sweep.execution.run_files import DIRECTORY_VARIABLE, RunFiles
-from ampatch.sweep.execution.watching import Reach, Watch
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
@@ -31,6 +31,42 @@ from ampatch.sweep.trial import Trial
 
 POLL = 0.1  # seconds between two looks at the child
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a trial has come: optimizer steps, the latest loss, and the kind of its script."""
+
+    steps: int
+    loss: float | None = None
+    kind: Kind = UNKNOWN
+
+
+class Cancelled(Exception):
+    """The trial was ended because nobody wants its result any more."""
+
+
+class Watch:
+    """Handed to `Runner.run`: `reached(reach)` hears of progress; the events end the trial.
+
+    `cancelled` lets the script end by itself within a time of grace, `killed` does not; both
+    may be set from another thread.
+    """
+
+    def __init__(self, reached: Callable[[Reach], None]) -> None:
+        self._reached = reached
+        self._last: Reach | None = None
+        self.cancelled, self.killed = threading.Event(), threading.Event()
+
+    def look(self, progress: Path) -> None:
+        """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
+        if self.cancelled.is_set():
+            raise Cancelled
+        found = read_json(progress)
+        reach = None if found is None else restored(Reach, found)
+        if reach not in (None, self._last):
+            self._last = reach
+            self._reached(reach)
 
 
 @dataclass(frozen=True)
@@ -44,7 +80,7 @@ class Runner:
     metrics: Mapping[str, str] | None = None  # regular expressions over its output
     timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # of the script
-    override_seeds: bool = False  # the script's own seeds become those of the trial
+    override_seeds: bool = False  # the script's own seeds depend on the trial's
     processes: int | None = None  # that torchrun starts for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
 
@@ -84,7 +120,7 @@ class Runner:
         if data is None:
             return None
         measured = restored(Measured, data)
-        measured.metrics.update(read_metrics(files.log, self.metrics or {}, measured))
+        measured.metrics.update(read_metrics(files.log, self.metrics or {}))
         return measured
 
     @contextmanager
@@ -140,13 +176,10 @@ def _watch(
 ) -> bool:
     """Wait for the child and show its progress; False if it ran into the timeout."""
     while child.poll() is None:
-        watch.check()
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        reached = read_json(files.progress)
-        if reached is not None:
-            watch.reached(restored(Reach, reached))
+        watch.look(files.progress)
     return True
 
 

@@ -8,23 +8,15 @@ import time
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
-from ampatch.sweep.execution.directory import Directory
+from ampatch.sweep.execution.budget import is_due
+from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
-from ampatch.sweep.execution.engines.protocol import (
-    Ended,
-    Engine,
-    Event,
-    Lost,
-    Reached,
-    Started,
-)
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.execution.run_files import RunFiles
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.short_runs import is_due
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
@@ -73,17 +65,16 @@ class Course:
                     shown.said(f"{self._program} {self._plan.kind.in_words()}.")
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
-                self._planned_anew(schedule, shown)
+                if (
+                    self._plan.has_budget
+                ):  # then nothing else has been submitted, and waits to start
+                    schedule.plan(*self._by_turn())
+                    self._outcome.write()
+                if self._plan.in_words():
+                    shown.said(self._plan.in_words())
         if self._lost:
             labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
-
-    def _planned_anew(self, schedule: Schedule, shown: Progress) -> None:
-        if self._plan.has_budget:  # then nothing else has been submitted, and waits to start
-            schedule.plan(*self._by_turn())
-            self._outcome.write()
-        if self._plan.in_words():
-            shown.said(self._plan.in_words())
 
     def _by_turn(self) -> tuple[list[Trial], list[Trial]]:
         base_has_run = any(run.case == BASE for run in self._outcome.runs)

@@ -1,13 +1,9 @@
 """Seeds in the child: those that the sweep sets, and those that the script sets itself.
 
 The sweep seeds torch, `random` and numpy before the script starts.  A script that seeds itself with
-a constant undoes that.  `OwnSeeds` notes the first such call, and on request replaces seeds by ones
-of the trial:
-
-* the first seed that the script gives becomes the trial's seed, wherever it is given;
-* any other becomes a number made of it and of the trial's seed, so that seeds that differ in
-  the script (an epoch's) still differ.  Of several ranks each may give another seed first, so
-  there every seed becomes such a number: ranks that differ still differ, and equal ones agree.
+a constant undoes that.  `OwnSeeds` notes the first such call, and on request replaces each seed by
+a number made of it and of the trial's seed: seeds that differ in the script (an epoch's, a rank's)
+still differ.
 
 Generators (`torch.Generator`, `numpy.random.default_rng`) keep their seeds: fixed splits and
 made-up data come from them.  Workers of a DataLoader seed themselves from this process.
@@ -54,14 +50,12 @@ class OwnSeeds:
     `torch.manual_seed(42) at train.py:8`.
     """
 
-    def __init__(self, seed: int, override: bool, ranked: bool = False) -> None:
+    def __init__(self, seed: int, override: bool) -> None:
         self.first_call = ""
-        self._seed, self._override, self._ranked = seed, override, ranked
-        self._first: Any = None  # the first seed that the script gave
+        self._seed, self._override = seed, override
         self._process, self._is_inside = os.getpid(), False
 
     def watch(self) -> None:
-        """Replace the functions that seed."""
         for name, modules in {**_GLOBAL, **seeding_functions()}.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 attribute = name.rpartition(".")[2]
@@ -94,9 +88,5 @@ class OwnSeeds:
     def of_trial(self, given: Any) -> int:
         """The seed of this trial in the place of `given`, a number, an array or a text."""
         given = given.tolist() if hasattr(given, "tolist") else given
-        if self._first is None and not self._ranked:
-            self._first = given
-        if self._first is not None and given == self._first:
-            return self._seed
         digest = hashlib.sha256(f"{self._seed} {given!r}".encode()).digest()
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits

@@ -1,9 +1,13 @@
-"""The software and the machine that a sweep ran on, for its report."""
+"""Where figures come from: software, machine, command line, the script's repository."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,12 @@ import torch
 
 from ampatch import native
 from ampatch._version import __version__
-from ampatch.torch_private import devices
+from ampatch.sweep.measure.record import Run
+from ampatch.torch_private.devices import built_for
 
 _CPUINFO = Path("/proc/cpuinfo")
+_SECONDS = 20  # for one call of git
+_OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # of another repository
 
 
 def versions() -> dict[str, str]:
@@ -21,7 +28,7 @@ def versions() -> dict[str, str]:
     known = {
         "ampatch": __version__,
         "torch": torch.__version__,
-        **devices.built_for(),
+        **built_for(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",
@@ -59,3 +66,53 @@ def _cpu() -> str:
             if name.strip() == "model name" and value.strip():
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def begun(script: Path) -> dict[str, str]:
+    """What is known of a sweep of `script` before its first run."""
+    return {"command": command_line(sys.orig_argv), "git": repository(script)}
+
+
+def resumed(script: Path, earlier: dict[str, str]) -> dict[str, str]:
+    """The same of a sweep that goes on; what differs now stands beside it."""
+    now = {name: value for name, value in begun(script).items() if earlier.get(name) != value}
+    return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}
+
+
+def devices(runs: Iterable[Run]) -> dict[str, str]:
+    """What the runs ran on; empty before the first."""
+    names = dict.fromkeys(run.measured.device for run in runs if run.measured)
+    named = ", ".join(filter(None, names))
+    return {"device": named} if named else {}
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as it can be typed again, without the folders of programs."""
+    program, *rest = words
+    if rest and Path(rest[0]).name == "ampatch":  # an installed command: python path/ampatch
+        program, *rest = rest
+    return shlex.join([Path(program).name, *rest])
+
+
+def repository(script: Path) -> str:
+    """The commit of the script's repository, with `-dirty` where files differ from it."""
+    folder = script.resolve().parent
+    commit = _git(folder, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")
+    if commit is None:
+        return "no commit: the script is in no git repository, or git cannot read it"
+    if _git(folder, "ls-files", "--error-unmatch", "--", script.name) is None:
+        return f"{commit}, without {script.name}, which is in no commit"
+    return commit
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints; None if it fails or is missing."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            env=environment, capture_output=True, text=True, timeout=_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

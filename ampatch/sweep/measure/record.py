@@ -26,8 +26,9 @@ OTHER_FORMAT = (
 class Series:
     """Values in the order they came.
 
-    `steps[i]` is how many optimizer steps had been taken before `values[i]`;
-    `seconds[i]`, where there is one, the host's clock since the script started.
+    `steps[i]` is how many optimizer steps had been taken before `values[i]`, of numbers in the
+    output how many were before it; `seconds[i]`, where there is one, the host's clock since the
+    script started.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -48,7 +49,6 @@ class Measured:
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
     loss_scale: float | None = None  # of loss 0, at the end
-    output_marks: list[tuple[int, int]] = field(default_factory=list)  # (step, bytes of output)
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None
     memory_kind: str = "resident"  # or "device"
@@ -58,7 +58,6 @@ class Measured:
     own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
     kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
-    files_written: list[str] = field(default_factory=list)  # into the working directory
 
 
 @dataclass
@@ -78,6 +77,11 @@ class Run:
     @property
     def case(self) -> Case:
         return self.trial.case
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps were taken or skipped."""
+        return len(self.measured.skipped) if self.measured else 0
 
     def to_json(self) -> dict[str, Any]:
         fields = dict(vars(self))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,20 +25,14 @@ class Recorder:
     """Collects a `Measured` from ampatch's notices; an observer for `ampatch.observe`.
 
     `report(steps, loss)` is called about twice a second, to show progress.  The script is
-    ended after `steps` steps of one optimizer.  `output` is a file descriptor; its position
-    says how many bytes the script had printed at each step.
+    ended after `steps` steps of one optimizer.
     """
 
     def __init__(
-        self,
-        report: Callable[[int, float | None], None],
-        *,
-        steps: int | None = None,
-        output: int | None = None,
+        self, report: Callable[[int, float | None], None], steps: int | None = None
     ) -> None:
         self._report = report
         self._steps = steps
-        self._output = output
         self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
@@ -54,7 +46,6 @@ class Recorder:
         self._losses: dict[str, Track] = defaultdict(Track)
         self._metrics: dict[str, Track] = defaultdict(Track)
         self._scales: dict[str, Track] = defaultdict(Track)
-        self._marks: list[tuple[int, int]] = []
         self._loss_scale: float | None = None
         self._device: torch.device | None = None
         self._in_use: Any = None  # the last optimizer: while it is referenced, its session stays
@@ -83,7 +74,6 @@ class Recorder:
         self._skipped.add(skipped)
         if is_owned_by_host(device):  # reading it elsewhere waits for the device
             self._loss_scale = self._present_scale()
-        self._mark_output()
         self._show_progress()
         # None again where the script goes on, because it catches every exception.
         self._stopped_at = self._steps if steps == self._steps else None
@@ -102,7 +92,7 @@ class Recorder:
         memory_bytes, memory_kind = peak_memory()
         name, properties = self._engine or (
             getattr(self._properties, "opt_level", None),
-            _as_text(self._properties),
+            vars(self._properties) if self._properties else {},
         )
         return Measured(
             opt_level=name,
@@ -112,8 +102,7 @@ class Recorder:
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
-            loss_scale=self._final_loss_scale(),
-            output_marks=self._marks,
+            loss_scale=self._loss_scale if (scale := self._present_scale()) is None else scale,
             device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
@@ -121,24 +110,11 @@ class Recorder:
             machine={**self._machine, **load("load_at_end")},
         )
 
-    def _final_loss_scale(self) -> float | None:
-        """The present scale; after `deactivate` the last one seen, if any."""
-        present = self._present_scale()
-        return self._loss_scale if present is None else present
-
     def _present_scale(self) -> float | None:
         try:
             return ampatch.loss_scale()
         except AmpatchError:  # no session is open
             return None
-
-    def _mark_output(self) -> None:
-        """Note how much has been printed, to find later the step of a line."""
-        if self._output is None:
-            return
-        size = os.lseek(self._output, 0, os.SEEK_CUR)
-        if not self._marks or self._marks[-1][1] != size:
-            self._marks.append((self._count, size))
 
     def _show_progress(self) -> None:
         now = time.monotonic()
@@ -153,11 +129,3 @@ def _device_of(optimizer: Any) -> torch.device:
         for parameter in group["params"]:
             return parameter.device
     return torch.device("cpu")
-
-
-def _as_text(properties: Any) -> dict[str, str]:
-    """The fields of `initialize`'s properties, for the file."""
-    if properties is None:
-        return {}
-    fields = dataclasses.fields(properties)
-    return {field.name: str(getattr(properties, field.name)) for field in fields}

@@ -38,7 +38,8 @@ def step_times(measured: Measured | None, first: int | None = None) -> Spread | 
 
 def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
     """The median CPU time of a step in milliseconds; None where the device is no CPU."""
-    return _median_ms([] if measured is None else measured.cpu_seconds[:first])
+    timed = _timed([] if measured is None else measured.cpu_seconds[:first])
+    return statistics.median(timed) * 1000 if timed else None
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
@@ -59,11 +60,6 @@ def _timed(seconds: Sequence[float | None]) -> list[float]:
     """Those that count: after the warm-up and not after a pause."""
     there = [value for value in seconds if value is not None]
     return there[min(WARM_UP, len(there) // 4) :]
-
-
-def _median_ms(seconds: Sequence[float | None]) -> float | None:
-    timed = _timed(seconds)
-    return statistics.median(timed) * 1000 if timed else None
 
 
 def step_ms(measured: Measured | None, first: int | None = None) -> float | None:
@@ -93,8 +89,10 @@ def status(run: Run) -> str:
     if run.ended_by:
         return run.ended_by
     measured = run.measured
+    if measured is None and run.exit_code < 0:
+        return _killed(run.exit_code)
     if measured is None:
-        return _without_record(run.exit_code)
+        return f"no record: ended with code {run.exit_code}, as by os._exit; sys.exit leaves one"
     if measured.error:
         return f"crashed: {measured.error}"
     if run.exit_code < 0:
@@ -143,12 +141,6 @@ def _trailing(losses: Series) -> list[tuple[int, float]]:
     """The non-finite losses at the end, after the last finite one."""
     every = reversed(list(zip(losses.steps, losses.values)))
     return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))
-
-
-def _without_record(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"no record: ended with code {exit_code}, as by os._exit; sys.exit leaves one"
-    return _killed(exit_code)
 
 
 def _killed(exit_code: int) -> str:

@@ -69,13 +69,6 @@ def direction(name: str) -> str:
     return "lower" if _LOWER & set(re.split(r"[^a-z]+", name.lower())) else "higher"
 
 
-def outcome_of(is_base: bool, failed: bool) -> str:
-    """The outcome of a row that has not been compared."""
-    if failed:
-        return "failed"
-    return "baseline" if is_base else "untested"
-
-
 def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     """The row with its comparisons, its outcome, and its verdict in words."""
     outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome
@@ -164,11 +157,6 @@ def difference_text(one: Comparison) -> str:
     if not one.scatter:
         return f"{one.difference:+.2g} with each seed" if one.difference else "0 with each seed"
     return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
-
-
-def never_varies(one: Comparison) -> bool:
-    """Whether both have one value with every seed."""
-    return not one.sd and not one.base_sd
 
 
 def _sd(values: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""The pictures of a sweep: the loss by step and by time, and the speed.
+"""The pictures of a sweep: the loss by step, and the speed.
 
 A row has the same colour in every picture.  Colours are opt levels, chosen for colour-blind
 readers (Okabe and Ito, "Color Universal Design", 2008, without yellow, which is hard to see on
@@ -12,15 +12,15 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report import curves
+from ampatch.sweep.report import provenance
+from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
-from ampatch.sweep.report.provenance import sentence
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
@@ -32,6 +32,7 @@ FORMATS = ("svg", "pdf", "png")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars
+POINTS = 40  # of a line: a long series is averaged in up to so many blocks, then over the seeds
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -82,13 +83,12 @@ def available() -> bool:
 
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
     """Those for which there is something to draw.  Needs matplotlib and pandas."""
-    losses = curves.losses(runs)
-    made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
-    return [picture for picture in made if picture is not None]
+    losses = losses_of(runs)
+    return [made for made in (_by_step(results, losses), _speed(results)) if made is not None]
 
 
 def _by_step(results: Results, found: DataFrame) -> Picture | None:
-    lines, apart = curves.lines(found), curves.lines(curves.differences(found))
+    lines, apart = lines_of(found), lines_of(differences(found))
     if not lines:
         return None
 
@@ -104,20 +104,9 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
         if has_others
         else "."
     )
-    heights = [_height(lines), *([1.5] if has_others else [])]
+    with_legend = 2.7 + 0.19 * math.ceil(len(lines) / 2)
+    heights = [with_legend, *([1.5] if has_others else [])]
     return _picture("loss-by-step", caption, results, heights, draw)
-
-
-def _by_time(results: Results, found: DataFrame) -> Picture | None:
-    lines = curves.lines(found, "seconds")
-    if len(lines) < 2:  # one line is the same by step
-        return None
-
-    def draw(panels: list[Any]) -> None:
-        _draw_lines(panels[0], results, lines, "training loss")
-        panels[0].set_xlabel("time since the first loss (s)")
-
-    return _picture("loss-by-time", "Training loss by time.", results, [_height(lines)], draw)
 
 
 def _speed(results: Results) -> Picture | None:
@@ -156,7 +145,7 @@ def _picture(
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once, for all formats
-        about = f"{caption} {sentence(results)}"
+        about = f"{caption} {'; '.join(provenance.lines(results))}"
         described = {
             "svg": {"Title": caption, "Description": about, "Date": None},
             "pdf": {"Title": caption, "Subject": about, "CreationDate": None},
@@ -171,8 +160,10 @@ def _picture(
 
 def _draw_lines(axes: Any, results: Results, lines: dict[str, DataFrame], title: str) -> None:
     drawn = [row for row in results.rows if row.label in lines]
-    for row, width in zip(drawn, _widths(len(drawn))):
+    for number, row in enumerate(drawn):
         line, look = lines[row.label], _look(results, row)
+        # Each line is thinner than the one before, so that equal lines are all visible.
+        width = 2.9 - 1.9 * number / max(1, len(drawn) - 1)
         axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **look)
         if row.seeds > 1:
             band = {"color": look["color"], "alpha": 0.1, "lw": 0}
@@ -236,11 +227,50 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
     return {"color": colours[row.opt_level], "linestyle": dashes}
 
 
-def _widths(count: int) -> list[float]:
-    """Each line thinner than the one before, so that equal lines are all visible."""
-    return [2.9 - 1.9 * number / max(1, count - 1) for number in range(count)]
+# The lines, as data frames of pandas: one per row, of all its seeds
 
 
-def _height(lines: dict[str, Any]) -> float:
-    """Inches for one panel and the legend."""
-    return 2.7 + 0.19 * math.ceil(len(lines) / 2)
+def losses_of(runs: Iterable[Run]) -> DataFrame:
+    """A line for each loss of whole runs, `n` its place in the run.  One not finite is NaN."""
+    import pandas
+
+    parts = []
+    for run in runs:
+        series = main_losses(run.measured)
+        if run.trial.short or not series.values:
+            continue
+        part = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
+        parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
+    columns = ["row", "seed", "n", "step", "loss"]
+    found = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
+    return found.replace([math.inf, -math.inf], math.nan)[columns]
+
+
+def differences(found: DataFrame) -> DataFrame:
+    """`losses_of` less O0's at the same step of the same seed; O0's own seeds less their mean.
+
+    In percent of O0's.  Without O0 there are none, and without a second seed none of O0's own.
+    """
+    at = ["seed", "n", "step"]
+    base = found[found.row == BASE.label]
+    both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    own = both.row == BASE.label
+    both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
+    reference = both.reference.abs().replace(0, math.nan)
+    both = both.assign(loss=100 * (both.loss - both.reference) / reference)
+    return both if base.seed.nunique() > 1 else both[~own]
+
+
+def lines_of(found: DataFrame) -> dict[str, DataFrame]:
+    """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
+
+    Rows without a number are left out.
+    """
+    size = max(1, math.ceil((found.n.max() + 1) / POINTS)) if len(found) else 1
+    seeds = found.groupby(["row", "seed", found.n // size])[["step", "loss"]].mean()
+    rows = seeds.groupby(level=["row", "n"], sort=False)
+    y = rows["loss"]
+    line = rows[["step"]].mean().set_axis(["x"], axis=1)
+    line = line.assign(y=y.mean(), low=y.min(), high=y.max())
+    of_rows = {label: part.droplevel("row") for label, part in line.groupby(level="row")}
+    return {label: part for label, part in of_rows.items() if part.y.notna().any()}

@@ -32,7 +32,6 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def called(results: Results) -> str:
-    """The script with its arguments."""
     return shlex.join([*split_script(results.script), *results.arguments])
 
 
@@ -50,16 +49,6 @@ def title(results: Results) -> str:
 def lines(results: Results) -> list[str]:
     """A line for each fact, for comments."""
     return [f"{name}: {value}" for name, value in facts(results).items()]
-
-
-def sentence(results: Results) -> str:
-    """One line that suits the metadata of a picture."""
-    return "; ".join(lines(results))
-
-
-def columns(results: Results) -> dict[str, str]:
-    """The facts under names that suit the head of a CSV file."""
-    return {name.replace(",", "").replace(" ", "_"): text for name, text in facts(results).items()}
 
 
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:

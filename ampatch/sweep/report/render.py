@@ -1,7 +1,7 @@
 """The page, the pictures and the tables of a sweep, from what lies in its directory.
 
     DIR/report.html              all of it on one page, the pictures inside
-    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed
+    DIR/plots/NAME.svg .pdf .png loss-by-step, speed
 
 They are made when a sweep has ended, and by `ampatch report` from the stored results.  The page has
 no script and needs no other file; how it looks: `templates/page.html.j2`.
@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
-from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
 from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import write_tables
+from ampatch.sweep.report.summary_files import filled, write_tables
 from ampatch.sweep.report.table import Table, by_row, columns, notes
 
 

@@ -154,7 +154,7 @@ class Results:
     done: int = 0  # runs that have ended
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
-    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/provenance.py`
+    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
     plan: dict[str, Any] = field(default_factory=dict)  # what it is made of; a resumed one goes on
     format: int = FORMAT
 

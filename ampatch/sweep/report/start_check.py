@@ -20,8 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Case
@@ -33,56 +32,35 @@ FP32 = 2**-15
 EARLY = 20  # losses from which it is seen how far they differ from step to step
 
 
-@dataclass(frozen=True)
-class Start:
-    """A run whose first loss is not that of the first run with its seed."""
+def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    """The runs that began elsewhere than the first run with their seed, of O0 if there is one.
 
-    run: Run
-    loss: float
-    expected_by: Run
-    expected: float
-
-    def in_words(self) -> str:
-        """What differs: `first loss 0.41 against 2.31 of O0 with seed 0`."""
-        other = self.expected_by.case.label
-        of = "its first run" if self.run.case == self.expected_by.case else other
-        seed = self.run.trial.seed
-        return f"first loss {self.loss:.4g} against {self.expected:.4g} of {of} with seed {seed}"
-
-
-def other_starts(runs: Sequence[Run]) -> list[Start]:
-    """The runs that began elsewhere than the first run with their seed, of O0 if there is one."""
+    With each what differs: `first loss 0.41 against 2.31 of O0 with seed 0`.
+    """
     by_seed: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.case != BASE):
         if run.measured is not None:
             by_seed.setdefault(run.trial.seed, []).append(run)
-    found = (_other_start(run, first) for first, *others in by_seed.values() for run in others)
-    return [start for start in found if start is not None]
+    compared = ((run, first) for first, *others in by_seed.values() for run in others)
+    found = [(run, _difference(run, first)) for run, first in compared]
+    return [(run, difference) for run, difference in found if difference]
 
 
-def note(script: str, starts: Sequence[Start], runs: Iterable[Run]) -> str:
-    """What a user should know of them: how they differ, which files may be why, what to do."""
+def note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
+    """How they differ, why that may be, and what to do."""
     if not starts:
         return ""
-    first = next((start for start in starts if start.run.case != BASE), starts[0])
-    measured = [run.measured for run in runs if run.measured is not None]
-    files = list(dict.fromkeys(name for one in measured for name in one.files_written))
-    seen = (
-        f"Files that trials wrote into the working directory: {', '.join(files)}. "
-        f"{script} seems to go on from one of them."
-        if files
-        else f"{script} seems to go on from a file that an earlier trial wrote, or to draw numbers "
-        "that no seed decides."
-    )
+    run, difference = next((start for start in starts if start[0].case != BASE), starts[0])
     return (
-        f"The rows do not start alike: {first.run.trial.label} has a {first.in_words()}, which is "
-        f"more than rounding explains. {seen} What a trial writes and would find again belongs in "
-        "its own directory: {trial_dir} among the script's arguments, or the variable "
+        f"The rows do not start alike: {run.trial.label} has a {difference}, which is "
+        f"more than rounding explains. {script} seems to go on from a file that an earlier trial "
+        "wrote, or to draw numbers that no seed decides. What a trial writes and would find again "
+        "belongs in its own directory: {trial_dir} among the script's arguments, or the variable "
         "AMPATCH_TRIAL_DIR."
     )
 
 
-def _other_start(run: Run, first: Run) -> Start | None:
+def _difference(run: Run, first: Run) -> str:
     ours, theirs = run.measured or Measured(), first.measured or Measured()
     for name in ours.losses.keys() & theirs.losses.keys():
         value, expected = _before_any_step(ours.losses[name]), _before_any_step(theirs.losses[name])
@@ -90,8 +68,10 @@ def _other_start(run: Run, first: Run) -> Start | None:
             continue
         roundoff = max(_roundoff(run.case), _roundoff(first.case))
         if abs(value - expected) > _allowed(value, theirs.losses[name], roundoff):
-            return Start(run, value, first, expected)
-    return None
+            of = "its first run" if run.case == first.case else first.case.label
+            seed = run.trial.seed
+            return f"first loss {value:.4g} against {expected:.4g} of {of} with seed {seed}"
+    return ""
 
 
 def _before_any_step(losses: Series) -> float | None:
@@ -105,13 +85,9 @@ def _allowed(value: float, expected: Series, roundoff: float) -> float:
     finite = [abs(loss) for loss in expected.values if math.isfinite(loss)]
     size = max(abs(value), finite[0], statistics.median(finite))
     rounding = ALLOWED * roundoff * size
-    return rounding if roundoff == FP32 else max(rounding, _step_to_step(expected))
-
-
-def _step_to_step(losses: Series) -> float:
-    early = losses.values[:EARLY]
-    apart = [abs(later - loss) for loss, later in itertools.pairwise(early)]
-    return statistics.median(filter(math.isfinite, apart)) if any(map(math.isfinite, apart)) else 0
+    pairs = itertools.pairwise(expected.values[:EARLY])
+    apart = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
+    return max(rounding, statistics.median(apart)) if apart and roundoff != FP32 else rounding
 
 
 def _roundoff(case: Case) -> float:

@@ -22,7 +22,7 @@ from ampatch.sweep.report.figures import (
     step_ms,
     step_times,
 )
-from ampatch.sweep.report.judge import Samples, compare, corrected, judged_row, outcome_of
+from ampatch.sweep.report.judge import Samples, compare, corrected, judged_row
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import pace_of, reach_of
@@ -49,7 +49,7 @@ def summarize(
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
     base = by_case.get(BASE, [])
-    starts = {start.run.case: start.in_words() for start in reversed(other_starts(runs))}
+    starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
     rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
     how = judged, better or {}, seeds_matter(base), margin
     compared = [
@@ -102,7 +102,6 @@ def _of_seeds(runs: Iterable[Run]) -> dict[int, tuple[list[list[float]], dict[st
 
 
 def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Row:
-    """The figures of a row, without a verdict."""
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
     runs_alone, base_alone = alone(runs), alone(base)
@@ -144,13 +143,12 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         skipped=sum(sum(m.skipped) for m in measured),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
-        outcome=outcome_of(case == BASE, bool(trouble)),
+        outcome="failed" if trouble else "baseline" if case == BASE else "untested",
         start=start,
     )
 
 
 def _finals(measured: Measured) -> dict[str, float]:
-    """The final values of the metrics and of the loss."""
     _, last = first_and_last(measured)
     finals = {name: series.values[-1] for name, series in measured.metrics.items()}
     return finals if last is None else {**finals, LOSS: last}

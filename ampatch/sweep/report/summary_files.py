@@ -1,11 +1,13 @@
 """A sweep's results as files: JSON, CSV, Markdown and LaTeX.
 
-They are written after each run, and without an extra: so by Python's own `csv` and by templates.
+They are written after each run, and without an extra: so by Python's own `csv` and by `templates/`.
+What a template shows is escaped as its format needs it, unless it is marked as `safe`.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import Any
 
 from ampatch.sweep.json_files import write_json, write_whole
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.documents import filled
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
 from ampatch.sweep.report.table import Table, by_row, columns, mark_notes, notes
@@ -27,6 +28,17 @@ _PLAIN = (
 _JUDGED = (
     "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",
     "smallest",
+)  # fmt: skip
+
+
+_IN_LATEX = str.maketrans(
+    {
+        **{letter: f"\\{letter}" for letter in "{}$&#%_"},
+        "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+        "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+        "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        "\N{DAGGER}": r"$^{\dagger}$", "\N{DOUBLE DAGGER}": r"$^{\ddagger}$",
+    }
 )  # fmt: skip
 
 
@@ -50,7 +62,10 @@ def as_csv(results: Results) -> str:
     """
     metrics = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
     scatter = list(dict.fromkeys(name for row in results.rows for name in row.sds))
-    origin = {f"from:{name}": text for name, text in provenance.columns(results).items()}
+    origin = {
+        f"from:{name.replace(',', '').replace(' ', '_')}": text
+        for name, text in provenance.facts(results).items()
+    }
     lines = [{**_csv_line(row, metrics, scatter), **origin} for row in results.rows]
     text = io.StringIO()
     head = {**_csv_line(_NOTHING, metrics, scatter), **origin}
@@ -99,3 +114,44 @@ def as_latex(results: Results) -> str:
     main = [column for column in by_row(columns(results.rows)) if column.main]
     origin = [*provenance.lines(results), *mark_notes(results.rows)]
     return filled("summary.tex", origin=origin, table=Table.of(main, results.rows))
+
+
+def filled(name: str, **shown: Any) -> str:
+    """The document `name`, such as `page.html`, with what it shows."""
+    return _environment(Path(name).suffix).get_template(f"{name}.j2").render(shown)
+
+
+@functools.cache
+def _environment(form: str) -> Any:
+    import jinja2  # torch depends on it, so it is there without an extra
+
+    settings: dict[str, Any] = {
+        ".html": {"autoescape": True},
+        ".md": {"finalize": _escape_by(markdown)},
+        ".tex": {"finalize": _escape_by(latex)},
+    }
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **settings[form],
+    )
+
+
+def _escape_by(escape: Any) -> Any:
+    def finalize(value: Any) -> Any:
+        return value if hasattr(value, "__html__") else escape(str(value))
+
+    return finalize
+
+
+def markdown(text: str) -> str:
+    """`text` as Markdown shows it, also in a table."""
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def latex(text: str) -> str:
+    """`text` as LaTeX shows it, also in a table."""
+    return text.translate(_IN_LATEX)

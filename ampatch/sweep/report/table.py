@@ -55,7 +55,6 @@ class Table:
         return cls(told, [[column.text(one) for column in told] for one in shown])
 
     def part(self, numbers: Sequence[int]) -> Table:
-        """The columns with these numbers."""
         lines = [[line[number] for number in numbers] for line in self.lines]
         return Table([self.columns[number] for number in numbers], lines)
 

@@ -23,10 +23,6 @@ def make(options: SweepOptions) -> Engine:
         from ampatch.sweep.execution.engines.ray import RayEngine
 
         return RayEngine(options)
-    return _local(options)
-
-
-def _local(options: SweepOptions) -> LocalEngine:
     if options.devices:
         groups = device_groups(options.devices, options.nproc_per_node or 1)
         places = [Place(alone=len(groups) == 1, devices=group) for group in groups]

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
 from ampatch.sweep.execution.place import Place
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.trial import Trial
 
 

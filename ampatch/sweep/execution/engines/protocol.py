@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.watching import Reach
+from ampatch.sweep.execution.runner import Reach, Runner
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.trial import Trial
 

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ampatch.config.environment import OF_THE_PROCESS
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.engines.protocol import (
     Ended,
     EngineError,
@@ -35,9 +36,7 @@ from ampatch.sweep.execution.engines.protocol import (
     Started,
 )
 from ampatch.sweep.execution.place import THREADS, Place
-from ampatch.sweep.execution.run_files import RunFiles
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.watching import Watch
+from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run

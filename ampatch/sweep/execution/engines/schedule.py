@@ -12,14 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ampatch.sweep.execution.engines.protocol import (
-    Ended,
-    Engine,
-    Event,
-    Lost,
-    Reached,
-    Started,
-)
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.trial import Trial
 
@@ -52,16 +45,13 @@ class Schedule:
     def run(self, engine: Engine) -> Iterator[Event]:
         """What happens, until all trials have ended."""
         while self._others or self._timed or self._running:
-            while self._others and self._others_may_start(engine):
+            while self._others and engine.has_room() and (self._proven or not self._running):
                 self._start(engine, self._others.popleft(), alone=False)
             while self._timed and not (self._others or self._running):
                 self._start(engine, self._timed.popleft(), alone=True)
             for event in engine.events(POLL) if self._running else ():
                 self._note(event)
                 yield event
-
-    def _others_may_start(self, engine: Engine) -> bool:
-        return engine.has_room() and (self._proven or not self._running)
 
     def _start(self, engine: Engine, trial: Trial, alone: bool) -> None:
         runner = self._runner_for(trial)
