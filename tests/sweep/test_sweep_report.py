@@ -35,7 +35,7 @@ from ampatch.sweep.report.render import as_html
 from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown, latex
 from ampatch.sweep.report.terminal import write_results
 
-NAMES = ["loss-by-step", "speed"]
+NAMES = ["loss-by-step", "loss-by-time", "speed"]
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -217,9 +217,15 @@ def test_long_curves_are_means_of_blocks_and_seeds():
     assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
 
 
+def test_time_begins_at_the_first_loss():
+    line = lines_of(losses_of([made_run(CASES[0], steps=11)]), "seconds")["O0"]
+    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
+
+
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    assert [one.name for one in pictures(made_sweep(tmp_path, runs), runs)] == NAMES
+    names = [one.name for one in pictures(made_sweep(tmp_path, runs), runs)]
+    assert names == ["loss-by-step", "speed"]  # one line says the same by time
 
 
 def test_differences_are_between_equal_steps_and_seeds():

@@ -1,4 +1,4 @@
-"""The pictures of a sweep: the loss by step, and the speed.
+"""The pictures of a sweep: the loss by step and by time, and the speed.
 
 A row has the same colour in every picture.  Colours are opt levels, chosen for colour-blind
 readers (Okabe and Ito, "Color Universal Design", 2008, without yellow, which is hard to see on
@@ -84,7 +84,8 @@ def available() -> bool:
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
     """Those for which there is something to draw.  Needs matplotlib and pandas."""
     losses = losses_of(runs)
-    return [made for made in (_by_step(results, losses), _speed(results)) if made is not None]
+    made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
+    return [picture for picture in made if picture is not None]
 
 
 def _by_step(results: Results, found: DataFrame) -> Picture | None:
@@ -104,9 +105,26 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
         if has_others
         else "."
     )
-    with_legend = 2.7 + 0.19 * math.ceil(len(lines) / 2)
-    heights = [with_legend, *([1.5] if has_others else [])]
+    heights = [_with_legend(lines), *([1.5] if has_others else [])]
     return _picture("loss-by-step", caption, results, heights, draw)
+
+
+def _by_time(results: Results, found: DataFrame) -> Picture | None:
+    lines = lines_of(found, "seconds")
+    if len(lines) < 2:  # one line is the same by step
+        return None
+
+    def draw(panels: list[Any]) -> None:
+        _draw_lines(panels[0], results, lines, "training loss")
+        panels[0].set_xlabel("time since the first loss (s)")
+
+    heights = [_with_legend(lines)]
+    return _picture("loss-by-time", "Training loss by time.", results, heights, draw)
+
+
+def _with_legend(lines: dict[str, Any]) -> float:
+    """Inches for one panel and the legend."""
+    return 2.7 + 0.19 * math.ceil(len(lines) / 2)
 
 
 def _speed(results: Results) -> Picture | None:
@@ -231,7 +249,10 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
 
 
 def losses_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each loss of whole runs, `n` its place in the run.  One not finite is NaN."""
+    """A line for each loss of whole runs, `n` its place in the run.  One not finite is NaN.
+
+    `seconds` are those since the run's first loss.
+    """
     import pandas
 
     parts = []
@@ -240,8 +261,9 @@ def losses_of(runs: Iterable[Run]) -> DataFrame:
         if run.trial.short or not series.values:
             continue
         part = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
+        part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
         parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
-    columns = ["row", "seed", "n", "step", "loss"]
+    columns = ["row", "seed", "n", "step", "seconds", "loss"]
     found = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
     return found.replace([math.inf, -math.inf], math.nan)[columns]
 
@@ -261,16 +283,16 @@ def differences(found: DataFrame) -> DataFrame:
     return both if base.seed.nunique() > 1 else both[~own]
 
 
-def lines_of(found: DataFrame) -> dict[str, DataFrame]:
+def lines_of(found: DataFrame, along: str = "step") -> dict[str, DataFrame]:
     """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
 
     Rows without a number are left out.
     """
     size = max(1, math.ceil((found.n.max() + 1) / POINTS)) if len(found) else 1
-    seeds = found.groupby(["row", "seed", found.n // size])[["step", "loss"]].mean()
+    seeds = found.groupby(["row", "seed", found.n // size])[[along, "loss"]].mean()
     rows = seeds.groupby(level=["row", "n"], sort=False)
     y = rows["loss"]
-    line = rows[["step"]].mean().set_axis(["x"], axis=1)
+    line = rows[[along]].mean().set_axis(["x"], axis=1)
     line = line.assign(y=y.mean(), low=y.min(), high=y.max())
     of_rows = {label: part.droplevel("row") for label, part in line.groupby(level="row")}
     return {label: part for label, part in of_rows.items() if part.y.notna().any()}
