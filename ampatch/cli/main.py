@@ -47,8 +47,7 @@ _ENDINGS = {
     "tune": "0; 1 where nothing brings the level back, or that cannot be told; 143 after SIGTERM",
     "report": "0; 1 where something cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
-    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
-    "a MODULE that cannot be imported",
+    "tables": "0; 1 where no row names NAME",
     "gradients": _OF_SCRIPTS,
     "explain": _OF_SCRIPTS,
     "doctor": "0; 1 where torch cannot be imported",

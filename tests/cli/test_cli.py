@@ -105,7 +105,6 @@ WRONG = [
     ("doctor --fast", "unrecognized arguments: --fast"),
     ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
     ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
-    ("tables --check torch --rule half", "goes with no other option"),
     # what is to run
     *((command, NO_SCRIPT) for command in ("run", "sweep", "explain", "gradients")),
     *((f"{command} gone.py", "gone.py: there is no such script") for command in ("run", "sweep")),
