@@ -151,8 +151,6 @@ WRONG = [
     ("gradients --steps few train.py", "--steps: 'few': expected a whole number"),
     ("gradients --lost 100 train.py", "100 is not at least 0 and below 100"),
     ("gradients --lost much train.py", "--lost: 'much': expected percent, a number"),
-    ("gradients --plot no/such/g.png train.py", "no directory"),
-    ("gradients --plot g.xyz train.py", "unknown kind of picture"),
     ("explain --lr train.py", "unrecognized arguments: --lr"),
     ("sweep -m train --lr 1", "behind --: ampatch sweep -m train -- ARGUMENTS"),
     ("sweep --seeds 2 train.py --tag 'a b'", "train.py -- --tag 'a b'"),
