@@ -20,9 +20,8 @@ OPTIONS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     add_script_command(
-        commands, "gradients", run, OPTIONS,
+        commands, "gradients", OPTIONS,
         help="how large a script's gradients are, and what float16 loses of them",
         description="Runs SCRIPT for some optimizer steps and prints a histogram of its gradients "
         "by binary exponent, the share that float16 flushes to zero at loss scale 1 and at the "
@@ -32,7 +31,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, print what was found; returns the exit code."""
     from ampatch.diagnose.gradient_range import gradient_range
 
     code, steps, watch = run_watched(options, gradient_range)

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "tables",
         help="which function gets which dtype, and why",
@@ -28,11 +27,9 @@ def add_parser(commands: Any) -> None:
         default="text",
         help="markdown is docs/op_tables.md (default: text)",
     )
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the rows; returns the exit code."""
     from ampatch.casting.tables import Rule
     from ampatch.diagnose.tables import content, formats
 
