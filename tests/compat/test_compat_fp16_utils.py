@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import ampatch
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
@@ -143,7 +145,7 @@ def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
     assert optimizer.loss_scale < 2.0**32
 
 
-def test_fp16_optimizer_accumulates_and_takes_closures():
+def test_fp16_optimizer_accumulates_gradients():
     from apex.fp16_utils import network_to_half
 
     model = network_to_half(network())
@@ -156,38 +158,21 @@ def test_fp16_optimizer_accumulates_and_takes_closures():
         optimizer.step()
     assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
 
-    model = network_to_half(network())
-    optimizer = fp16_optimizer(model, dynamic_loss_scale=True)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        return loss
-
-    for _ in range(15):  # an overflow inside a step is tried again at a lower scale
-        optimizer.step(closure)
-    assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
+def test_fp16_optimizer_refuses_closures():
+    with pytest.raises(ampatch.AmpatchError, match=r"step\(closure\).*ampatch.initialize"):
+        fp16_optimizer(network().half()).step(lambda: None)
 
 
-def test_a_closure_sees_where_the_optimizer_is():
-    """LBFGS evaluates several times within a step, at weights that only the copies have yet."""
-    from apex.fp16_utils import FP16_Optimizer, network_to_half
-
-    model = network_to_half(network())
-    inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
-    optimizer = FP16_Optimizer(inner, static_loss_scale=16.0)
-    values = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        values.append(loss.item())
-        return loss
-
-    optimizer.step(closure)
-    assert len(values) == 5 and values == sorted(values, reverse=True) and values[-1] < values[0]
+def test_late_half_weights_get_fp32_copies():
+    first, late = nn.Linear(4, 1).half(), nn.Linear(4, 1).half()
+    optimizer = fp16_optimizer(first, static_loss_scale=128.0)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    expected = late.weight.detach().float()
+    optimizer.backward(late(torch.ones(1, 4).half()).float().sum())  # gradients of 1
+    optimizer.step()
+    [master, _] = optimizer.param_groups[1]["params"]
+    assert torch.equal(master, expected - 0.05) and torch.equal(late.weight, master.half())
 
 
 def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
