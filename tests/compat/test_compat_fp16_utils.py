@@ -18,6 +18,12 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
 
+def half_network() -> nn.Module:
+    from apex.fp16_utils import network_to_half
+
+    return network_to_half(network())
+
+
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     return x, x.sum(1, keepdim=True)
@@ -124,9 +130,7 @@ def fp16_optimizer(model: nn.Module, verbose=False, **options):
     ids=["static", "dynamic"],
 )
 def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
-    from apex.fp16_utils import network_to_half
-
-    model = network_to_half(network())
+    model = half_network()
     optimizer = fp16_optimizer(model, verbose=True, **options)
     done = 0
     while done < 15:
@@ -146,9 +150,7 @@ def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
 
 
 def test_fp16_optimizer_accumulates_gradients():
-    from apex.fp16_utils import network_to_half
-
-    model = network_to_half(network())
+    model = half_network()
     optimizer = fp16_optimizer(model, static_loss_scale=64.0)
     for _ in range(15):
         optimizer.zero_grad(set_grads_to_None=True)
@@ -176,15 +178,13 @@ def test_late_half_weights_get_fp32_copies():
 
 
 def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
-    from apex.fp16_utils import network_to_half
-
     def steps(model, optimizer, count):
         for _ in range(count):
             optimizer.zero_grad()
             optimizer.backward(loss_of(model))
             optimizer.step()
 
-    model = network_to_half(network())
+    model = half_network()
     optimizer = fp16_optimizer(
         model, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**12, "scale_window": 3}
     )
@@ -195,7 +195,7 @@ def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
 
     file.seek(0)
     weights, state = torch.load(file, weights_only=False)
-    again = network_to_half(network())
+    again = half_network()
     resumed = fp16_optimizer(again)
     again.load_state_dict(weights)
     resumed.load_state_dict(state)
@@ -203,7 +203,7 @@ def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
 
     assert all(map(torch.equal, model.parameters(), again.parameters()))
     assert resumed.loss_scale == optimizer.loss_scale != 2.0**12
-    other = fp16_optimizer(network_to_half(nn.Linear(3, 3)))
+    other = fp16_optimizer(nn.Linear(3, 3).half())
     with pytest.raises(ValueError, match="fp32_from_fp16"):
         other.load_state_dict(state)
 
