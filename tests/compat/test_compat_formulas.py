@@ -45,11 +45,8 @@ def test_bias_correction_group_by_group(optimizers):
 
 
 def test_sgd_with_weight_decay_after_momentum(optimizers):
-    ours = run(
-        lambda p: optimizers.FusedSGD(
-            p, lr=0.1, momentum=0.9, weight_decay=0.2, wd_after_momentum=True
-        )
-    )
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
+    ours = run(lambda p: optimizers.FusedSGD(p, **given))
     params = [value.double() for value in START]
     velocity = [torch.zeros_like(p) for p in params]
     for step in range(4):

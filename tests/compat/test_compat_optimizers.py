@@ -136,19 +136,13 @@ def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
 
 
 def test_hooks_of_a_step_run_once_and_closures_too(optimizers):
-    seen = []
-    for kind in (
-        optimizers.FusedAdam,
-        optimizers.FusedSGD,
-        optimizers.FusedAdagrad,
-        optimizers.FusedLAMB,
-    ):
-        seen.clear()
-        optimizer = kind(parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
-        optimizer.register_step_post_hook(lambda *args: seen.append("after"))
-        assert optimizer.step(lambda: seen.append("closure") or 7.0) == 7.0
-        assert seen == ["before", "closure", "after"], kind
+    for name in ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB"):
+        seen = []
+        optimizer = getattr(optimizers, name)(parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *args, seen=seen: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *args, seen=seen: seen.append("after"))
+        assert optimizer.step(lambda seen=seen: seen.append("closure") or 7.0) == 7.0
+        assert seen == ["before", "closure", "after"], name
 
 
 def test_zero_grad_as_apex_has_it(optimizers):
