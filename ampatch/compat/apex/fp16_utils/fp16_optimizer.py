@@ -185,7 +185,6 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -194,7 +193,6 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer."""
         return self.optimizer.state
 
     @state.setter
