@@ -8,8 +8,7 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser(
+    commands.add_parser(
         "apex-path",
         help="the folder that makes `import apex` find ampatch",
         description="Prints a folder for PYTHONPATH. With it `from apex import amp` finds ampatch, "
@@ -17,10 +16,8 @@ def add_parser(commands: Any) -> None:
         "has amp is installed.",
         epilog='Example: PYTHONPATH="$(python -m ampatch apex-path)" python train.py.',
     )
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the folder; returns the exit code."""
     print(Path(__file__).parents[1] / "compat" / "apex_path")
     return 0

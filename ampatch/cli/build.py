@@ -10,7 +10,6 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "build",
         help="compile the native part: fewer calls per step, the same results",
@@ -28,11 +27,9 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="remove all builds, those for other versions too, and build nothing",
     )
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build or remove; returns the exit code."""
     from ampatch.errors import AmpatchError
     from ampatch.native import building, loading
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -68,10 +67,7 @@ def interrupted(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
 
 def resuming(directory: Path) -> str:
     """The command line of this process with what has it go on in `directory`."""
-    words = list(sys.orig_argv)
-    if len(words) > 1 and Path(words[1]).name == "ampatch":  # installed: python path/ampatch
-        words = words[1:]
-        words[0] = "ampatch" if shutil.which("ampatch") == words[0] else words[0]
+    words = sys.orig_argv
     cut = words.index("--") if "--" in words else len(words)
     own = [word for word in words[:cut] if word not in ("--resume", "--overwrite")]
     named = any(word.partition("=")[0] == "--out" for word in own)

@@ -11,9 +11,8 @@ OPTIONS = WATCHED
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     add_script_command(
-        commands, "explain", run, OPTIONS,
+        commands, "explain", OPTIONS,
         help="what is cast in a script, and where time could be won",
         description="Runs SCRIPT for some optimizer steps and prints, per function, its calls, the "
         "casts made for it, those served from cached copies of weights and the bytes they wrote; "
@@ -23,7 +22,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, print what was cast; returns the exit code."""
     from ampatch.diagnose.explain import report
 
     code, steps, found = run_watched(options, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from ampatch.cli.option_types import percentage
@@ -17,14 +16,12 @@ OPTIONS = {
         "metavar": "PERCENT",
         "help": "how much a static loss scale may lose (default: 0.1)",
     },
-    "--plot": {"metavar": "FILE", "help": "write a picture, too (matplotlib)"},
 }
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     add_script_command(
-        commands, "gradients", run, OPTIONS,
+        commands, "gradients", OPTIONS,
         help="how large a script's gradients are, and what float16 loses of them",
         description="Runs SCRIPT for some optimizer steps and prints a histogram of its gradients "
         "by binary exponent, the share that float16 flushes to zero at loss scale 1 and at the "
@@ -34,20 +31,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, print what was found; returns the exit code."""
     from ampatch.diagnose.gradient_range import gradient_range
-    from ampatch.diagnose.gradient_report import check_plot
 
-    if options.plot is not None:
-        try:
-            check_plot(options.plot)
-        except (ImportError, OSError, ValueError) as error:
-            options.parser.error(f"--plot: {error}")
     code, steps, watch = run_watched(options, gradient_range)
     if steps:
-        found = watch.report(options.lost / 100)
-        print_answer(options, found)
-        if options.plot is not None:
-            found.plot(options.plot)
-            print(f"Written to {options.plot}.", file=sys.stderr)
+        print_answer(options, watch.report(options.lost / 100))
     return code

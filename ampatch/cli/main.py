@@ -1,8 +1,7 @@
-"""The command `ampatch`: sweep, tune, report, run, apex-path, tables, gradients, explain, doctor
-and build.
+"""The command `ampatch` and its subcommands.
 
-Each subcommand has a file of its own, with `add_parser`.  It imports what it needs
-when it runs, so that a wrong option is refused at once.
+Each has a file of its own: `add_parser` adds it to the subparsers, `run` returns the exit code.  It
+imports what it needs when it runs, so that a wrong option is refused at once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -47,8 +45,7 @@ _ENDINGS = {
     "tune": "0; 1 where no cure was found, or the tuning could not go on; 143 after SIGTERM",
     "report": "0; 1 where something cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
-    "tables": "0; 1 where no row names NAME, or --check finds a function out of reach; 2 also for "
-    "a MODULE that cannot be imported",
+    "tables": "0; 1 where no row names NAME",
     "gradients": _OF_SCRIPTS,
     "explain": _OF_SCRIPTS,
     "doctor": "0; 1 where torch cannot be imported",
@@ -72,9 +69,8 @@ def _run(argv: list[str]) -> int:
     options, unknown = parser.parse_known_args(own)
     if unknown:
         options.parser.error(_unrecognized(own[0], options, unknown))
-    options.own, options.arguments, options.given = own, script_arguments, argv
-    code: int = options.command(options)
-    return code
+    options.arguments, options.given = script_arguments, argv
+    return int(options.command(options))
 
 
 def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
@@ -92,11 +88,8 @@ def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str])
     meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if command in WITH_SEPARATOR:
-        of_script = "ARGUMENTS" if options.module else shlex.join(unknown)
-        program = ["-m", options.module] if options.module else [options.script or "SCRIPT"]
         message += (
-            "\nThe script's own arguments go behind --: "
-            f"ampatch {command} {shlex.join(program)} -- {of_script}"
+            f"\nThe script's own arguments go behind --: ampatch {command} SCRIPT -- ARGUMENTS"
         )
     return message
 
@@ -104,7 +97,7 @@ def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str])
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """The arguments of the command, and those of the script: argparse would mix them.
 
-    The script's arguments begin at `--`, or, as for `run`, after SCRIPT or MODULE.
+    The script's arguments begin at `--` or, as for `run`, after SCRIPT or MODULE.
     `--local-rank=N` is the script's, wherever it stands: `python -m torch.distributed.launch -m
     ampatch run ...` puts it in front of `run`.
     """
@@ -133,7 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(commands)
-    for name, command in commands.choices.items():
+    for subcommand, (name, command) in zip(SUBCOMMANDS, commands.choices.items(), strict=True):
         codes = f"Exit status: {_ENDINGS.get(name, '0; 1 if it fails')}; {_CODES}."
         command.epilog = f"{command.epilog} {codes}" if command.epilog else codes
+        command.set_defaults(command=subcommand.run, parser=command)
     return parser

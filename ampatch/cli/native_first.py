@@ -23,22 +23,21 @@ def build() -> bool:
         return False
     from ampatch.native import building
 
-    failed, start = "", time.monotonic()
+    start = time.monotonic()
     _say("compiling the native part, about 30 s, for all runs from now on")
     try:
         building.build(again=False)
     except AmpatchError as error:
-        failed = str(error).splitlines()[0].removeprefix("ampatch build: ")
-        native.note_failure(failed)
-    if failed:
+        reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
+        native.note_failure(reason)
         _say(
-            f"no native part: {failed} The run goes on in Python, with the same results; "
+            f"no native part: {reason} The run goes on in Python, with the same results; "
             "AMPATCH_NATIVE=0 leaves the attempt out."
         )
-    else:
-        seconds = time.monotonic() - start
-        _say(f"native part built in {seconds:.0f} s (AMPATCH_NATIVE=0 runs without it).")
-    return not failed
+        return False
+    seconds = time.monotonic() - start
+    _say(f"native part built in {seconds:.0f} s (AMPATCH_NATIVE=0 runs without it).")
+    return True
 
 
 def _say(text: str) -> None:

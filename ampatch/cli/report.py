@@ -12,7 +12,6 @@ from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "report",
         help="make a sweep's table, pictures and HTML page again, from stored results",
@@ -22,11 +21,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
     add_trackers(parser)
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table and write the files; returns the exit code."""
     from ampatch.sweep.report.results import read_results
     from ampatch.sweep.report.terminal import write_results
 

@@ -12,7 +12,6 @@ from ampatch.cli.script_options import (
     add_script_command,
     apply_settings,
     program_of,
-    settings,
 )
 
 OPTIONS = {
@@ -36,9 +35,8 @@ OPTIONS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     add_script_command(
-        commands, "run", run, OPTIONS,
+        commands, "run", OPTIONS,
         help="run one script at a given opt level",
         description="Runs SCRIPT as Python would. These options replace the arguments of its "
         "initialize; with --auto a script without AMP code runs in mixed precision. `from apex "
@@ -48,25 +46,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script or module; returns its exit code."""
     program = program_of(options)
     if options.stop_at is not None and not options.debug:
         options.parser.error("--stop-at goes with --debug")
-    from ampatch.launch import children, launchers
-
-    own = options.own[: -len(program.words)]
-    launched = launchers.put_first(program, options.arguments, own)
-    if launched is not None:
-        options.parser.error(
-            f"{program}: it starts other processes, in which there would be no ampatch.\n"
-            f"Expected the launcher first: {launched}"
-        )
     apply_settings(options, program, options.auto)
     if native_first.may_restart(options.given) and native_first.build():
         return native_first.restart()
     from ampatch.cli.run_notes import RunNotes
+    from ampatch.launch import children
 
-    notes = RunNotes(str(program), settings(options))
+    notes = RunNotes(str(program))
     children.start(options.auto, notes.child_started)
 
     def execute() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import ampatch
@@ -16,14 +15,10 @@ from ampatch.session.facade import open_sessions
 
 
 class RunNotes:
-    """Observer of the sessions of a script; `script` is its name as the command line has it.
+    """Observer of the sessions of a script; `script` is its name as the command line has it."""
 
-    `given` are the arguments of `initialize` that options replace.
-    """
-
-    def __init__(self, script: str, given: Iterable[str]) -> None:
+    def __init__(self, script: str) -> None:
         self._script = script
-        self._given = [f"--{name.replace('_', '-')}" for name in given]
         self._is_initialized = False
         self._has_children = False
         self._said: set[str] = set()
@@ -41,8 +36,10 @@ class RunNotes:
 
     def on_replaced(self, replaced: dict[str, tuple[Any, Any]]) -> None:
         """`initialize` takes these from the environment: what the script gave, and what counts."""
-        changes = [f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in replaced.items()]
-        self._say(f"ampatch: in force instead of what the script gives: {', '.join(changes)}")
+        changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in replaced.items())
+        self._say(
+            f"ampatch: in force instead of what the script gives: {changes.replace('torch.', '')}"
+        )
 
     def child_started(self) -> None:
         """The script spawns or forks a process, which may do the training."""
@@ -56,18 +53,12 @@ class RunNotes:
         """The script has ended well: say so if nothing in it can have been in mixed precision."""
         if self._is_initialized or self._has_children or open_sessions():
             return
-        without_effect = f" without effect of {', '.join(self._given)}" if self._given else ""
         self._say(
-            f"ampatch: {self._script} never called ampatch.initialize: it ran as it is"
-            f"{without_effect}. For mixed precision without editing it: "
-            f"ampatch run --auto {self._script}"
+            f"ampatch: {self._script} never called ampatch.initialize: it ran as it is. For mixed "
+            f"precision without editing it: ampatch run --auto {self._script}"
         )
 
     def _say(self, line: str) -> None:
         if line not in self._said and os.environ.get("RANK", "0") == "0":
             self._said.add(line)
             print(line, file=sys.stderr, flush=True)
-
-
-def _text(value: Any) -> str:
-    return str(value).removeprefix("torch.")

@@ -62,10 +62,7 @@ WATCHED: Options = {
 """For commands that run the script for some steps and print an answer."""
 
 
-def add_script_command(
-    commands: Any, name: str, command: Callable[[argparse.Namespace], int], options: Options,
-    **texts: str,
-) -> None:  # fmt: skip
+def add_script_command(commands: Any, name: str, options: Options, **texts: str) -> None:
     """Add a command that runs SCRIPT, which gets all that follows it."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -77,7 +74,6 @@ def add_script_command(
     for flag, given in options.items():
         parser.add_argument(flag, **given)
     add_program(parser)
-    parser.set_defaults(command=command, parser=parser)
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -99,36 +95,39 @@ def split(argv: Sequence[str], with_value: Collection[str]) -> tuple[list[str], 
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """What is to run.  One that is not given, or given twice, ends the command."""
+    """What is to run.  None, two, or a launcher end the command."""
+    from ampatch.launch import launchers
     from ampatch.launch.program import Program
 
+    parser: argparse.ArgumentParser = options.parser
     if options.script is None and options.module is None:
-        options.parser.error("the following arguments are required: SCRIPT")
+        parser.error("the following arguments are required: SCRIPT")
     if options.script is not None and options.module is not None:
-        options.parser.error(
+        parser.error(
             f"SCRIPT ({options.script}) and -m {options.module}: expected one of them. The "
             "arguments of MODULE go behind --."
         )
-    return Program(options.script or options.module, options.module is not None)
-
-
-def refuse_launcher(options: argparse.Namespace, program: Program, advice: str = "") -> None:
-    """End the command if what it is to run is a launcher; `advice` follows `ampatch COMMAND`."""
-    from ampatch.launch import launchers
-
-    if launchers.put_first(program, options.arguments, ()) is not None:
-        command = options.parser.prog
-        options.parser.error(
-            f"{program}: it starts other processes, which {command} does not see.\nExpected the "
-            f"script that it starts: {command} SCRIPT{advice}"
+    program = Program(options.script or options.module, options.module is not None)
+    line = launchers.line_of(program)
+    if line is not None:
+        expected = "the script that it starts; ampatch sweep has --nproc-per-node"
+        if parser.prog == "ampatch run":
+            expected = f"the launcher first: {line} ampatch run SCRIPT"
+        parser.error(
+            f"{program}: it starts other processes, which {parser.prog} does not see.\n"
+            f"Expected {expected}."
         )
+    return program
 
 
 def apply_settings(options: argparse.Namespace, program: Program, auto: bool = False) -> None:
     """Set the variables of SETTINGS; what is wrong with them or the program ends the command."""
     from ampatch.launch import children
 
-    os.environ.update({f"AMPATCH_{name.upper()}": text for name, text in settings(options).items()})
+    for flag in SETTINGS:
+        name = flag[2:].replace("-", "_")
+        if (text := getattr(options, name)) is not None:
+            os.environ[f"AMPATCH_{name.upper()}"] = text
     try:
         children.check(auto)
         program.file()
@@ -136,18 +135,9 @@ def apply_settings(options: argparse.Namespace, program: Program, auto: bool = F
         options.parser.error(str(error))
 
 
-def settings(options: argparse.Namespace) -> dict[str, str]:
-    """Those of SETTINGS that stand on the command line, by the names of arguments."""
-    names = [flag[2:].replace("-", "_") for flag in SETTINGS]
-    return {name: text for name in names if (text := getattr(options, name)) is not None}
-
-
 def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[int, int, Any]:
-    """Run the script while `watch()` counts; returns the command's exit code, the optimizer steps
-    taken, and the watch.
-    """
+    """Run the script while `watch()` counts; returns exit code, optimizer steps, and the watch."""
     program = program_of(options)
-    refuse_launcher(options, program)
     apply_settings(options, program)
     from ampatch.diagnose.running import run_steps
 

@@ -1,7 +1,6 @@
 """The command `ampatch sweep`: its options, and a sweep with them.
 
-The sweep itself is imported when it runs.  Exit codes: 0; 1 when no run went
-well or the sweep could not go on; 2 for a wrong command line; 130 after Ctrl-C; 143 after SIGTERM.
+The sweep itself is imported when it runs.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import cause, interrupted, interruptible
-from ampatch.cli.script_options import add_program, program_of, refuse_launcher
-from ampatch.cli.sweep_options import add_options, formatter, given
+from ampatch.cli.ending import interrupted, interruptible
+from ampatch.cli.script_options import add_program
+from ampatch.cli.sweep_options import add_options, made
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
@@ -22,14 +21,13 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "sweep",
         allow_abbrev=False,
         help="run a script at several opt levels and compare them",
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
-        formatter_class=formatter,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
         description="Runs SCRIPT, unedited, per opt level, half type and seed, each in a fresh "
         "process, and prints a table, verdicts and a recommendation.",
         epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory) are "
@@ -37,16 +35,14 @@ def add_parser(commands: Any) -> None:
     )
     add_program(parser)
     add_trackers(add_options(parser))
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the sweep, print and write its results; returns the exit code."""
-    from ampatch.sweep import SweepError
+    from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
 
     trackers = check_trackers(options)
-    sweep = _sweep(options)
+    sweep = made(options, Sweep)
     stopped: str | None = None
     shown, code = Lines(sys.stderr), 0
     try:
@@ -63,21 +59,6 @@ def run(options: argparse.Namespace) -> int:
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
     return report(sweep, shown.texts, stopped, trackers) or code
-
-
-def _sweep(options: argparse.Namespace) -> Sweep:
-    """The sweep that the options describe; a wrong option ends the command."""
-    from ampatch.sweep import Sweep
-
-    parser: argparse.ArgumentParser = options.parser
-    program = program_of(options)
-    refuse_launcher(options, program, advice=" --nproc-per-node N")
-    try:
-        return Sweep(program.name, options.arguments, module=program.is_module, **given(options))
-    except OSError as error:
-        parser.error(cause(error))
-    except (ImportError, ValueError) as error:
-        parser.error(str(error))
 
 
 def report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from ampatch.cli.ending import cause
 from ampatch.cli.option_types import name_and_value
+from ampatch.cli.script_options import program_of
 from ampatch.config.sweep_options import flag, help_texts, of_command
 
-
-def formatter(prog: str) -> argparse.HelpFormatter:
-    """Has room for an option and its value in front of the text."""
-    return argparse.HelpFormatter(prog, max_help_position=28)
+Made = TypeVar("Made")
 
 
 def add_options(
@@ -42,10 +41,20 @@ def add_options(
     return later
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of the table that stand on the command line, by name."""
-    named = {one.name for one in of_command()}
-    return {name: value for name, value in vars(options).items() if name in named}
+def made(options: argparse.Namespace, make: Callable[..., Made], **more: Any) -> Made:
+    """`make`, a sweep or a tuning, of the script and the options; a wrong one ends the command."""
+    program = program_of(options)
+    for one in of_command():
+        if one.name in vars(options):
+            value = getattr(options, one.name)
+            more[one.name] = dict(value) if one.default_factory is dict else value
+    parser: argparse.ArgumentParser = options.parser
+    try:
+        return make(program.name, options.arguments, module=program.is_module, **more)
+    except OSError as error:
+        parser.error(cause(error))
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -54,15 +63,7 @@ def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": "store_const", "const": not option.default}
     metavar = option.metadata["metavar"]
     if option.default_factory is dict:
-        return {"action": _Pairs, "type": name_and_value, "metavar": metavar}
+        return {"action": "append", "type": name_and_value, "metavar": metavar}
     if option.name == "overrides":
         return {"action": "append", "metavar": metavar}
     return {"type": option.metadata["parse"], "metavar": metavar}
-
-
-class _Pairs(argparse.Action):
-    """Adds NAME=VALUE to a dictionary."""
-
-    def __call__(self, parser: Any, options: Any, pair: Any, flag: Any = None) -> None:
-        given = getattr(options, self.dest, {})
-        setattr(options, self.dest, {**given, pair[0]: pair[1]})

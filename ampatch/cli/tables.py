@@ -8,7 +8,6 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "tables",
         help="which function gets which dtype, and why",
@@ -28,26 +27,15 @@ def add_parser(commands: Any) -> None:
         default="text",
         help="markdown is docs/op_tables.md (default: text)",
     )
-    parser.add_argument(
-        "--check",
-        metavar="MODULE",
-        help="import a module or a .py file and name each patched function that it holds from "
-        "before the patches: what is rebound, what is out of reach and how to write it; "
-        "`from apex import amp` finds ampatch",
-    )
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the rows or the result of --check; returns the exit code."""
     from ampatch.casting.tables import Rule
     from ampatch.diagnose.tables import content, formats
 
     rules = [rule.value for rule in Rule]
     if options.rule not in (None, *rules):
         options.parser.error(f"unknown rule {options.rule!r}; expected one of {', '.join(rules)}")
-    if options.check is not None:
-        return _check(options)
     rows = list(content.entries(options.rule, options.name))
     if not rows:
         print(
@@ -66,28 +54,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(formats.write_text(rows, content.missing() if whole else missing, whole))
     return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    from ampatch.diagnose.tables import bound
-    from ampatch.launch.script import install_apex
-
-    if (options.rule, options.name, options.format) != (None, None, "text"):
-        options.parser.error("--check goes with no other option")
-    install_apex()
-    try:
-        found = bound.check(options.check)
-    except ImportError as error:
-        options.parser.error(f"--check: {error}")
-    for place in found.rebound:
-        print(f"{place.module}: {place.path} holds {place.function}: found and rebound")
-    for place in found.out_of_reach:
-        print(
-            f"{place.module}: {place.path} holds {place.function}: not reachable, "
-            f"{place.kind}; {bound.ADVICE[place.kind]}"
-        )
-    print(
-        f"{len(found.rebound)} found and rebound, {len(found.out_of_reach)} out of reach, "
-        "of the functions that ampatch patches."
-    )
-    return 1 if found.out_of_reach else 0

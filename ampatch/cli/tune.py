@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import cause, interrupted, interruptible
+from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.option_types import positive_count
-from ampatch.cli.script_options import add_program, program_of, refuse_launcher
-from ampatch.cli.sweep_options import add_options, given
-
-if TYPE_CHECKING:
-    from ampatch.tune import Tuning
+from ampatch.cli.script_options import add_program
+from ampatch.cli.sweep_options import add_options, made
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
@@ -30,7 +27,6 @@ OTHER_TEXTS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "tune",
         allow_abbrev=False,
@@ -65,17 +61,25 @@ def add_parser(commands: Any) -> None:
         help="try so many sets at most (default: 2 log2(n) + 8 for n modules)",
     )
     add_options(parser, LEFT_OUT, OTHER_TEXTS)
-    parser.set_defaults(command=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tune, print and write the answer; returns the exit code."""
     from ampatch.sweep import SweepError, write_report
-    from ampatch.tune import TuneError
+    from ampatch.sweep.execution.progress import Lines
+    from ampatch.tune import TuneError, Tuning
     from ampatch.tune.answer import ANSWER, CURED, PASSES
     from ampatch.tune.report import write_terminal
 
-    tuning = _tuning(options)
+    tuning = made(
+        options,
+        Tuning,
+        opt_level=options.opt_level,
+        dtype=options.dtype,
+        probe_steps=options.probe_steps,
+        candidates=options.candidates,
+        progress=lambda: Lines(sys.stderr),
+        say=lambda text: print(text, file=sys.stderr),
+    )
     try:
         with interruptible():
             native_first.build()
@@ -96,30 +100,3 @@ def run(options: argparse.Namespace) -> int:
     named = f"{ANSWER},{' overrides.json,' if cured else ''} report.html"
     print(f"Written to {tuning.directory}: {named}.")
     return 0 if cured or answer.outcome == PASSES else 1
-
-
-def _tuning(options: argparse.Namespace) -> Tuning:
-    """The tuning that the options describe; a wrong option ends the command."""
-    from ampatch.sweep.execution.progress import Lines
-    from ampatch.tune import Tuning
-
-    parser: argparse.ArgumentParser = options.parser
-    program = program_of(options)
-    refuse_launcher(options, program, advice=" --nproc-per-node N")
-    try:
-        return Tuning(
-            program.name,
-            options.arguments,
-            module=program.is_module,
-            opt_level=options.opt_level,
-            dtype=options.dtype,
-            probe_steps=options.probe_steps,
-            candidates=options.candidates,
-            progress=lambda: Lines(sys.stderr),
-            say=lambda text: print(text, file=sys.stderr),
-            **given(options),
-        )
-    except OSError as error:
-        parser.error(cause(error))
-    except (ImportError, ValueError) as error:
-        parser.error(str(error))

@@ -1,11 +1,9 @@
-"""The report on gradients: as text, as a picture, and for JSON."""
+"""The report on gradients: as text, and for JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from .histogram import SMALLEST, SMALLEST_NORMAL, Histogram, Suggestion, percent
@@ -79,15 +77,6 @@ class GradientReport:
             "parameters": {name: _histogram_as_dict(h) for name, h in self.by_parameter.items()},
         }
 
-    def plot(self, path: Any) -> None:
-        """Write the histogram as a picture, in the format of the suffix of `path`.
-
-        Raises `ImportError` without matplotlib, `OSError` or `ValueError` if `path` cannot be
-        written.
-        """
-        check_plot(path)
-        _draw(self, path)
-
 
 def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
     return {
@@ -144,55 +133,3 @@ def _shares(report: GradientReport) -> Iterator[str]:
     worst = [f"{name} ({percent(share)})" for name, share in report.worst()]
     if worst:
         yield f"Flushed most at scale 1: {', '.join(worst)}."
-
-
-def check_plot(path: Any) -> None:
-    """Raise `ImportError` without matplotlib, else an error if no picture can be written there."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError(
-            "A plot of gradients needs matplotlib, which is not installed: "
-            'pip install matplotlib, or pip install "ampatch[sweep]".'
-        ) from error
-    folder, suffix = Path(path).absolute().parent, Path(path).suffix[1:].lower()
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OSError(f"{path}: {folder} is no directory that can be written to.")
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if suffix and suffix not in kinds:
-        raise ValueError(f"{path}: unknown kind of picture; expected one of {', '.join(kinds)}.")
-
-
-def _draw(report: GradientReport, path: Any) -> None:
-    """Bars over the ranges of float16, and where flushing ends at other loss scales."""
-    from matplotlib.figure import Figure  # no pyplot: the script may have a backend of its own
-    from matplotlib.ticker import LogLocator
-
-    total = report.total
-    shares = {2.0**e: 100 * n / total.counted for e, n in sorted(total.bins.items())}
-    low = min([*shares, 2.0 ** (SMALLEST - 4)]) / 4
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    lower = [upper / 2 for upper in shares]
-    axes.bar(
-        lower, list(shares.values()), lower,
-        align="edge", color="#3b6ea5", edgecolor="white", linewidth=0.5,
-    )  # fmt: skip
-    flushed, normal = 2.0 ** (SMALLEST - 1), 2.0**SMALLEST_NORMAL
-    axes.axvspan(low, flushed, color="#c0392b", alpha=0.15, label="zero in float16")
-    axes.axvspan(flushed, normal, color="#e0a030", alpha=0.2, label="subnormal in float16")
-    of_suggestion = report.suggestion.scale
-    for scale, name, style in (report.scale, "present", "--"), (of_suggestion, "suggested", ":"):
-        if scale != 1 and flushed / scale > low:  # further left there are no gradients
-            label = f"zero below, at the {name} loss scale {scale:g}"
-            axes.axvline(flushed / scale, linestyle=style, color="#333333", label=label)
-    axes.set_xlim(left=low)
-    axes.set_ylim(min(shares.values(), default=1.0) / 2, 100)
-    axes.xaxis.set_major_locator(LogLocator(numticks=12))
-    axes.set_xlabel("absolute value of the gradient")
-    axes.set_ylabel("share of the gradients that are not zero, %")
-    axes.set_title(f"Gradients over {report.steps} steps, largest {total.largest:.3g}")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)

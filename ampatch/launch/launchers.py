@@ -6,44 +6,28 @@ has to come first, and start ampatch in each process.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.launch.program import Program
 
 _TORCHRUN = "torchrun [OPTIONS] -m"
 _ACCELERATE = "accelerate launch [OPTIONS] -m"
-_DEEPSPEED = "deepspeed [OPTIONS] --module"
-_FIRST = {
+_LINES = {
     "torchrun": _TORCHRUN,
-    "torch.distributed.run": _TORCHRUN,
-    "torch.distributed.launch": "python -m torch.distributed.launch [OPTIONS] -m",
-    "accelerate launch": _ACCELERATE,
+    "torch.distributed": _TORCHRUN,
+    "accelerate": _ACCELERATE,
     "accelerate-launch": _ACCELERATE,
-    "accelerate.commands.launch": _ACCELERATE,
-    "accelerate.commands.accelerate_cli launch": _ACCELERATE,
-    "deepspeed": _DEEPSPEED,
-    "deepspeed.launcher.runner": _DEEPSPEED,
-    "fabric run": _TORCHRUN,  # Lightning's starts scripts only
-    "lightning.fabric.cli run": _TORCHRUN,
-    "lightning_fabric.cli run": _TORCHRUN,
+    "deepspeed": "deepspeed [OPTIONS] --module",
+    "fabric": _TORCHRUN,  # Lightning's starts scripts only
+    "lightning.fabric": _TORCHRUN,
+    "lightning_fabric": _TORCHRUN,
 }
-"""How a launcher's line begins, by its command or module, with its subcommand."""
+"""How a launcher's line begins, by its command, its module or a package that its module is in."""
 
 
-def put_first(program: Program, arguments: Sequence[str], command: Sequence[str]) -> str | None:
-    """The command line with the launcher first, if `program` is one; else None.
-
-    `command` is the one of ampatch with its options: `["run", "--auto"]`.
-    """
-    names = [program.name]
+def line_of(program: Program) -> str | None:
+    """How the line begins that starts a module by `program`, if that is a launcher; else None."""
     if not program.is_module:
-        places = Path(program.name), Path(program.name).resolve()  # it may be a link to one
-        names = [place.name.removesuffix(".exe") for place in places]
-        # torch/distributed/run.py by its path
-        names += [".".join(p.with_suffix("").parts[-3:]) for p in places if p.suffix == ".py"]
-    for name in (*names, *(f"{name} {first}" for name in names for first in arguments[:1])):
-        if name in _FIRST:
-            return f"{_FIRST[name]} {shlex.join(['ampatch', *command])} SCRIPT [ARGUMENTS]"
-    return None
+        return _LINES.get(Path(program.name).name.removesuffix(".exe"))
+    within = (line for name, line in _LINES.items() if f"{program.name}.".startswith(f"{name}."))
+    return next(within, None)

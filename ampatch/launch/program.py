@@ -25,17 +25,12 @@ class Program:
     is_module: bool = False
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return f"-m {self.name}" if self.is_module else self.name
 
     @property
     def title(self) -> str:
         """A name for its results: `train` of `train.py`, `package.train` of a module."""
         return self.name if self.is_module else Path(self.name).stem
-
-    @property
-    def words(self) -> list[str]:
-        """As a command line has it."""
-        return ["-m", self.name] if self.is_module else [self.name]
 
     def run(self, arguments: Sequence[str]) -> Ending:
         """Run it as `__main__` of this process.  Raises what `file` raises."""

@@ -58,6 +58,20 @@ def test_losses_are_scaled_gradients_are_not_and_an_overflow_skips_the_step(weig
         assert torch.equal(weight, torch.full((2,), end)) and ampatch.loss_scale() == 2.0**15
 
 
+def test_an_optimizer_is_managed_once_and_by_one(weight, optimizer):
+    handle = ampatch.init()
+    for _ in range(2):
+        with handle.scale_loss(weight.sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ampatch.step_counts(optimizer).taken == 2
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    ampatch.initialize([], other, verbosity=0)
+    with pytest.raises(ampatch.AmpatchError, match="use ampatch.scale_loss for it"):
+        handle.scale_loss(weight.sum(), other)
+
+
 def test_a_wrapped_optimizer_has_a_scale_for_each_loss(weight, optimizer):
     handle = ampatch.init()
     wrapped = handle.wrap_optimizer(optimizer, num_loss=2)

@@ -1,13 +1,15 @@
-"""`ampatch run --auto`: loops of scripts without AMP code, held against the same loops in FP32."""
+"""`ampatch run --auto` against FP32, where it has means of its own.
+
+What scripts do at O1 too are situations: `tests/laws/test_auto_situations.py` runs these.
+"""
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pytest
 import torch
-from auto_loops import asked, batch, begin, both, close, grads, net, plain, weights  # noqa: F401
+from auto_loops import asked, batch, begin, both, close, grads, net, weights  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,62 +28,6 @@ def loop(function):
 
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-LOOPS["plain"] = plain
-
-
-@loop
-def accumulated():
-    model = net()
-    optimizer = sgd(model, 0.05)
-    seen = []
-    for step in range(8):
-        x, y = batch()
-        (F.mse_loss(model(x), y) / 4).backward()
-        seen.append(grads(model))
-        if step % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, weights(model)
-
-
-@loop
-def clipped():
-    """By norm, by value and by hand."""
-    model = net()
-    optimizer = sgd(model)
-    norms = []
-    for _ in range(3):
-        x, y = batch()
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        norms.append(sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5)
-        for p in model.parameters():
-            p.grad.data.clamp_(-0.05, 0.05)
-        optimizer.step()
-    return norms, weights(model)
-
-
-@loop
-def two_players():
-    """As a GAN: each loss reaches the other's weights, whose owner zeroes their gradients."""
-    maker, judge = net(), nn.Linear(1, 1)
-    optimizers = [sgd(m, 0.05) for m in (maker, judge)]
-    bce = F.binary_cross_entropy_with_logits
-    for _ in range(5):
-        x, y = batch()
-        optimizers[1].zero_grad()
-        bce(judge(y), torch.ones(16, 1)).backward()
-        fake = maker(x)
-        bce(judge(fake.detach()), torch.zeros(16, 1)).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        bce(judge(fake), torch.ones(16, 1)).backward()
-        optimizers[0].step()
-    return weights(maker), weights(judge), grads(judge)
 
 
 @loop
@@ -133,21 +79,6 @@ def updates_by_hand():
 
 
 @loop
-def a_penalty_on_gradients():
-    """`autograd.grad` is the user's own."""
-    model = net()
-    optimizer = sgd(model, 0.05)
-    x, y = batch()
-    x.requires_grad_()
-    score = model(x)
-    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-    penalty = (slope.norm(dim=1) - 1).pow(2).mean()
-    (F.mse_loss(score, y) + penalty).backward()
-    optimizer.step()
-    return slope.detach(), penalty.detach(), weights(model)
-
-
-@loop
 def a_graph_of_the_gradient():
     w = nn.Parameter(torch.full((4,), 0.5))
     optimizer = torch.optim.SGD([w], lr=0.1)
@@ -175,21 +106,18 @@ def inputs_and_given_gradients():
     return alone[:2], weights(model)
 
 
-def checkpointed(reentrant):
+@loop
+def checkpointed_reentrant():
     model, left_out = net(), nn.Linear(4, 4)
     optimizer = sgd(model)
     x, y = batch()
     x.requires_grad_()
     for _ in range(2):
-        out = checkpoint(lambda x: model(left_out(x)), x, use_reentrant=reentrant)
+        out = checkpoint(lambda x: model(left_out(x)), x, use_reentrant=True)
         F.mse_loss(out, y).backward()
     seen = grads(left_out), grads(model), x.grad.clone()
     optimizer.step()
     return seen, weights(model)
-
-
-LOOPS["checkpointed"] = lambda: checkpointed(False)
-LOOPS["checkpointed, reentrant"] = lambda: checkpointed(True)
 
 
 @loop
@@ -239,23 +167,6 @@ def hooks_on_tensors():
 
 
 @loop
-def an_optimizer_step_within_the_backward_pass():
-    model = net()
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def step(p):
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    for _ in range(3):
-        x, y = batch()
-        F.mse_loss(model(x), y).backward()
-    return weights(model)
-
-
-@loop
 def grad_mode_is_no_matter():
     model = net()
     sgd(model)
@@ -281,46 +192,13 @@ def torchs_amp_that_is_off():
     return seen, weights(model)
 
 
-@loop
-def saved_and_loaded():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    x, y = batch()
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
-    saved = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-    saved.seek(0)
-    state = torch.load(saved)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
-    return weights(model), state["optimizer"]["state"][0]["exp_avg"]
-
-
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_trains_as_in_fp32(name, asked):
     close(*both(LOOPS[name], asked))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.AdamW(params, lr=0.01),
-        lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-        lambda params: torch.optim.RMSprop(params, lr=0.001),
-    ],
-    ids=["adamw", "fused", "rmsprop"],
-)
-def test_other_optimizers(make):
-    close(*both(lambda: plain(make)), atol=5e-3)
-
-
-def test_bfloat16_trains_too_and_takes_every_hook():
+def test_bfloat16_takes_every_hook():
     def hooked():
         model, seen = net(), []
         sgd(model)
@@ -331,13 +209,11 @@ def test_bfloat16_trains_too_and_takes_every_hook():
         F.mse_loss(model[2](hidden), y).backward()
         return grads(model), seen, hidden.grad.float()
 
-    for each in (plain, hooked):
-        torch.manual_seed(0)
-        expected = each()
-        auto.start({"dtype": torch.bfloat16})
-        torch.manual_seed(0)
-        close(expected, each(), atol=2e-2, rtol=5e-2)
-        ampatch.deactivate()
+    torch.manual_seed(0)
+    expected = hooked()
+    auto.start({"dtype": torch.bfloat16})
+    torch.manual_seed(0)
+    close(expected, hooked(), atol=2e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
 # What is refused
 
 NO_SCRIPT = "the following arguments are required: SCRIPT"
-WATCHES = "Expected the script that it starts: ampatch"
+WATCHES = "does not see.\nExpected the script that it starts; ampatch sweep has --nproc-per-node."
 WRONG = [
     ("", "the following arguments are required: COMMAND"),
     ("polish", "there is no command 'polish'.\nExpected one of sweep, "),
@@ -105,7 +105,6 @@ WRONG = [
     ("doctor --fast", "unrecognized arguments: --fast"),
     ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
     ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
-    ("tables --check torch --rule half", "goes with no other option"),
     # what is to run
     *((command, NO_SCRIPT) for command in ("run", "sweep", "explain", "gradients")),
     *((f"{command} gone.py", "gone.py: there is no such script") for command in ("run", "sweep")),
@@ -122,17 +121,16 @@ WRONG = [
     ("sweep train.py -m train", "SCRIPT (train.py) and -m train: expected one"),
     # a launcher
     ("run --auto torchrun --standalone train.py",
-     "Expected the launcher first: torchrun [OPTIONS] -m ampatch run --auto SCRIPT [ARGUMENTS]"),
-    ("run -m torch.distributed.launch train.py",
-     "python -m torch.distributed.launch [OPTIONS] -m ampatch run SCRIPT"),
+     "Expected the launcher first: torchrun [OPTIONS] -m ampatch run SCRIPT"),
+    ("run -m torch.distributed.launch train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
     ("run accelerate launch train.py", "accelerate launch [OPTIONS] -m ampatch run SCRIPT"),
-    ("run accelerate config", "there is no such script"),
     ("run deepspeed train.py", "deepspeed [OPTIONS] --module ampatch run SCRIPT"),
-    ("run link train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
-    ("run distributed/run.py train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
-    ("explain torchrun train.py", f"{WATCHES} explain SCRIPT"),
-    ("gradients -m torch.distributed.run train.py", f"{WATCHES} gradients SCRIPT"),
-    ("sweep torchrun -- train.py", f"{WATCHES} sweep SCRIPT --nproc-per-node N"),
+    ("run bin/torchrun.exe train.py", "torchrun [OPTIONS] -m ampatch run SCRIPT"),
+    ("run -m accelerate.commands.launch x.py", "accelerate launch [OPTIONS] -m ampatch run SCRIPT"),
+    ("run fabric.py", "fabric.py: there is no such script"),  # only named like a launcher
+    ("explain torchrun train.py", WATCHES),
+    ("gradients -m torch.distributed.run train.py", WATCHES),
+    ("sweep torchrun -- train.py", WATCHES),
     # options
     ("run --fast train.py", "unrecognized arguments: --fast"),
     ("run --opt O1 train.py", "unrecognized arguments: --opt"),
@@ -152,11 +150,8 @@ WRONG = [
     ("gradients --steps few train.py", "--steps: 'few': expected a whole number"),
     ("gradients --lost 100 train.py", "100 is not at least 0 and below 100"),
     ("gradients --lost much train.py", "--lost: 'much': expected percent, a number"),
-    ("gradients --plot no/such/g.png train.py", "no directory"),
-    ("gradients --plot g.xyz train.py", "unknown kind of picture"),
     ("explain --lr train.py", "unrecognized arguments: --lr"),
-    ("sweep -m train --lr 1", "behind --: ampatch sweep -m train -- ARGUMENTS"),
-    ("sweep --seeds 2 train.py --tag 'a b'", "train.py -- --tag 'a b'"),
+    ("sweep -m train --lr 1", "behind --: ampatch sweep SCRIPT -- ARGUMENTS"),
     ("sweep train.py --timeout soon", "argument --timeout: invalid float value: 'soon'"),
     ("sweep train.py --timeout -1", "--timeout -1.0: must be above 0"),
     ("sweep train.py --levels O0,O5x", "unknown level 'O5x'"),
@@ -181,9 +176,6 @@ def test_a_wrong_command_line_is_refused(line, message, script, tmp_path, here):
     for name in ("notebook.ipynb", "MY BOOK.IPYNB"):
         (tmp_path / name).write_text("{}")
     write(tmp_path / "package/__init__.py", "")
-    (tmp_path / "link").symlink_to(tmp_path / "bin" / "torchrun")
-    write(tmp_path / "torch" / "distributed" / "run.py", "")
-    (tmp_path / "distributed").symlink_to(tmp_path / "torch" / "distributed")
     done = here(*shlex.split(line))
     assert (done.returncode, done.stdout) == (2, "")
     said = done.stderr.partition("error: ")[2]
@@ -212,20 +204,8 @@ def test_each_help_documents_the_exit_codes(command, here):
     assert "130 after Ctrl-C" in shown
 
 
-@pytest.mark.parametrize("rank", ["--local-rank=1", "--local_rank=1"])
-@pytest.mark.parametrize(
-    "line",
-    [
-        "RANK run --opt-level O1 train.py --lr 1",
-        "run RANK --opt-level=O1 train.py --lr 1",
-        "run --opt-level O1 RANK -m train --lr 1",
-        "RANK explain train.py --lr 1",
-    ],
-)
-def test_the_rank_that_a_launcher_hands_over_is_the_scripts(line, rank, tmp_path, here):
-    write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
-    done = here(*line.replace("RANK", rank).split())
-    assert f"{[rank, '--lr', '1']}\n" in done.stdout + done.stderr
+RANKS = ["--local-rank=1", "--local_rank=1"]
+"""What torch's old launcher hands over: it goes to the script."""
 
 
 @pytest.mark.parametrize(
@@ -236,9 +216,13 @@ def test_the_rank_that_a_launcher_hands_over_is_the_scripts(line, rank, tmp_path
         ("run --dtype=float16 -m train -m y", "-m y"),
         ("run --auto -m train -- x", "-- x"),
         ("gradients --lost 1 --json train.py --lost 2", "--lost 2"),
+        *((f"{rank} run --opt-level O1 train.py --lr 1", f"{rank} --lr 1") for rank in RANKS),
+        *((f"run {rank} --opt-level=O1 train.py --lr 1", f"{rank} --lr 1") for rank in RANKS),
+        *((f"run --opt-level O1 {rank} -m train --lr 1", f"{rank} --lr 1") for rank in RANKS),
+        *((f"{rank} explain train.py --lr 1", f"{rank} --lr 1") for rank in RANKS),
     ],
 )
-def test_where_the_scripts_arguments_begin(line, of_script, tmp_path, here):
+def test_the_scripts_arguments(line, of_script, tmp_path, here):
     write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
     done = here(*line.split())
     assert f"{of_script.split()}\n" in done.stdout + done.stderr
@@ -252,7 +236,7 @@ def test_where_the_scripts_arguments_begin(line, of_script, tmp_path, here):
     [
         ("-m ampatch --version", 0, ["ampatch 0."]),
         ("-m ampatch doctor", 1, [" cannot be imported: no GPU", "To install it: pip install"]),
-        ("-m ampatch doctor --json", 1, ['"torch_error": "no GPU"']),
+        ("-m ampatch doctor --json", 1, ["torch cannot be imported: no GPU"]),
         ("uses.py", 1, ["ampatch.initialize needs torch, which cannot be imported: no GPU. "]),
     ],
 )

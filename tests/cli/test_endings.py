@@ -87,6 +87,8 @@ sys.orig_argv = ["python", "/v/bin/ampatch", *{given}]
 sys.exit(main.main({given}))
 """
     done = python("-c", program, cwd=tmp_path)
-    goes_on = f"/v/bin/ampatch {' '.join(own)} --resume --out ampatch-{own[0]}/train -- --lr 1"
+    goes_on = (
+        f"python /v/bin/ampatch {' '.join(own)} --resume --out ampatch-{own[0]}/train -- --lr 1"
+    )
     assert done.returncode == code
     assert f"{said}. To go on: {goes_on} --overwrite\n" in done.stderr

@@ -173,18 +173,3 @@ def test_ranks_that_the_script_spawns(tmp_path):
     assert seen == ["torch.float16"]
     assert both[0] == both[1] == pytest.approx(model.weight.flatten().tolist(), rel=2e-3, abs=2e-3)
     assert norm == pytest.approx(expected.item(), rel=1e-2)
-
-
-def test_a_script_with_amp_code_of_its_own(tmp_path):
-    write(
-        tmp_path / "mixed.py",
-        """
-        import torch
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            print("not reached")
-        """,
-    )
-    done = ampatch_run(tmp_path, "--auto", "mixed.py")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[1].endswith('mixed.py", line 3, in <module>')
-    assert "--auto is for scripts without AMP code" in done.stderr.splitlines()[-1]

@@ -1,5 +1,7 @@
 """The `apex` package is there for each test of this folder, and gone after it."""
 
+import importlib
+
 import pytest
 
 import ampatch
@@ -12,3 +14,15 @@ def apex_package():
     yield
     apex.uninstall()
     ampatch.deactivate()
+
+
+@pytest.fixture
+def amp(apex_package):
+    """What `from apex import amp` gives."""
+    return importlib.import_module("apex.amp")
+
+
+@pytest.fixture
+def optimizers(apex_package):
+    """`apex.optimizers`."""
+    return importlib.import_module("apex.optimizers")

@@ -20,9 +20,7 @@ from ampatch.compat import apex as compat
 from ampatch.compat.apex.packages import REPLACEMENTS
 
 
-def test_the_signature_is_that_of_apex():
-    from apex import amp
-
+def test_the_signature_is_that_of_apex(amp):
     parameters = inspect.signature(amp.initialize).parameters
     assert {name: p.default for name, p in list(parameters.items())[1:]} == {
         "optimizers": None,
@@ -42,9 +40,7 @@ def test_the_signature_is_that_of_apex():
     assert next(iter(parameters)) == "models"
 
 
-def test_calls_outside_of_models_are_cast_too_as_in_apex():
-    from apex import amp
-
+def test_calls_outside_of_models_are_cast_too_as_in_apex(amp):
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
 
@@ -67,9 +63,7 @@ def test_amp_state_is_an_object_as_an_attribute_and_a_module_by_import():
     assert not hasattr(_amp_state, "opt_properties") and model.weight.dtype is torch.float32
 
 
-def test_the_stash_on_the_optimizer():
-    from apex import amp
-
+def test_the_stash_on_the_optimizer(amp):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not hasattr(optimizer, "_amp_stash")
@@ -85,9 +79,7 @@ def test_the_stash_on_the_optimizer():
     assert not hasattr(optimizer, "_amp_stash")
 
 
-def test_what_apex_refuses_is_refused():
-    from apex import amp
-
+def test_what_apex_refuses_is_refused(amp):
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     half = torch.full((2,), 0.5, dtype=torch.float16)
     with pytest.raises(NotImplementedError):

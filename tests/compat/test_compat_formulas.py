@@ -25,21 +25,17 @@ def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_adam_without_bias_correction(mode):
-    from apex.optimizers import FusedAdam
-
+def test_adam_without_bias_correction(optimizers, mode):
     options = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": mode}
-    ours = run(lambda p: FusedAdam(p, bias_correction=False, **options))
+    ours = run(lambda p: optimizers.FusedAdam(p, bias_correction=False, **options))
     close(ours, adam_formula(4, 0.01, 0.1, mode))
-    corrected = run(lambda p: FusedAdam(p, **options))
+    corrected = run(lambda p: optimizers.FusedAdam(p, **options))
     assert not torch.allclose(ours[0], corrected[0], atol=1e-3)  # the option does something
 
 
-def test_bias_correction_group_by_group():
-    from apex.optimizers import FusedAdam
-
+def test_bias_correction_group_by_group(optimizers):
     def make(params):
-        return FusedAdam(
+        return optimizers.FusedAdam(
             [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}], lr=0.01
         )
 
@@ -48,12 +44,9 @@ def test_bias_correction_group_by_group():
     close(ours[1:], run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0))[1:])
 
 
-def test_sgd_with_weight_decay_after_momentum():
-    from apex.optimizers import FusedSGD
-
-    ours = run(
-        lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.2, wd_after_momentum=True)
-    )
+def test_sgd_with_weight_decay_after_momentum(optimizers):
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
+    ours = run(lambda p: optimizers.FusedSGD(p, **given))
     params = [value.double() for value in START]
     velocity = [torch.zeros_like(p) for p in params]
     for step in range(4):
@@ -63,10 +56,8 @@ def test_sgd_with_weight_decay_after_momentum():
     close(ours, params)
 
 
-def test_adagrad_with_decoupled_weight_decay():
-    from apex.optimizers import FusedAdagrad
-
-    ours = run(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.2, adagrad_w_mode=True))
+def test_adagrad_with_decoupled_weight_decay(optimizers):
+    ours = run(lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.2, adagrad_w_mode=True))
     params = [value.double() for value in START]
     total = [torch.zeros_like(p) for p in params]
     for step in range(4):
@@ -77,26 +68,34 @@ def test_adagrad_with_decoupled_weight_decay():
     close(ours, params)
 
 
-def lamb_formula(lr, decay, adam_w, averaging, corrected, limit, nvlamb):
-    beta1, beta2, eps = 0.9, 0.999, 1e-6
+def lamb_formula(
+    lr,
+    weight_decay=0.01,
+    adam_w_mode=True,
+    grad_averaging=True,
+    bias_correction=True,
+    max_grad_norm=1.0,
+    use_nvlamb=False,
+):
+    beta1, beta2, eps, decay = 0.9, 0.999, 1e-6, weight_decay
     params = [value.double() for value in START]
     first = [torch.zeros_like(p) for p in params]
     second = [torch.zeros_like(p) for p in params]
     for step in range(1, 5):
         grads = [grad.double() for grad in gradients(step - 1)]
         norm = math.sqrt(sum(float((grad * grad).sum()) for grad in grads))
-        if limit and norm > limit:
-            grads = [grad * (limit / norm) for grad in grads]
+        if max_grad_norm and norm > max_grad_norm:
+            grads = [grad * (max_grad_norm / norm) for grad in grads]
         for i, grad in enumerate(grads):
-            if not adam_w:
+            if not adam_w_mode:
                 grad = grad + decay * params[i]
-            first[i] = beta1 * first[i] + (1 - beta1 if averaging else 1) * grad
+            first[i] = beta1 * first[i] + (1 - beta1 if grad_averaging else 1) * grad
             second[i] = beta2 * second[i] + (1 - beta2) * grad * grad
-            m = first[i] / (1 - beta1**step if corrected else 1)
-            v = second[i] / (1 - beta2**step if corrected else 1)
-            update = m / (v.sqrt() + eps) + (decay * params[i] if adam_w else 0)
+            m = first[i] / (1 - beta1**step if bias_correction else 1)
+            v = second[i] / (1 - beta2**step if bias_correction else 1)
+            update = m / (v.sqrt() + eps) + (decay * params[i] if adam_w_mode else 0)
             ratio, size, length = 1.0, float(params[i].norm()), float(update.norm())
-            if (decay or nvlamb) and size > 0 and length > 0:
+            if (decay or use_nvlamb) and size > 0 and length > 0:
                 ratio = size / length
             params[i] = params[i] - lr * ratio * update
     return params
@@ -115,26 +114,21 @@ LAMB = {
 
 
 @pytest.mark.parametrize("options", LAMB.values(), ids=LAMB)
-def test_lamb(options):
-    from apex.optimizers import FusedLAMB
-
-    ours = run(lambda p: FusedLAMB(p, lr=0.05, **options))
-    close(
-        ours,
-        lamb_formula(
-            0.05,
-            options.get("weight_decay", 0.01),
-            options.get("adam_w_mode", True),
-            options.get("grad_averaging", True),
-            options.get("bias_correction", True),
-            options.get("max_grad_norm", 1.0),
-            options.get("use_nvlamb", False),
-        ),
-    )
+def test_lamb(optimizers, options):
+    ours = run(lambda p: optimizers.FusedLAMB(p, lr=0.05, **options))
+    close(ours, lamb_formula(0.05, **options))
 
 
-def novograd_formula(lr, decay, inside, averaging, infinite, init_zero, corrected):
-    beta1, beta2, eps = 0.95, 0.98, 1e-8
+def novograd_formula(
+    lr,
+    decay,
+    reg_inside_moment=False,
+    grad_averaging=True,
+    norm_type=2,
+    init_zero=False,
+    bias_correction=True,
+):
+    beta1, beta2, eps, infinite = 0.95, 0.98, 1e-8, norm_type == 0
     params = [value.double() for value in START]
     first = [torch.zeros_like(p) for p in params]
     norms: list = [None] * len(params)
@@ -147,10 +141,10 @@ def novograd_formula(lr, decay, inside, averaging, infinite, init_zero, correcte
                 norms[i] = beta2 * before + (1 - beta2) * now
             else:
                 norms[i] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
-            v = norms[i] / (math.sqrt(1 - beta2**step) if corrected else 1) + eps
-            share = 1 - beta1 if averaging else 1
-            correction = 1 - beta1**step if corrected else 1
-            if inside:
+            v = norms[i] / (math.sqrt(1 - beta2**step) if bias_correction else 1) + eps
+            share = 1 - beta1 if grad_averaging else 1
+            correction = 1 - beta1**step if bias_correction else 1
+            if reg_inside_moment:
                 first[i] = beta1 * first[i] + share * (g / v + decay * params[i])
                 params[i] = params[i] - lr * first[i] / correction
             else:
@@ -170,22 +164,10 @@ NOVOGRAD = {
 
 
 @pytest.mark.parametrize("options", NOVOGRAD.values(), ids=NOVOGRAD)
-def test_novograd(options):
-    from apex.optimizers import FusedNovoGrad
-
-    ours = run(lambda p: FusedNovoGrad(p, lr=0.05, betas=(0.95, 0.98), weight_decay=0.1, **options))
-    close(
-        ours,
-        novograd_formula(
-            0.05,
-            0.1,
-            options.get("reg_inside_moment", False),
-            options.get("grad_averaging", True),
-            options.get("norm_type", 2) == 0,
-            options.get("init_zero", False),
-            options.get("bias_correction", True),
-        ),
-    )
+def test_novograd(optimizers, options):
+    given = {"lr": 0.05, "betas": (0.95, 0.98), "weight_decay": 0.1, **options}
+    ours = run(lambda p: optimizers.FusedNovoGrad(p, **given))
+    close(ours, novograd_formula(0.05, 0.1, **options))
 
 
 @pytest.mark.parametrize("clip", [True, False])

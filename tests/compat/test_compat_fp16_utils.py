@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+import ampatch
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def half_network() -> nn.Module:
+    from apex.fp16_utils import network_to_half
+
+    return network_to_half(network())
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,9 +130,7 @@ def fp16_optimizer(model: nn.Module, verbose=False, **options):
     ids=["static", "dynamic"],
 )
 def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
-    from apex.fp16_utils import network_to_half
-
-    model = network_to_half(network())
+    model = half_network()
     optimizer = fp16_optimizer(model, verbose=True, **options)
     done = 0
     while done < 15:
@@ -143,10 +149,8 @@ def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
     assert optimizer.loss_scale < 2.0**32
 
 
-def test_fp16_optimizer_accumulates_and_takes_closures():
-    from apex.fp16_utils import network_to_half
-
-    model = network_to_half(network())
+def test_fp16_optimizer_accumulates_gradients():
+    model = half_network()
     optimizer = fp16_optimizer(model, static_loss_scale=64.0)
     for _ in range(15):
         optimizer.zero_grad(set_grads_to_None=True)
@@ -156,50 +160,31 @@ def test_fp16_optimizer_accumulates_and_takes_closures():
         optimizer.step()
     assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
 
-    model = network_to_half(network())
-    optimizer = fp16_optimizer(model, dynamic_loss_scale=True)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        return loss
-
-    for _ in range(15):  # an overflow inside a step is tried again at a lower scale
-        optimizer.step(closure)
-    assert close_to_fp32([p for g in optimizer.param_groups for p in g["params"]], 15)
+def test_fp16_optimizer_refuses_closures():
+    with pytest.raises(ampatch.AmpatchError, match=r"step\(closure\).*ampatch.initialize"):
+        fp16_optimizer(network().half()).step(lambda: None)
 
 
-def test_a_closure_sees_where_the_optimizer_is():
-    """LBFGS evaluates several times within a step, at weights that only the copies have yet."""
-    from apex.fp16_utils import FP16_Optimizer, network_to_half
-
-    model = network_to_half(network())
-    inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
-    optimizer = FP16_Optimizer(inner, static_loss_scale=16.0)
-    values = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        values.append(loss.item())
-        return loss
-
-    optimizer.step(closure)
-    assert len(values) == 5 and values == sorted(values, reverse=True) and values[-1] < values[0]
+def test_late_half_weights_get_fp32_copies():
+    first, late = nn.Linear(4, 1).half(), nn.Linear(4, 1).half()
+    optimizer = fp16_optimizer(first, static_loss_scale=128.0)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    expected = late.weight.detach().float()
+    optimizer.backward(late(torch.ones(1, 4).half()).float().sum())  # gradients of 1
+    optimizer.step()
+    [master, _] = optimizer.param_groups[1]["params"]
+    assert torch.equal(master, expected - 0.05) and torch.equal(late.weight, master.half())
 
 
 def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
-    from apex.fp16_utils import network_to_half
-
     def steps(model, optimizer, count):
         for _ in range(count):
             optimizer.zero_grad()
             optimizer.backward(loss_of(model))
             optimizer.step()
 
-    model = network_to_half(network())
+    model = half_network()
     optimizer = fp16_optimizer(
         model, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**12, "scale_window": 3}
     )
@@ -210,7 +195,7 @@ def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
 
     file.seek(0)
     weights, state = torch.load(file, weights_only=False)
-    again = network_to_half(network())
+    again = half_network()
     resumed = fp16_optimizer(again)
     again.load_state_dict(weights)
     resumed.load_state_dict(state)
@@ -218,7 +203,7 @@ def test_fp16_optimizer_resumes_from_a_checkpoint_exactly():
 
     assert all(map(torch.equal, model.parameters(), again.parameters()))
     assert resumed.loss_scale == optimizer.loss_scale != 2.0**12
-    other = fp16_optimizer(network_to_half(nn.Linear(3, 3)))
+    other = fp16_optimizer(nn.Linear(3, 3).half())
     with pytest.raises(ValueError, match="fp32_from_fp16"):
         other.load_state_dict(state)
 

@@ -14,9 +14,7 @@ from torch import nn
 import ampatch
 
 
-def test_defaults_are_those_of_apex():
-    from apex import optimizers
-
+def test_defaults_are_those_of_apex(optimizers):
     adam = optimizers.FusedAdam(parameters()).defaults
     assert (adam["lr"], adam["betas"], adam["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
     assert adam["weight_decay"] == 0.0 and adam["bias_correction"] is True
@@ -30,24 +28,20 @@ def test_defaults_are_those_of_apex():
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("old_torch", [False, True])
-def test_adam_is_adamw_or_adam(mode, old_torch, monkeypatch):
-    from apex.optimizers import FusedAdam
-
+def test_adam_is_adamw_or_adam(optimizers, mode, old_torch, monkeypatch):
     from ampatch.compat.apex.optimizers import adam
 
     if old_torch:  # whose Adam knows no decoupled weight decay
         monkeypatch.setattr(adam, "DECOUPLES", False)
     peer = torch.optim.AdamW if mode else torch.optim.Adam
-    ours = run(lambda p: FusedAdam(p, lr=0.1, weight_decay=0.3, adam_w_mode=mode))
+    ours = run(lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.3, adam_w_mode=mode))
     close(ours, run(lambda p: peer(p, lr=0.1, weight_decay=0.3)))
 
 
-def test_max_grad_norm_of_the_first_version_clips_each_group():
-    from apex.optimizers import FusedAdam
-
+def test_max_grad_norm_of_the_first_version_clips_each_group(optimizers):
     ours, theirs = parameters(), parameters()
     groups = [[{"params": [one]} for one in params] for params in (ours, theirs)]
-    optimizer = FusedAdam(groups[0], lr=0.1, max_grad_norm=0.5)
+    optimizer = optimizers.FusedAdam(groups[0], lr=0.1, max_grad_norm=0.5)
     peer = torch.optim.AdamW(groups[1], lr=0.1, weight_decay=0)
     for step in range(3):
         for one, other, grad in zip(ours, theirs, gradients(step), strict=True):
@@ -61,9 +55,7 @@ def test_max_grad_norm_of_the_first_version_clips_each_group():
 @pytest.mark.parametrize(
     "name, options", [("SGD", {"momentum": 0.9, "nesterov": True}), ("Adagrad", {})]
 )
-def test_sgd_and_adagrad_are_torchs(name, options):
-    from apex import optimizers
-
+def test_sgd_and_adagrad_are_torchs(optimizers, name, options):
     ours, theirs = (
         run(lambda p, kind=kind: kind(p, lr=0.1, weight_decay=0.1, **options))
         for kind in (getattr(optimizers, f"Fused{name}"), getattr(torch.optim, name))
@@ -143,26 +135,21 @@ def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
             assert bool(param.isfinite().all())
 
 
-def test_hooks_of_a_step_run_once_and_closures_too():
-    from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
-
-    seen = []
-    for kind in (FusedAdam, FusedSGD, FusedAdagrad, FusedLAMB):
-        seen.clear()
-        optimizer = kind(parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
-        optimizer.register_step_post_hook(lambda *args: seen.append("after"))
-        assert optimizer.step(lambda: seen.append("closure") or 7.0) == 7.0
-        assert seen == ["before", "closure", "after"], kind
+def test_hooks_of_a_step_run_once_and_closures_too(optimizers):
+    for name in ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB"):
+        seen = []
+        optimizer = getattr(optimizers, name)(parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *args, seen=seen: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *args, seen=seen: seen.append("after"))
+        assert optimizer.step(lambda seen=seen: seen.append("closure") or 7.0) == 7.0
+        assert seen == ["before", "closure", "after"], name
 
 
-def test_zero_grad_as_apex_has_it():
-    from apex.optimizers import FusedAdam, FusedSGD
-
+def test_zero_grad_as_apex_has_it(optimizers):
     for optimizer, expected in (
-        (FusedAdam(parameters()), type(None)),
-        (FusedAdam(parameters(), set_grad_none=False), torch.Tensor),
-        (FusedSGD(parameters()), torch.Tensor),
+        (optimizers.FusedAdam(parameters()), type(None)),
+        (optimizers.FusedAdam(parameters(), set_grad_none=False), torch.Tensor),
+        (optimizers.FusedSGD(parameters()), torch.Tensor),
     ):
         param = optimizer.param_groups[0]["params"][0]
         param.grad = torch.ones_like(param)
@@ -181,9 +168,7 @@ def test_zero_grad_as_apex_has_it():
         (lambda o: o.FusedNovoGrad(parameters(), norm_type=3), "largest value"),
     ],
 )
-def test_what_is_not_available_is_refused_with_a_replacement(call, words):
-    from apex import optimizers
-
+def test_what_is_not_available_is_refused_with_a_replacement(optimizers, call, words):
     with pytest.raises(RuntimeError, match=re.escape(words)):
         call(optimizers)
 
@@ -201,9 +186,7 @@ def old_checkpoint(optimizer, names: tuple[str, ...]) -> dict:
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
-def test_apexs_checkpoints_load(name):
-    from apex import optimizers
-
+def test_apexs_checkpoints_load(optimizers, name):
     def make(params):
         return getattr(optimizers, name)(params, lr=0.05, weight_decay=0.1)
 
@@ -232,10 +215,8 @@ def test_apexs_checkpoints_load(name):
     assert all(map(torch.equal, params, again))
 
 
-def test_novograd_refuses_norms_it_cannot_place():
-    from apex.optimizers import FusedNovoGrad
-
-    optimizer = FusedNovoGrad(parameters())
+def test_novograd_refuses_norms_it_cannot_place(optimizers):
+    optimizer = optimizers.FusedNovoGrad(parameters())
     saved = optimizer.state_dict()
     saved["param_groups"][0]["exp_avg_sq"] = [torch.ones(1), torch.ones(2)]
     with pytest.raises(ValueError, match="running norms"):

@@ -89,9 +89,7 @@ FAULTS = [  # the step and the loss that has an inf, and the weight
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("num_losses, how", [(1, "none"), (2, "optimizer")])
-def test_models_losses_and_optimizers(shape, level, num_losses, how):
-    from apex import amp
-
+def test_models_losses_and_optimizers(amp, shape, level, num_losses, how):
     of_optimizers, of_losses = SHAPES[shape]
     for faulty, place in FAULTS:
         amp._amp_state.allow_incoming_model_not_fp32 = True
@@ -126,10 +124,8 @@ def test_models_losses_and_optimizers(shape, level, num_losses, how):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_one_optimizer_skips_both_as_in_apex(fused):
+def test_an_overflow_in_one_optimizer_skips_both_as_in_apex(amp, fused):
     """`ampatch.scale_loss` leaves out the one alone, as `torch.amp.GradScaler` does."""
-    from apex import amp
-
     for package, expected in ((amp, [True, True]), (ampatch, [True, False])):
         models = [nn.Linear(2, 1) for _ in range(2)]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=fused) for m in models]
@@ -159,9 +155,7 @@ def test_an_overflow_in_one_optimizer_skips_both_as_in_apex(fused):
 # Settings
 
 
-def test_bounds_as_strings():
-    from apex import amp
-
+def test_bounds_as_strings(amp):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strings = {"keep_batchnorm_fp32": "True", "min_loss_scale": "128.0", "max_loss_scale": "4096"}
@@ -182,9 +176,7 @@ def test_bounds_as_strings():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_models_left_as_they_are(level):
-    from apex import amp
-
+def test_models_left_as_they_are(amp, level):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1).half())
     before = [param.dtype for param in model.parameters()]
     amp.initialize(model, opt_level=level, cast_model_type=False, verbosity=0)

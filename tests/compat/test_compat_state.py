@@ -25,9 +25,7 @@ def start(level: str = "O1", **options) -> tuple[nn.Module, torch.optim.Optimize
 # Lists
 
 
-def test_the_lists_hold_what_scripts_look_for():
-    from apex import amp
-
+def test_the_lists_hold_what_scripts_look_for(amp):
     lists = {
         "functional_overrides": (
             functions,
@@ -57,9 +55,7 @@ def test_without_an_edit_nothing_is_added():
     assert lists.edits() == []
 
 
-def test_a_name_taken_out_is_left_to_pytorch():
-    from apex import amp
-
+def test_a_name_taken_out_is_left_to_pytorch(amp):
     start()
     assert functions.softmax(HALF, -1).dtype is torch.float32  # what the tables say
     ampatch.deactivate()
@@ -79,9 +75,7 @@ def test_a_name_taken_out_is_left_to_pytorch():
     assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
 
 
-def test_a_name_put_in_follows_its_list_whatever_the_tables_say():
-    from apex import amp
-
+def test_a_name_put_in_follows_its_list_whatever_the_tables_say(amp):
     lists = amp.lists
     lists.functional_overrides.FP32_FUNCS.append("relu")
     lists.functional_overrides.FP32_FUNCS.remove("mse_loss")
@@ -102,17 +96,13 @@ def test_a_name_put_in_follows_its_list_whatever_the_tables_say():
     assert functions.relu(HALF).dtype is torch.float16
 
 
-def test_a_name_in_two_lists_is_cast_to_half():
-    from apex import amp
-
+def test_a_name_in_two_lists_is_cast_to_half(amp):
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
     start()
     assert functions.softmax(SINGLE, -1).dtype is torch.float16
 
 
-def test_a_list_may_be_replaced_and_edited_between_initializes():
-    from apex import amp
-
+def test_a_list_may_be_replaced_and_edited_between_initializes(amp):
     first, _ = start()
     amp.lists.functional_overrides.FP16_FUNCS = ["linear", "sigmoid"]
     second, _ = start()
@@ -125,9 +115,7 @@ def test_a_list_may_be_replaced_and_edited_between_initializes():
     assert functions.conv2d(image, image).dtype is torch.float16
 
 
-def test_the_oldest_api_reads_the_lists_too():
-    from apex import amp
-
+def test_the_oldest_api_reads_the_lists_too(amp):
     amp.lists.functional_overrides.FP32_FUNCS.append("relu")
     handle = amp.init()
     assert functions.relu(HALF).dtype is torch.float32
@@ -135,9 +123,7 @@ def test_the_oldest_api_reads_the_lists_too():
     assert functions.relu(HALF).dtype is torch.float16
 
 
-def test_uninstall_forgets_the_edits():
-    from apex import amp
-
+def test_uninstall_forgets_the_edits(amp):
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     _model, _ = start()
     compat.uninstall()
@@ -148,9 +134,7 @@ def test_uninstall_forgets_the_edits():
     assert "softmax" in again.lists.functional_overrides.FP32_FUNCS
 
 
-def test_wrong_edits_are_refused_before_anything_changes():
-    from apex import amp
-
+def test_wrong_edits_are_refused_before_anything_changes(amp):
     amp.lists.torch_overrides.FP16_FUNCS.append("no_such_function")
     with pytest.raises(AttributeError, match="no_such_function"):
         start()
@@ -161,9 +145,7 @@ def test_wrong_edits_are_refused_before_anything_changes():
     assert not ampatch.session.session.registry.sessions
 
 
-def test_registered_functions_of_torch_win_over_the_tables():
-    from apex import amp
-
+def test_registered_functions_of_torch_win_over_the_tables(amp):
     half = [(torch, "einsum"), (torch, "softmax")]
     single = [(functions, "conv2d"), (torch, "sigmoid"), (functions, "batch_norm")]
     for place in half:
@@ -181,9 +163,7 @@ def test_registered_functions_of_torch_win_over_the_tables():
         ampatch.unregister_function(*place)
 
 
-def test_under_torch_compile_an_edit_counts():
-    from apex import amp
-
+def test_under_torch_compile_an_edit_counts(amp):
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     start()
     compiled = torch.compile(lambda x: functions.softmax(x, -1), backend="eager", fullgraph=True)
@@ -194,9 +174,7 @@ def test_under_torch_compile_an_edit_counts():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_deactivate_ends_the_casts_and_leaves_the_rest(level):
-    from apex import amp
-
+def test_deactivate_ends_the_casts_and_leaves_the_rest(amp, level):
     model, optimizer = start(level, loss_scale=64.0)
     handle = amp._amp_state.handle
     assert handle._is_active and handle.is_active()
@@ -229,9 +207,7 @@ def test_deactivate_ends_the_casts_and_leaves_the_rest(level):
     assert model(SINGLE).dtype is torch.float32  # the first stays without
 
 
-def test_the_decorator_handle():
-    from apex import amp
-
+def test_the_decorator_handle(amp):
     assert amp.amp._DECORATOR_HANDLE is None
     handle = amp.init()
     assert amp.amp._DECORATOR_HANDLE is handle and handle._is_active
@@ -248,9 +224,7 @@ def test_the_decorator_handle():
     "level, dtype",
     [("O0", torch.float32), ("O1", torch.float16), ("O4", torch.bfloat16), ("O2", None)],
 )
-def test_init_obeys_the_environments_level(level, dtype, monkeypatch):
-    from apex import amp
-
+def test_init_obeys_the_environments_level(amp, level, dtype, monkeypatch):
     monkeypatch.setenv("AMPATCH_OPT_LEVEL", level)
     if dtype is None:
         with pytest.raises(ampatch.AmpatchError, match="knows no models"):
@@ -267,9 +241,7 @@ def test_init_obeys_the_environments_level(level, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", ["dynamic", 128.0], ids=["dynamic", "static"])
-def test_loss_scalers_are_written(scale):
-    from apex import amp
-
+def test_loss_scalers_are_written(amp, scale):
     model, optimizer = start("O1", loss_scale=scale, num_losses=2)
     scalers = amp._amp_state.loss_scalers
     assert [scaler.dynamic for scaler in scalers] == [scale == "dynamic"] * 2
@@ -290,10 +262,8 @@ def test_loss_scalers_are_written(scale):
         assert found == [16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 4.0, 8.0]
 
 
-def test_allow_incoming_model_not_fp32(caplog):
+def test_allow_incoming_model_not_fp32(amp, caplog):
     """apex makes masters of half weights then; here they are trained in half, which is said."""
-    from apex import amp
-
     amp._amp_state.allow_incoming_model_not_fp32 = True
     model = nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import ampatch
 from ampatch.torch_private import dispatch_modes
@@ -193,21 +192,6 @@ def test_every_model_is_watched_without_one():
     assert debugger.report.module == "Sequential.0" and not debugger.report.input_is_finite
 
 
-def test_a_watch_of_every_model_outlives_deactivate():
-    """A script may deactivate and initialize again; a watch of its models goes on."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ampatch.debug() as debugger, ampatch.gradient_range() as gradients:
-        with ampatch.report() as casts:
-            ampatch.deactivate()
-            ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
-            with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-    assert debugger.step == 1 and gradients.steps == 1
-    assert casts.functions["torch.nn.functional.linear"].calls == 1
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own
 def test_what_runs_inside_a_checkpoint_is_forward():
     def forward(module, x):
@@ -228,11 +212,6 @@ def test_the_rank_is_named(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert report.rank == 0 and "on rank 0" in str(report)
-
-
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def test_forwards_in_several_threads():
@@ -265,48 +244,6 @@ def test_nothing_is_kept_alive():
     del model
     gc.collect()
     assert gone() is None and debugger.report is not None
-
-
-def test_off_there_is_no_mode_and_no_hook():
-    model = nn.Sequential(nn.Linear(2, 2))
-    forward = model[0].forward
-    before = dict(nn.modules.module._global_forward_hooks)
-    debugger = ampatch.debug(model)
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    with Passing() as above:
-        debugger.remove()  # not the innermost: the other one has to stay
-        assert _get_current_dispatch_mode_stack() == [above]
-    debugger.remove()
-    assert _get_current_dispatch_mode_stack() == []
-    assert dict(nn.modules.module._global_forward_hooks) == before
-    assert not nn.modules.module._global_forward_pre_hooks
-    assert not model[0].weight._backward_hooks
-    assert model[0].forward == forward and "forward" not in vars(model[0])
-
-
-def test_training_is_the_same_with_it():
-    """Looking changes no number."""
-
-    def losses(watch: bool) -> list[float]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-        debugger = ampatch.debug(model) if watch else None
-        found = []
-        for _ in range(5):
-            loss = model(torch.ones(4, 8)).pow(2).mean()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        if watch:
-            assert debugger.report is None
-        ampatch.deactivate()
-        return found
-
-    assert losses(True) == losses(False)
 
 
 def test_an_exception_in_the_forward_leaves_the_names_right():

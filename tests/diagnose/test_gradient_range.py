@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -215,21 +213,6 @@ def test_other_models_are_not_counted_and_none_counts_all():
     assert everything.report().total.bins == {0: 1, -1: 1}
 
 
-def test_nothing_is_left_behind():
-    from torch.optim import optimizer as hooks
-
-    before = dict(hooks._global_optimizer_pre_hooks), dict(hooks._global_optimizer_post_hooks)
-    watch = ampatch.gradient_range(nn.Linear(1, 1))
-    assert dict(hooks._global_optimizer_pre_hooks) != before[0]
-    ampatch.deactivate()
-    assert before == (
-        dict(hooks._global_optimizer_pre_hooks),
-        dict(hooks._global_optimizer_post_hooks),
-    )
-    assert not nn.modules.module._global_forward_pre_hooks
-    watch.remove()
-
-
 @pytest.fixture
 def report():
     return counted_steps(Constant([2.0**-e for e in range(40)]))
@@ -258,41 +241,6 @@ def test_json_round_trip(report):
     assert found["flushed_share"] == 15 / 40
     assert found["suggestion"]["fits"] and found["suggestion"]["scale"] == 2.0**15
     assert list(found["parameters"]) == ["weight"]
-
-
-@pytest.mark.parametrize(
-    ("counted", "scale", "lines"), [(True, 16.0, 1), (True, 2.0**40, 0), (False, 16.0, 1)],
-    ids=["gradients", "far left", "none"],
-)  # fmt: skip
-def test_the_plot(counted, scale, lines, report, tmp_path, monkeypatch):
-    """With logarithmic axes; the legend names only lines within the plot."""
-    from matplotlib.figure import Figure
-
-    shown, save = [], Figure.savefig
-
-    def noting(figure, *path, **options):
-        shown.append(figure)
-        save(figure, *path, **options)
-
-    monkeypatch.setattr(Figure, "savefig", noting)
-    total = report.total if counted else type(report.total)()
-    dataclasses.replace(report, total=total, scale=scale).plot(tmp_path / "gradients.png")
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
-    [axes] = shown[0].axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    heights = [bar.get_height() for bar in axes.patches if bar.get_width() == bar.get_x()]
-    assert sum(heights) == pytest.approx(100 if counted else 0)
-    texts = [text.get_text() for text in shown[0].legends[0].get_texts()]
-    assert sum("present loss scale" in text for text in texts) == lines
-
-
-def test_a_missing_matplotlib_is_said(report, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        report.plot(tmp_path / "gradients.png")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

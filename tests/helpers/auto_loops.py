@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import ampatch
 from ampatch import auto
@@ -67,17 +66,3 @@ def weights(model):
 
 def grads(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def plain(make=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)):
-    model = net()
-    optimizer = make(model.parameters())
-    losses = []
-    for _ in range(6):
-        x, y = batch()
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return weights(model), losses

@@ -54,7 +54,8 @@ def run(plan: Plan) -> Run:
     if plan.stop_after is not None:
         fabric.save(path, state)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    scale = plugin.state_dict()["loss_scaler0"]["loss_scale"] if plugin is not None else 1.0
+    scales = plugin.state_dict() if plugin is not None else {}
+    scale = scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"]
     ampatch.deactivate()
     return Run(losses, weights, scale)
 

@@ -169,15 +169,6 @@ def test_free_memory_lets_go_and_prepare_begins_anew():
     train(accelerator, model, optimizer)
 
 
-def test_switched_off_it_is_accelerates_own(monkeypatch):
-    monkeypatch.setenv("AMPATCH_ENABLED", "0")
-    expected = train(plain := Accelerator(cpu=True), *plain.prepare(*parts()))
-    accelerator = make()
-    model, optimizer = accelerator.prepare(*parts())
-    assert train(accelerator, model, optimizer, poison={9}) == expected
-    assert not accelerator.optimizer_step_was_skipped
-
-
 # The training loop
 
 

@@ -158,6 +158,14 @@ def test_training(runs, framework, kind, level, half):
     assert found.run.loss_scale == scale_of(level, half)
 
 
+def test_switched_off_it_is_the_framework_in_fp32(runs, framework, tmp_path, monkeypatch):
+    expected = runs("float32")
+    monkeypatch.setenv("AMPATCH_ENABLED", "0")
+    found = watched(framework, Plan(tmp_path, "ampatch", opt_level="O2", dtype="float16"))
+    assert_same(found, expected.run.losses, expected)
+    assert_computed_in(found, "O0", "float16")
+
+
 @pytest.fixture(scope="module")
 def in_two_parts(framework, tmp_path_factory):
     """`in_two_parts(precision, **plan)`: a run that stops, and one that goes on from there."""

@@ -415,17 +415,3 @@ def test_a_fabric_sets_up_again_after_deactivate_and_a_copied_plugin_is_told_too
     optimizer = Fabric(accelerator="cpu", devices=1).setup(net, optimizer_of(net))[1]
     with pytest.raises(ampatch.AmpatchError):
         ampatch.step_counts(optimizer)
-
-
-def test_a_disabled_plugin_is_the_plain_framework():
-    for kind in (Training, TwoOptimizers):
-        assert fit(amp(enabled=False), kind).losses == fit(None, kind).losses
-    plugin = AmpatchFabricPrecision("O2", enabled=False)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    for net in (network(), network()):
-        model, optimizer = fabric.setup(net, optimizer_of(net))
-        inputs, targets = next(iter(loader()))
-        fabric.backward(F.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        assert net[0].weight.dtype is torch.float32
-    assert plugin.state_dict() == {}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import subprocess
-import sys
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
@@ -300,33 +297,6 @@ def test_other_mixed_precision_and_wrong_settings_are_refused_by_name(
 def test_the_mixin_behind_the_trainer_is_refused():
     with pytest.raises(TypeError, match="comes after the Trainer"):
         type("Wrong", (Trainer, AmpatchTrainerMixin), {})
-
-
-SCRIPT = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_transformers import trained
-trainer = trained(Path(sys.argv[1]), sys.argv[3])
-weights = sum(value.double().sum().item() for value in trainer.model.state_dict().values())
-place = Path(sys.argv[1], f"{trainer.args.process_index}.json")
-place.write_text(json.dumps([trainer.args.world_size, weights]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", BOUNDS)
-def test_torchrun_with_two_ranks(level, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = [sys.executable, *torchrun, str(script), str(tmp_path), str(Path(__file__).parent)]
-    done = subprocess.run(
-        [*command, level], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second and first[0] == 2
 
 
 def _trained_twice(rank: int, folder: str) -> tuple[list[float], bool]:

@@ -226,21 +226,19 @@ assert os.waitpid(pid, 0)[1] == 0
     ("text", "options", "said"),
     [
         (NO_AMP, [], True),
-        (NO_AMP, ["--opt-level", "O2"], True),
         (NO_AMP + "import sys; sys.exit(3)\n", [], False),
         (NO_AMP, ["--auto", "--opt-level", "O0"], False),
         (NO_AMP + "import ampatch; ampatch.init(enabled=False)\n", [], False),
         (NO_AMP + "import ampatch; ampatch.init()._deactivate()\n", [], False),
         (NO_AMP + FORK, [], False),
     ],
-    ids=["plain", "option", "failed", "auto", "init", "ended", "fork"],
+    ids=["plain", "failed", "auto", "init", "ended", "fork"],
 )
 def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_path, here):
     write(tmp_path / "train.py", text)
     *_, last = here("run", *options, "train.py").stderr.splitlines() or [""]
     assert ("train.py never called ampatch.initialize" in last) == said
     assert ("ampatch run --auto train.py" in last) == said
-    assert ("without effect of --opt-level" in last) == (said and bool(options))
 
 
 def test_variables_count_without_the_command(monkeypatch):
@@ -272,11 +270,10 @@ CHILDREN = """
         queue.put((rank, amp.__name__, __name__))
 
     if __name__ == "__main__":
-        for method in ("forkserver",):
-            loader = torch.utils.data.DataLoader(
-                Numbers(), num_workers=1, multiprocessing_context=method
-            )
-            print(method, [(batch.item(), name[0]) for batch, name in loader])
+        loader = torch.utils.data.DataLoader(
+            Numbers(), num_workers=1, multiprocessing_context="forkserver"
+        )
+        print([(batch.item(), name[0]) for batch, name in loader])
         context = torch.multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
         torch.multiprocessing.spawn(work, args=(queue,), nprocs=1)
@@ -295,27 +292,26 @@ def with_apex_path(folder, *arguments, behind=()):
     return warm_python.python(*arguments, cwd=folder, env=variables)
 
 
-@pytest.mark.parametrize("start", [ampatch_run, with_apex_path])
-def test_processes_of_the_script_find_apex_too(start, tmp_path):
+@pytest.mark.parametrize(
+    ("start", "how"),
+    [(ampatch_run, "train.py"), (ampatch_run, "-m train"), (with_apex_path, "train.py")],
+)
+def test_processes_of_the_script_find_apex_too(start, how, tmp_path):
     write(tmp_path / "train.py", CHILDREN)
-    done = start(tmp_path, "train.py")
+    done = start(tmp_path, *how.split())
     assert done.returncode == 0, done.stderr
     batches = [(float(index), "apex.amp") for index in range(4)]
-    assert done.stdout.splitlines() == [
-        f"forkserver {batches}",
-        "(0, 'apex.amp', '__mp_main__')",
-    ]
+    assert done.stdout.splitlines() == [f"{batches}", "(0, 'apex.amp', '__mp_main__')"]
 
 
 def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(tmp_path):
     """Today's apex, whose other modules stay reachable."""
     for name, text in {"__init__": "", "contrib/kernels": "found = 'behind'\n"}.items():
         write(tmp_path / "apex" / f"{name}.py", text)
-    text = CHILDREN.replace('("forkserver",)', "()")
     kernels = "from apex.contrib.kernels import found\nassert found == 'behind'\n"
-    (tmp_path / "train.py").write_text(kernels + textwrap.dedent(text))
+    (tmp_path / "train.py").write_text(kernels + textwrap.dedent(CHILDREN))
     done = ampatch_run(tmp_path, "train.py")
-    assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
+    assert done.stdout.endswith("(0, 'apex.amp', '__mp_main__')\n"), done.stderr
     assert done.stderr.count("takes the place of") == 1
 
 
@@ -386,32 +382,20 @@ OWN = """
 """
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"apex": "class Own: pass\n"},
-        {
-            "apex/__init__": "from .core import Own\n",
-            "apex/core": "class Own: pass\n",
-            "apex/parallel": "class Worker: pass\n",
-            "apex/optimizers": "OWN = True\n",
-        },
-    ],
-    ids=["file", "package"],
-)
-def test_a_module_apex_of_the_users_own_stays(files, tmp_path):
-    for name, text in files.items():
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_module_apex_of_the_users_own_stays(is_package, tmp_path):
+    package = {
+        "apex/__init__": "from .core import Own\n",
+        "apex/core": "class Own: pass\n",
+        "apex/parallel": "class Worker: pass\n",
+        "apex/optimizers": "OWN = True\n",
+    }
+    for name, text in (package if is_package else {"apex": "class Own: pass\n"}).items():
         write(tmp_path / f"{name}.py", text)
     write(tmp_path / "train.py", OWN)
     done = ampatch_run(tmp_path, "--auto", "train.py")
-    of_own = "apex.core" if len(files) > 1 else "apex"
+    of_own = "apex.core" if is_package else "apex"
     assert (done.returncode, done.stdout, done.stderr) == (0, f"0 {of_own}\n", "")
-
-
-def test_processes_of_a_module(tmp_path):
-    write(tmp_path / "train.py", CHILDREN.replace('("forkserver",)', "()"))
-    done = ampatch_run(tmp_path, "-m", "train")
-    assert (done.returncode, done.stdout) == (0, "(0, 'apex.amp', '__mp_main__')\n"), done.stderr
 
 
 DDP = """

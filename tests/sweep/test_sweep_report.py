@@ -309,7 +309,7 @@ def text_of(path):
 def test_every_file_says_where_it_comes_from(made):
     files = [made[0] / "report.html", *sorted(made[0].glob("summary.*"))]
     files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
-    assert len(files) == 1 + 4 + 6
+    assert len(files) == 1 + 4 + 9
     for path in files:
         text = text_of(path)
         for fact in ("ampatch sweep", "0123abc-dirty", "Some CPU", "0.5 to 1.5"):

@@ -135,7 +135,6 @@ def install_before(folders: Sequence[str]) -> None:
     ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide(), others)
     sys.meta_path.insert(0, finder)
-    sys.meta_path.append(finder.last)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
@@ -165,7 +164,6 @@ def uninstall() -> None:
         return
     finder.stop()
     sys.meta_path.remove(finder)
-    sys.meta_path.remove(finder.last)
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -33,7 +31,6 @@ REPLACEMENTS = {
     "apex.contrib.optimizers.DistributedFusedLAMB": "use FusedLAMB from apex.optimizers",
     "apex.contrib.optimizers.fused_lamb": "use FusedLAMB from apex.optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "use FP16_Optimizer from apex.fp16_utils",
-    "apex.contrib.optimizers.fused_sgd": "use torch.optim.SGD(fused=True)",
     "apex.contrib.optimizers": "use torch.optim.AdamW(fused=True), to share its state among ranks "
     "in torch.distributed.optim.ZeroRedundancyOptimizer",
     "apex.contrib": "use modules and functions of torch.nn, fused by torch.compile",
@@ -55,32 +52,12 @@ REPLACEMENTS = {
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
     "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
-    "amp_C.multi_tensor_lamb_mp": "use FusedLAMB from apex.optimizers",
-    "amp_C.multi_tensor_lamb_stage1_cuda": "use FusedLAMB from apex.optimizers",
-    "amp_C.multi_tensor_lamb_stage2_cuda": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
     "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
     "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
     "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
     "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
 }
-_SOFTMAX = "use torch.nn.functional.softmax or scaled_dot_product_attention"
-MISSING_KERNELS = {
-    "bnp": "use torch.nn.BatchNorm2d with memory_format=torch.channels_last",
-    "distributed_adam_cuda": "use torch.optim.AdamW(fused=True)",
-    "distributed_lamb_cuda": "use FusedLAMB from apex.optimizers",
-    "fast_multihead_attn": "use torch.nn.functional.scaled_dot_product_attention",
-    "fused_adam_cuda": "use torch.optim.AdamW(fused=True)",
-    "fused_dense_cuda": "use torch.nn.functional.linear",
-    "fused_layer_norm_cuda": "use torch.nn.functional.layer_norm or rms_norm",
-    "fused_weight_gradient_mlp_cuda": "use torch.nn.functional.linear",
-    "mlp_cuda": "use torch.nn.Sequential of torch.nn.Linear",
-    "scaled_masked_softmax_cuda": _SOFTMAX,
-    "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
-    "syncbn": "use torch.nn.SyncBatchNorm",
-    "xentropy_cuda": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
-}
-"""apex's compiled modules that ampatch's has not: what to use instead."""
 
 
 def replacement(name: str) -> str | None:
@@ -154,7 +131,6 @@ class Finder:
         self.hidden = hidden
         self.behind = behind
         self.from_behind: set[str] = set()  # modules that were found there
-        self.last = MissingKernels()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
@@ -175,20 +151,6 @@ class Finder:
 
     def invalidate_caches(self) -> None:
         """There are no caches."""
-
-
-class MissingKernels:
-    """The last finder: an import of a kernel that nobody has found says what to use."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Raises `ModuleNotFoundError`; `importlib.util.find_spec` gets its None."""
-        asks = sys._getframe(2).f_globals.get("__name__") == importlib.util.__name__
-        if name in MISSING_KERNELS and not asks:
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: it is not part of ampatch's apex; "
-                f"{MISSING_KERNELS[name]}.",
-                name=name,
-            )
 
 
 class Distribution(importlib.metadata.Distribution):

@@ -30,7 +30,6 @@ class AmpState:
 
     @property
     def opt_properties(self) -> OptProperties:
-        """The settings in force."""
         return OptProperties(self._session("opt_properties").properties)
 
     @property
@@ -63,7 +62,6 @@ class LossScaler:
         self._scaler = scaler
 
     def loss_scale(self) -> float:
-        """The present scale."""
         return self._scaler.get()
 
     @property

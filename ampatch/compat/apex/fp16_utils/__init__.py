@@ -3,35 +3,9 @@
 What scripts used before `amp.initialize`.  These work without any patch.
 """
 
-from .conversion import (
-    BN_convert_float,
-    FP16Model,
-    clip_grad_norm,
-    convert_module,
-    convert_network,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    network_to_half,
-    prep_param_lists,
-    to_python_float,
-    tofp16,
-)
-from .fp16_optimizer import FP16_Optimizer
-from .loss_scaler import DynamicLossScaler, LossScaler
+from . import conversion, fp16_optimizer, loss_scaler
+from .conversion import *  # noqa: F403
+from .fp16_optimizer import *  # noqa: F403
+from .loss_scaler import *  # noqa: F403
 
-__all__ = [
-    "BN_convert_float",
-    "DynamicLossScaler",
-    "FP16Model",
-    "FP16_Optimizer",
-    "LossScaler",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+__all__ = sorted({*conversion.__all__, *fp16_optimizer.__all__, *loss_scaler.__all__})

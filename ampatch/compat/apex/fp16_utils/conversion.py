@@ -32,7 +32,6 @@ class tofp16(nn.Module):  # apex's name
     """A layer that converts its input to FP16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input in FP16."""
         return input.half()
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from ampatch import AmpatchError
+
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 __all__ = ["FP16_Optimizer"]
@@ -53,7 +55,7 @@ class FP16_Optimizer:  # apex's name
         if dynamic_loss_scale:
             self.loss_scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
         self.overflow = False
-        self.first_closure_call_this_step = True
+        self.first_closure_call_this_step = True  # checkpoints have it
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -118,42 +120,22 @@ class FP16_Optimizer:  # apex's name
             return -1
         return clip_grad_norm_(self._masters(), max_norm, norm_type)
 
-    def step(self, closure: Callable | None = None) -> Any:
-        """The optimizer's step; skipped after an overflow.  A closure calls `backward` itself."""
+    def step(self, closure: Callable | None = None) -> None:
+        """The optimizer's step; skipped after an overflow.  Raises `AmpatchError` for a closure."""
+        if closure is not None:
+            raise AmpatchError(
+                "FP16_Optimizer.step(closure): closures are not supported. Use "
+                'ampatch.initialize(model, optimizer, opt_level="O2", loss_scale=128.0), and '
+                "optimizer.step(closure)."
+            )
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
-        if self.overflow:
-            self._print_skip(scale)
-            return None
-        result = self.optimizer.step() if closure is None else self._step_with(closure)
-        self._push()
-        return result
-
-    def _step_with(self, closure: Callable) -> Any:
-        def evaluate() -> Any:
-            if not self.first_closure_call_this_step:
-                self._push()  # the optimizer has moved the copies within its step
-            self.first_closure_call_this_step = False
-            loss = closure()
-            while self.overflow:
-                scale = self.loss_scale
-                self.loss_scaler.update_scale(True)
-                self._print_skip(scale)
-                loss = closure()
-            return loss
-
-        try:
-            return self.optimizer.step(evaluate)
-        finally:
-            self.first_closure_call_this_step = True
-
-    def _push(self) -> None:
-        with torch.no_grad():
-            for half, master in self._pairs():
-                half.copy_(master)
-
-    def _print_skip(self, scale: float) -> None:
-        if self.verbose:
+        if not self.overflow:
+            self.optimizer.step()
+            with torch.no_grad():
+                for half, master in self._pairs():
+                    half.copy_(master)
+        elif self.verbose:
             print(f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}.")
 
     # Parts
@@ -203,7 +185,6 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -212,7 +193,6 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer."""
         return self.optimizer.state
 
     @state.setter

@@ -22,11 +22,9 @@ class _Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """The present scale."""
         return self.cur_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
     def scale_gradient(self, module: Any, grad_in: tuple, grad_out: tuple) -> tuple:

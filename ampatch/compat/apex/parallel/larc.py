@@ -63,7 +63,6 @@ class LARC:
 
     @property
     def param_groups(self) -> list[dict]:
-        """The groups of the optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -72,23 +71,18 @@ class LARC:
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer."""
         return self.optim.state
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in the optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As in the optimizer."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in the optimizer."""
         self.optim.add_param_group(param_group)
 
     def __repr__(self) -> str:

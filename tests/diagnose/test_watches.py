@@ -1,0 +1,113 @@
+"""What `ampatch.debug`, `report` and `gradient_range` share: they come, go, and change nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import ampatch
+
+WATCHES = {  # each with what it has found
+    "debug": lambda watch: watch.report,
+    "report": str,
+    "gradient_range": lambda watch: str(watch.report()),
+}
+
+
+@pytest.fixture(params=WATCHES)
+def kind(request):
+    return request.param
+
+
+def in_place(model: nn.Module) -> list:
+    """Hooks, modes and observers that a watch may put in."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    modules, registry = nn.modules.module, ampatch.session.session.registry
+    return [
+        *(list(vars(module)) for module in model.modules()),
+        *(len(getattr(module, table)) for module in model.modules() for table in tables),
+        *(len(parameter._backward_hooks or ()) for parameter in model.parameters()),
+        *(len(getattr(modules, f"_global_forward{name}_hooks")) for name in ("", "_pre")),
+        *(len(getattr(optimizers, f"_global_optimizer_{name}_hooks")) for name in ("pre", "post")),
+        *(len(_get_current_dispatch_mode_stack()), len(registry.observers.all)),
+    ]
+
+
+def step(model: nn.Module, size: float = 1.0) -> None:
+    model(torch.full((3, 2), size)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("end", ["remove", "deactivate"])
+def test_nothing_is_left_behind(kind, end):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.BatchNorm1d(2))
+    before = in_place(model)
+    watch = getattr(ampatch, kind)(model)
+    assert in_place(model) != before
+    step(model)
+    copy.deepcopy(model)(torch.randn(3, 2))
+    (watch.remove if end == "remove" else ampatch.deactivate)()
+    assert in_place(model) == before
+    found = WATCHES[kind](watch)
+    step(model, float("inf"))
+    assert WATCHES[kind](watch) == found
+    watch.remove()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_was_entered_later_stays():
+    debugger = ampatch.debug(nn.Linear(2, 2))
+    with Passing() as above:
+        debugger.remove()  # not the innermost
+        assert _get_current_dispatch_mode_stack() == [above]
+
+
+def test_training_is_the_same_with_it(kind):
+    def losses(watches: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        watch = getattr(ampatch, kind)(model) if watches else None
+        found = []
+        for _ in range(5):
+            loss = model(torch.ones(4, 8)).pow(2).mean()
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert kind != "debug" or watch is None or watch.report is None
+        ampatch.deactivate()
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_a_watch_of_every_model_outlives_deactivate():
+    """A script may deactivate and initialize again; a watch of its models goes on."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampatch.debug() as debugger, ampatch.gradient_range() as gradients:
+        with ampatch.report() as casts:
+            ampatch.deactivate()
+            ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
+            with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    assert debugger.step == 1 and gradients.steps == 1
+    assert casts.functions["torch.nn.functional.linear"].calls == 1
+
+
+def test_what_is_no_model_is_refused(kind):
+    with pytest.raises(TypeError, match=rf"ampatch.{kind}\(model=...\): expected"):
+        getattr(ampatch, kind)("model")

@@ -1,0 +1,83 @@
+"""The situations of O1 under `ampatch run --auto`: scripts that have `backward()` and `step()`."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import drivers
+import pytest
+import test_situations
+from drivers import INIT_SCALE, SGD, Ampatch
+from test_situations import ROWS, check
+from torch import Tensor
+
+from ampatch import auto
+from ampatch.session.facade import Session
+
+USED_TWICE = "a weight that is used twice is cast at each use: its gradient is rounded elsewhere"
+UNSCALED = "the situation records scaled gradients; hooks get unscaled ones here"
+REFUSED = "refused: tests/auto/ has the message"
+NOT_HERE = {
+    **dict.fromkeys(
+        (
+            *("shared_weight_and_residual", "tied_weights", "sam_with_two_half_steps"),
+            *("gradients_asked_for_with_autograd_grad", "an_exception_in_the_middle_of_a_forward"),
+            *("clamped_before_the_use_in_a_forward_by_data", "a_method_called_from_outside"),
+            "clamped_before_the_use_in_a_forward_late_under_no_grad",
+        ),
+        USED_TWICE,
+    ),
+    **dict.fromkeys(
+        ("accumulator_hooks", "multi_grad_hook_between_forward_and_backward"), UNSCALED
+    ),
+    **dict.fromkeys(
+        (
+            *("a_function_with_custom_fwd_and_bwd", "an_autocast_region_in_another_half_type"),
+            *("a_whole_loop_inside_autocast", "two_sessions_in_two_half_types"),
+            *("full_backward_hooks_see_gradients", "a_layer_wise_step_in_module_hooks"),
+            "full_backward_hooks_read_their_weights_gradients",
+        ),
+        REFUSED,
+    ),
+    "two_threads_that_meet_in_backward": "passes take turns: tests/auto/test_auto_control.py",
+    "schedules_and_param_groups_with_their_own_rates": "its optimizer is there before the start",
+    "a_model_that_returns_its_loss": "the loss is computed where functions are cast",
+}
+
+
+class Auto(Ampatch):
+    """The situation as a script without AMP code writes it."""
+
+    session: Session | None = None
+
+    def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
+        if self.session is None:
+            scale = settings.get("loss_scale", "dynamic")
+            self.session = auto.start({"dtype": self.half, "loss_scale": scale})
+            if scale == "dynamic":
+                self.session.scalers[0].set(settings.get("init_scale", INIT_SCALE))
+        nets, optimizers = drivers._made(net, make, self.device)
+        return self._started(net, nets, optimizers)
+
+    def scaled(self, loss: Tensor, optimizers: Any) -> AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "row, half",
+    [
+        pytest.param(row, half, id=row.name)
+        for row, level, half in (param.values for param in ROWS)
+        if level == "O1" and half == row.halves.split()[0] and row.name not in NOT_HERE
+    ],
+)
+def test_situation(row, half, caplog, monkeypatch):
+    monkeypatch.setattr(test_situations, "Ampatch", Auto)
+    check(row, "O1", half, caplog)
+
+
+def test_what_is_left_out_exists():
+    assert NOT_HERE.keys() <= {param.values[0].name for param in ROWS}
