@@ -22,7 +22,7 @@ REFUSED = "refused: tests/auto/ has the message"
 NOT_HERE = {
     **dict.fromkeys(
         (
-            *("shared_weight_and_residual", "tied_weights", "sam_with_two_half_steps"),
+            *("Block", "tied_weights", "sam_with_two_half_steps"),
             *("gradients_asked_for_with_autograd_grad", "an_exception_in_the_middle_of_a_forward"),
             *("clamped_before_the_use_in_a_forward_by_data", "a_method_called_from_outside"),
             "clamped_before_the_use_in_a_forward_late_under_no_grad",
@@ -61,7 +61,7 @@ class Auto(Ampatch):
         nets, optimizers = drivers._made(net, make, self.device)
         return self._started(net, nets, optimizers)
 
-    def scaled(self, loss: Tensor, optimizers: Any) -> AbstractContextManager[Tensor]:
+    def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(loss)
 
 
