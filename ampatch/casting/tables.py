@@ -63,7 +63,7 @@ _RECURRENT = "Recurrent layers are chains of matrix products, which tensor cores
 _ATTENTION = "The flash kernels of GPUs take nothing but half, and their softmax is in FP32 inside."
 _INSIDE = "Its products happen inside PyTorch's C++, so the inputs have to be in half before."
 _CONTRACTION = (
-    "A matrix product where each operand shares a summed label with another one. Other sums run in "
+    "A matrix product where each operand shares a summed label with another one; other sums run in "
     "FP32, and products of elements (rotary positions, say) in the widest dtype."
 )
 _PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."

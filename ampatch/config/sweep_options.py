@@ -52,7 +52,7 @@ class SweepOptions:
         module: the script is the name of a module, as with python -m
         rows: cases to run, in the place of levels, dtypes and what follows from them
         kind: what the script is, where that is known; by default the first run at O0 shows it
-        fail_fast: a row of which a run has failed has no more of them
+        fail_fast: a row of which a run has failed has no further runs
         fewer_seeds: by case the number of seeds of rows that have fewer than the others
         probe: a module, and a text; each trial calls start(text, off, writes) of it before
             the script; of several ranks the first writes

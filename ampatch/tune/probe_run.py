@@ -68,6 +68,6 @@ def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions, text: str
     if status(run) != OK:
         raise TuneError(
             f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
-            "With that put right, --resume goes on. Where memory was short, more --probe-steps "
+            "Mend that, and go on with --resume. Where memory was short, more --probe-steps "
             "keep fewer copies at once."
         )

@@ -37,7 +37,7 @@ def summary(answer: Answer) -> list[str]:
         lines.append(f"{cause} is {WHY[name]}: {name}={answer.settings[name]!r}.")
     if not answer.is_smallest:
         lines.append(
-            f"{answer.candidates} candidates were tried, and that was all: a smaller set may do. "
+            f"{answer.candidates} candidates were tried, which is the limit: a smaller set may do. "
             "--resume --candidates N goes on."
         )
     shown = {"level": answer.opt_level, "cure": "with the cure"}

@@ -65,7 +65,7 @@ def test_that_the_scales_of_earlier_sessions_are_not_meant_is_said(call, caplog,
     ampatch.state_dict(of=first[0])
     assert caplog.text == ""
     assert list(call() or ampatch.state_dict()) == ["loss_scaler0"]
-    assert "Give each one's model: ampatch.state_dict(of=model)" in caplog.text
+    assert "Do the same for their models: ampatch.state_dict(of=model)" in caplog.text
     del kept, first
     gc.collect()
     caplog.clear()

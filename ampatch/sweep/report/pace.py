@@ -81,8 +81,8 @@ def in_words(row: Row) -> str:
     if row.by_cpu:
         return f"{said} by CPU time (wall time is too noisy: {_ratio(row.speeds)})"
     return said + {
-        ONE_ROUND: ", in one round, which tells nothing",
-        NO_NOISE: ", with O0 measured once, which tells nothing",
+        ONE_ROUND: ", in one round, which is too few to tell",
+        NO_NOISE: ", with O0 measured once, which is too few to tell",
     }.get(row.pace, "")
 
 
