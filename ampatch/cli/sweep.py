@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         print(way_on, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
         stopped = ""
     except OSError as error:
-        stopped, code = f"{error}. With that put right, --resume goes on.", 1
+        stopped, code = f"{error}. Mend that, and go on with --resume.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
     return report(sweep, shown.texts, stopped, trackers) or code

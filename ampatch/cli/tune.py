@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         print(said, file=sys.stderr)
         return code
     except OSError as error:
-        print(f"{error}. With that put right, --resume goes on.", file=sys.stderr)
+        print(f"{error}. Mend that, and go on with --resume.", file=sys.stderr)
         return 1
     except (SweepError, TuneError) as error:
         print(f"Stopped: {error}", file=sys.stderr)

@@ -77,8 +77,8 @@ def tune_note(
     level = ["--opt-level", row.opt_level, "--dtype", row.dtype]
     given = ["--", *arguments] if arguments else []
     return (
-        f"{row.name} does not train as O0 does. To find the modules that need FP32, if any: ampatch "
-        f"tune {shlex.join([*program, *level, *given])}"
+        f"{row.name} does not train as O0 does. To find the modules that need FP32, if any: "
+        f"ampatch tune {shlex.join([*program, *level, *given])}"
     )
 
 
