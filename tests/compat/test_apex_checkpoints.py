@@ -36,18 +36,8 @@ def trained():
 
 def in_fused_layout(state):
     """As `apex.optimizers.FusedAdam` saves: the step count is the group's, not the parameter's."""
-    groups = [
-        {
-            "lr": LR,
-            "bias_correction": True,
-            "betas": BETAS,
-            "eps": EPS,
-            "weight_decay": 0.1,
-            "step": 3,
-            "params": group["params"],
-        }
-        for group in state["param_groups"]
-    ]
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "bias_correction": True}
+    groups = [{**options, "step": 3, "params": one["params"]} for one in state["param_groups"]]
     entries = {
         key: {name: entry[name] for name in ("exp_avg", "exp_avg_sq")}
         for key, entry in state["state"].items()
@@ -68,8 +58,8 @@ def in_fp16_optimizer_layout(model, state):
 
 
 LAYOUTS = {
-    "O2": lambda model, state: state,
-    "fused": lambda model, state: in_fused_layout(state),
+    "O2": lambda _, state: state,
+    "fused": lambda _, state: in_fused_layout(state),
     "fp32_from_fp16": in_fp16_optimizer_layout,
 }
 
