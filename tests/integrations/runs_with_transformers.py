@@ -1,4 +1,4 @@
-"""The runs of transformers' Trainer; see `framework_runs`."""
+"""The runs of transformers' Trainer, for the law of frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import ampatch
 from ampatch.integrations.transformers import AmpatchTrainerMixin
 
 
@@ -83,8 +82,7 @@ def _run(plan: Plan) -> Run:
     )
     kind, settings = InOrder, {}
     if plan.precision == "ampatch":
-        kind = AmpatchInOrder
-        settings = {"opt_level": plan.opt_level, "dtype": plan.dtype, "init_scale": plan.init_scale}
+        kind, settings = AmpatchInOrder, plan.settings
     model = network()
     trainer = kind(
         model,
@@ -96,10 +94,7 @@ def _run(plan: Plan) -> Run:
         **settings,
     )
     trainer.train(resume_from_checkpoint=plan.resume)
-    weights = {name: value.float().clone() for name, value in model.state_dict().items()}
-    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
-    ampatch.deactivate()
-    return Run(trainer.losses, weights, scale)
+    return plan.end(trainer.losses, model.state_dict())
 
 
 def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
