@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from apex_optimizers import close, gradients, parameters, run
+from apex_optimizers import as_apex_saves, close, gradients, parameters, run
 from torch import nn
 
 import ampatch
@@ -157,18 +157,6 @@ def test_what_is_not_available_is_refused_with_a_replacement(call, words):
         call()
 
 
-def old_checkpoint(optimizer, names: tuple[str, ...]) -> dict:
-    """What apex would have saved: steps counted in the group, only its own options."""
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        for name in set(group) - {"params", *names}:
-            del group[name]
-        group["step"] = 3
-    for entry in saved["state"].values():
-        entry.pop("step", None)
-    return saved
-
-
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
 def test_apexs_checkpoints_load(name):
     def make(params):
@@ -183,9 +171,7 @@ def test_apexs_checkpoints_load(name):
     params = parameters()
     optimizer = make(params)
     advance(optimizer, params, range(3))
-    options = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging",
-               "max_grad_norm", "norm_type", "init_zero")  # fmt: skip
-    saved = old_checkpoint(optimizer, options)
+    saved = as_apex_saves(optimizer.state_dict(), steps=3)
     if name == "FusedNovoGrad":  # apex: norms of half tensors, norms of FP32 tensors
         norms = torch.stack([entry.pop("exp_avg_sq") for entry in saved["state"].values()])
         saved["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms]
