@@ -130,25 +130,29 @@ class Checkpointed:
     """What is in a checkpoint beside tensors."""
 
 
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
 def names_of_an_old_script(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.pt"
     torch.save({"args": Checkpointed()}, path)
-    x, mask = torch.ones(3), torch.tensor([True, False, True])
-    loss = torch.tensor(1.0)
-    names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
-    own = type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)})
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    old = {
+    x = torch.ones(3)
+    return {
+        "np": np,
+        "torch": torch,
+        "yaml": yaml,
+        "Variable": torch.autograd.Variable,
+        "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+        "Own": Own,
+        "path": path,
+        **{"x": x, "y": x, "mask": x > 0, "loss": torch.tensor(1.0), "index": torch.tensor(2)},
         **{"correct": torch.ones(4, 3, dtype=torch.bool).t(), "k": 2, "n": 2, "file": "a: 1"},
-        **{"index": torch.tensor(2), "loader": torch.utils.data.DataLoader([1]), "Own": own},
-        **{"optimizer": torch.optim.SGD([torch.nn.Parameter(x)]), "ReduceLROnPlateau": plateau},
-        **{"yaml": yaml, "Variable": torch.autograd.Variable},
+        "loader": torch.utils.data.DataLoader([1]),
+        "optimizer": torch.optim.SGD([nn.Parameter(x)]),
     }
-    return names | old
-
-
-def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 def said(code: str, names: dict[str, Any]) -> str:

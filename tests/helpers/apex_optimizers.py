@@ -30,17 +30,12 @@ def run(make, steps: int = 4) -> list[torch.Tensor]:
     return [param.detach() for param in params]
 
 
-OPTIONS = (
-    "lr bias_correction betas eps weight_decay grad_averaging max_grad_norm norm_type init_zero"
-)
-
-
 def as_apex_saves(state: dict, steps: int) -> dict:
     """An optimizer's state with apex's options alone, and the steps counted in the group."""
-    own = "lr betas eps weight_decay bias_correction grad_averaging max_grad_norm norm_type"
+    own = "params lr betas eps weight_decay bias_correction grad_averaging max_grad_norm norm_type"
     saved = copy.deepcopy(state)
     for group in saved["param_groups"]:
-        for name in set(group) - {"params", "init_zero", *own.split()}:
+        for name in set(group) - {"init_zero", *own.split()}:
             del group[name]
         group["step"] = steps
     for entry in saved["state"].values():
