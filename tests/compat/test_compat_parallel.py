@@ -193,13 +193,15 @@ def test_gradients_are_reduced_as_asked(both, name):
             torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_gradients_stay_local_while_reduction_is_off(both):
+def test_gradients_stay_local_while_reduction_is_off_and_wrong_arguments_are_refused(both):
     for rank, found in enumerate(both):
         expected = gradients(network(), rank)
         assert all(map(torch.equal, found["reduced"]["local"], expected))
         assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
         size, everybody, error = found["reduced"]["groups"]
         assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
+    with pytest.raises(ValueError, match="delay_allreduce=True"):
+        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
 def test_half_gradients_are_added_up_in_fp32(both):
@@ -302,11 +304,6 @@ def test_sync_batch_norm_in_one_process():
     image = torch.randn(2, 3, 3, 4)
     expected = nn.BatchNorm2d(4)(image.movedim(-1, 1)).movedim(1, -1)
     assert torch.equal(SyncBatchNorm(4, channel_last=True)(image), expected)
-
-
-def test_ddp_refuses_what_apex_refused():
-    with pytest.raises(ValueError, match="delay_allreduce=True"):
-        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
 @pytest.mark.parametrize("mixed", ["", "Mixed"])

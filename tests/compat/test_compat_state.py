@@ -16,11 +16,9 @@ functions = nn.functional
 
 
 def start(level: str = "O1", **options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from apex import amp
-
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return compat.amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 # Lists

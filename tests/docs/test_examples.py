@@ -159,27 +159,13 @@ def test_digits_reaches_its_accuracy(tmp_path):
     assert row.metrics["test_accuracy"] >= 0.97
 
 
-@pytest.mark.parametrize(
-    "example, arguments",
-    [
-        ("digits.py", ["--width", "32"]),
-        pytest.param(
-            *("char_lm.py", ["--batch-size", "2", "--length", "16"]), marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
+@pytest.mark.parametrize("example", ["digits", pytest.param("char_lm", marks=pytest.mark.slow)])
+def test_the_seeds_of_a_sweep_reach_an_example(example, tmp_path):
     """Without `{seed}` in its arguments, and without a note on seeds: not even on generators
     that scikit-learn and a DataLoader make for themselves."""
     pytest.importorskip("sklearn")
-    ran = Sweep(
-        str(EXAMPLES / example),
-        [*arguments, "--device", "cpu"],
-        levels=["O0"],
-        seeds=2,
-        steps=2,
-        out=tmp_path,
-    ).run()
+    script, arguments = str(EXAMPLES / f"{example}.py"), [*SMALL[example], "--device", "cpu"]
+    ran = Sweep(script, arguments, levels=["O0"], seeds=2, steps=2, out=tmp_path).run()
     first_losses = {run.measured.losses["0"].values[0] for run in ran.runs}
     assert len(first_losses) == 2
     assert [run.measured.own_seed for run in ran.runs] == ["", ""]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
+from runs_with_accelerate import name_rank
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -105,11 +106,8 @@ def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
 @contextmanager
 def ranks_in_the_environment() -> Iterator[None]:
     """accelerate asks the environment which rank this is, as torchrun sets it."""
-    found: dict[str, Any] = {}
-    if dist.is_initialized():
-        rank, count = dist.get_rank(), dist.get_world_size()
-        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        found |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in found.items()}):
+    with mock.patch.dict(os.environ):
+        if dist.is_initialized():
+            name_rank()
         yield
