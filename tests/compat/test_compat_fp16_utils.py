@@ -61,15 +61,13 @@ def test_star_import_gives_what_old_examples_use():
     assert scope["to_python_float"]([1.5]) == 1.5
 
 
-def test_network_to_half_keeps_batch_norms_in_fp32():
+def test_conversions_keep_batch_norms_in_fp32():
     model = network()
     half = network_to_half(model)
     assert model[0].weight.dtype is torch.float16 and half[1] is model
     assert model[1].weight.dtype is model[1].running_mean.dtype is torch.float32
     assert half(data()[0]).dtype is torch.float16
 
-
-def test_fp16model_and_convert_network():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4))
     model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
     wrapped = FP16Model(model)

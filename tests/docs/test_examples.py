@@ -184,15 +184,9 @@ def test_an_example_explains_itself(train, example, capsys):
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
 def test_an_example_on_cuda(example, tmp_path):
     pytest.importorskip("sklearn")
-    rows = sweep(
-        str(EXAMPLES / example),
-        ["--device", "cuda", "--epochs", "2"],
-        levels=["O0", "O1", "O2"],
-        dtypes=DTYPES,
-        autocast=False,
-        rounds=1,
-        out=tmp_path,
-    )
+    script, arguments = str(EXAMPLES / example), ["--device", "cuda", "--epochs", "2"]
+    settings = {"levels": ["O0", "O1", "O2"], "dtypes": DTYPES, "autocast": False, "rounds": 1}
+    rows = sweep(script, arguments, **settings, out=tmp_path)
     assert [row.status for row in rows] == ["ok"] * 6  # O0+tf32 among them
     assert {row.memory_kind for row in rows} == {"device"}
     assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)
