@@ -136,7 +136,7 @@ BOUNDS = {"O1": 0.002, "O2": 0.01}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
     "variant", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_VARIANTS)]
 )
