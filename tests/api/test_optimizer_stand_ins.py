@@ -31,12 +31,10 @@ def start():
     return managed(nn.Linear(4, 4), "O2", torch.float16, init_scale=128.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_every_call_takes_it(start, depth):
+@pytest.mark.parametrize("wrap", [Wrapper, lambda optimizer: Wrapper(Wrapper(optimizer))])
+def test_every_call_takes_it(start, wrap):
     model, optimizer = start
-    wrapped = optimizer
-    for _ in range(depth):
-        wrapped = Wrapper(wrapped)
+    wrapped = wrap(optimizer)
     with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * torch.inf, wrapped) as scaled_loss:
         scaled_loss.backward()
     wrapped.step()

@@ -31,25 +31,6 @@ def sgd(model, lr=0.1):
 
 
 @loop
-def two_losses_of_one_graph_and_one_shared_part():
-    trunk, heads = nn.Linear(4, 8), [nn.Linear(8, 1) for _ in range(2)]
-    optimizers = [
-        torch.optim.SGD([*trunk.parameters(), *heads[0].parameters()], lr=0.05),
-        torch.optim.SGD([*heads[1].parameters(), *trunk.parameters()], lr=0.05),
-    ]
-    for _ in range(4):
-        x, y = batch()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        shared = torch.tanh(trunk(x))
-        F.mse_loss(heads[0](shared), y).backward(retain_graph=True)
-        torch.autograd.backward([F.l1_loss(heads[1](shared), y), heads[0](shared).mean()])
-        for optimizer in optimizers:
-            optimizer.step()
-    return weights(trunk), grads(trunk), [weights(head) for head in heads]
-
-
-@loop
 def gradients_of_what_no_optimizer_has():
     """Inputs, frozen-out weights, float64: added to earlier ones."""
     model, left_out = net(), nn.Linear(1, 1)
@@ -64,18 +45,6 @@ def gradients_of_what_no_optimizer_has():
         found.append([t.grad.clone().float() for t in (x, double)] + grads(left_out))
     optimizer.step()
     return found, weights(model)
-
-
-@loop
-def updates_by_hand():
-    w = torch.zeros(4, 1, requires_grad=True)
-    for _ in range(5):
-        x, y = batch()
-        F.mse_loss(x @ w, y).backward()
-        with torch.no_grad():
-            w -= 0.1 * w.grad
-            w.grad.zero_()
-    return w.detach()
 
 
 @loop
@@ -262,25 +231,6 @@ def test_schedulers_are_content():
             skipped.append(ampatch.step_was_skipped(optimizer))
     assert skipped[0] and not skipped[-1]
     assert scheduler.last_epoch == 6
-
-
-def test_closures():
-    def lbfgs():
-        model = net()
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-        x, y = batch()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        return [optimizer.step(closure).detach() for _ in range(3)]
-
-    expected, found = both(lbfgs)
-    close(expected, found, atol=2e-2)
-    assert found[-1] < found[0]
 
 
 def test_evaluation_casts_and_leaves_no_trace():

@@ -32,11 +32,6 @@ def test_an_overflow_skips_the_step_and_only_it(fused):
     assert all(map(torch.equal, weights(model), before))
     assert not any(map(torch.equal, weights(other_model), other_before))
     assert session.scalers[0].get() == SCALE / 2
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
-    assert not ampatch.step_was_skipped(optimizer)
-    assert not any(map(torch.equal, weights(model), before))
 
 
 def test_an_overflow_where_every_weight_is_hidden():

@@ -20,9 +20,3 @@ def apex_package():
 def amp(apex_package):
     """What `from apex import amp` gives."""
     return importlib.import_module("apex.amp")
-
-
-@pytest.fixture
-def optimizers(apex_package):
-    """`apex.optimizers`."""
-    return importlib.import_module("apex.optimizers")

@@ -36,18 +36,8 @@ def trained():
 
 def in_fused_layout(state):
     """As `apex.optimizers.FusedAdam` saves: the step count is the group's, not the parameter's."""
-    groups = [
-        {
-            "lr": LR,
-            "bias_correction": True,
-            "betas": BETAS,
-            "eps": EPS,
-            "weight_decay": 0.1,
-            "step": 3,
-            "params": group["params"],
-        }
-        for group in state["param_groups"]
-    ]
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "bias_correction": True}
+    groups = [{**options, "step": 3, "params": one["params"]} for one in state["param_groups"]]
     entries = {
         key: {name: entry[name] for name in ("exp_avg", "exp_avg_sq")}
         for key, entry in state["state"].items()
@@ -68,8 +58,8 @@ def in_fp16_optimizer_layout(model, state):
 
 
 LAYOUTS = {
-    "O2": lambda model, state: state,
-    "fused": lambda model, state: in_fused_layout(state),
+    "O2": lambda _, state: state,
+    "fused": lambda _, state: in_fused_layout(state),
     "fp32_from_fp16": in_fp16_optimizer_layout,
 }
 
@@ -95,13 +85,13 @@ def resume(level, fused=False):
     ],
 )
 def test_an_optimizers_state_loads(trained, layout, fused, opt_level):
-    """Bit for bit the values that were saved; the step count goes on."""
+    """Bit for bit the values that were saved; the step count goes on; the method is given back."""
     model, state = trained
     saved = LAYOUTS[layout](model, copy.deepcopy(state))
     halves = copy.deepcopy(model).half().state_dict()  # early apex saved the model so
     resumed, optimizer = resume(opt_level, fused)
     resumed.load_state_dict(halves)
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(state_dict=saved)
     reference = adamw(seeded())
     reference.load_state_dict(state)
     kept = BF16 if opt_level == "O3" else torch.float32
@@ -117,6 +107,8 @@ def test_an_optimizers_state_loads(trained, layout, fused, opt_level):
     optimizer.step()
     counts = {float(optimizer.state[p]["step"]) for p in ampatch.master_params(optimizer)}
     assert counts == {4.0}
+    ampatch.deactivate()
+    assert "load_state_dict" not in vars(optimizer)
 
 
 def test_masters_that_were_fewer_than_parameters():
@@ -147,10 +139,3 @@ def test_masters_that_do_not_fit_are_refused_and_nothing_changes(trained, wrong,
         optimizer.load_state_dict({"optimizer_state_dict": trained[1], **wrong})
     assert not optimizer.state
     assert all(map(torch.equal, before, model.state_dict().values()))
-
-
-def test_the_method_keeps_its_signature_and_is_given_back():
-    _model, optimizer = resume("O2")
-    optimizer.load_state_dict(state_dict=optimizer.state_dict())
-    ampatch.deactivate()
-    assert "load_state_dict" not in vars(optimizer)

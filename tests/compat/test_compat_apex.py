@@ -38,6 +38,18 @@ def test_the_signature_is_that_of_apex(amp):
         "max_loss_scale": 2.0**24,
     }
     assert next(iter(parameters)) == "models"
+    for name in set(amp.__all__) - {"init", "initialize"}:
+        assert getattr(amp, name) is getattr(ampatch, name)
+
+
+def test_switched_off_nothing_is_done(amp):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", enabled=False, verbosity=0)
+    loss = model(torch.ones(1, 2)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.item() == loss.item() and loss.dtype is torch.float32
+    assert not hasattr(optimizer, "_amp_stash")
 
 
 def test_calls_outside_of_models_are_cast_too_as_in_apex(amp):
@@ -179,25 +191,24 @@ def test_an_apex_without_amp_gives_way_and_its_kernels_stay(tmp_path, monkeypatc
     assert str(tmp_path / "apex") in said and "no amp" in said and "kernels" in said
 
 
-def test_another_apex_that_pip_installed_gives_way(tmp_path, monkeypatch):
-    """As the package of this name on PyPI, installed by mistake."""
-    installed_apex(tmp_path / "site-packages", monkeypatch, __init__="", auth="")
-    from apex import amp
-
-    assert amp.initialize is ampatch.compat.apex.amp.initialize
-
-
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_a_folder_without_init_gives_way(has_folder, tmp_path, monkeypatch, caplog):
-    """As an empty git submodule, or a checkout of apex, whose package is a folder below."""
-    files = {"apex__in__": "", "apex/amp__in__": "", "setup": "raise OSError"}
-    (tmp_path / "apex").mkdir()
-    installed_apex(tmp_path, monkeypatch, **(files if has_folder else {}))
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"__init__": "", "auth": ""}, "no amp"),  # PyPI's of this name, installed by mistake
+        ({}, "__init__.py"),  # an empty git submodule
+        ({"apex__in__": "", "apex/amp__in__": "", "setup": "raise OSError"}, "__init__.py"),
+    ],
+    ids=["another", "empty", "a checkout of apex"],
+)
+def test_what_is_no_apex_with_amp_gives_way(files, told, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "site-packages"
+    (folder / "apex").mkdir(parents=True)
+    installed_apex(folder, monkeypatch, **files)
     from apex import amp
 
     assert amp.initialize is ampatch.compat.apex.amp.initialize
     [said] = [record.getMessage() for record in caplog.records]
-    assert str(tmp_path / "apex") in said and "__init__.py" in said
+    assert str(folder / "apex") in said and told in said
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ import pytest
 import torch
 from apex_optimizers import START, close, gradients, parameters, run
 
+from ampatch.compat.apex import optimizers
+from ampatch.compat.apex.parallel.larc import LARC
+
 
 def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):
     """Adam without bias correction."""
@@ -25,7 +28,7 @@ def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_adam_without_bias_correction(optimizers, mode):
+def test_adam_without_bias_correction(mode):
     options = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": mode}
     ours = run(lambda p: optimizers.FusedAdam(p, bias_correction=False, **options))
     close(ours, adam_formula(4, 0.01, 0.1, mode))
@@ -33,7 +36,7 @@ def test_adam_without_bias_correction(optimizers, mode):
     assert not torch.allclose(ours[0], corrected[0], atol=1e-3)  # the option does something
 
 
-def test_bias_correction_group_by_group(optimizers):
+def test_bias_correction_group_by_group():
     def make(params):
         return optimizers.FusedAdam(
             [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}], lr=0.01
@@ -44,7 +47,7 @@ def test_bias_correction_group_by_group(optimizers):
     close(ours[1:], run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0))[1:])
 
 
-def test_sgd_with_weight_decay_after_momentum(optimizers):
+def test_sgd_with_weight_decay_after_momentum():
     given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
     ours = run(lambda p: optimizers.FusedSGD(p, **given))
     params = [value.double() for value in START]
@@ -56,7 +59,7 @@ def test_sgd_with_weight_decay_after_momentum(optimizers):
     close(ours, params)
 
 
-def test_adagrad_with_decoupled_weight_decay(optimizers):
+def test_adagrad_with_decoupled_weight_decay():
     ours = run(lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.2, adagrad_w_mode=True))
     params = [value.double() for value in START]
     total = [torch.zeros_like(p) for p in params]
@@ -114,7 +117,7 @@ LAMB = {
 
 
 @pytest.mark.parametrize("options", LAMB.values(), ids=LAMB)
-def test_lamb(optimizers, options):
+def test_lamb(options):
     ours = run(lambda p: optimizers.FusedLAMB(p, lr=0.05, **options))
     close(ours, lamb_formula(0.05, **options))
 
@@ -164,7 +167,7 @@ NOVOGRAD = {
 
 
 @pytest.mark.parametrize("options", NOVOGRAD.values(), ids=NOVOGRAD)
-def test_novograd(optimizers, options):
+def test_novograd(options):
     given = {"lr": 0.05, "betas": (0.95, 0.98), "weight_decay": 0.1, **options}
     ours = run(lambda p: optimizers.FusedNovoGrad(p, **given))
     close(ours, novograd_formula(0.05, 0.1, **options))
@@ -173,7 +176,6 @@ def test_novograd(optimizers, options):
 @pytest.mark.parametrize("clip", [True, False])
 def test_larc(clip):
     from apex.parallel import LARC as by_module
-    from apex.parallel.LARC import LARC
 
     lr, decay, trust = 0.4, 0.1, 0.05
     made = []
@@ -198,8 +200,6 @@ def test_larc(clip):
 
 
 def test_larc_gives_the_weight_decay_back_after_an_exception():
-    from apex.parallel.LARC import LARC
-
     inner = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.3)
     inner.register_step_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):

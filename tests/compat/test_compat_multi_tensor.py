@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ampatch.compat import apex as compat
+from ampatch.compat.apex.parallel.distributed import flat_dist_call
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 4), (5,), (), (0,)]
@@ -23,6 +24,16 @@ def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Ten
     return [torch.randn(shape, generator=data).to(dtype) for shape in SHAPES]
 
 
+@pytest.fixture
+def amp_C():
+    return importlib.import_module("amp_C")
+
+
+@pytest.fixture
+def multi_tensor_applier():
+    return importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+
+
 def flag() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int)
 
@@ -30,10 +41,7 @@ def flag() -> torch.Tensor:
 @pytest.mark.parametrize(
     "dtype, out", [(torch.float32, torch.float16), (torch.float16, torch.float32)]
 )
-def test_scale(dtype, out):
-    import amp_C
-    from apex.multi_tensor_apply import multi_tensor_applier
-
+def test_scale(amp_C, multi_tensor_applier, dtype, out):
     grads, noop = tensors(dtype), flag()
     outs = [torch.empty_like(grad, dtype=out) for grad in grads]
     multi_tensor_applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
@@ -47,10 +55,7 @@ def test_scale(dtype, out):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_l2norm(dtype):
-    import amp_C
-    from apex.multi_tensor_apply import multi_tensor_applier
-
+def test_l2norm(amp_C, multi_tensor_applier, dtype):
     grads, noop = [tensor * 300 for tensor in tensors(dtype)], flag()  # squares: more than float16
     each = torch.stack([grad.double().norm() for grad in grads])
     norm, none = multi_tensor_applier(amp_C.multi_tensor_l2norm, noop, [grads], False)
@@ -63,9 +68,7 @@ def test_l2norm(dtype):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_noted(bad):
-    import amp_C
-
+def test_what_is_not_finite_is_noted(amp_C, bad):
     good = [torch.ones(2), torch.ones(2)]
     broken, outs = [torch.ones(2), torch.tensor([1.0, bad])], [torch.empty(2), torch.empty(2)]
 
@@ -81,16 +84,12 @@ def test_what_is_not_finite_is_noted(bad):
     assert not noted(amp_C.multi_tensor_l2norm, [good])
 
 
-def test_they_are_the_same_within_a_session():
+def test_they_are_the_same_within_a_session(amp, amp_C):
     """Functions in the tables do not cast what is in a list."""
-    import amp_C
-    from apex import amp
-
     expected = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    assert all(
-        map(torch.equal, amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True), expected)
-    )
+    found = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,9 +99,8 @@ def test_flatten_and_unflatten(dtype):
     given = tensors(dtype)
     given[0] = given[0].t()  # with gaps between its rows
     flat = apex_C.flatten(given)
-    assert flat.dtype is dtype and flat.tolist() == [
-        x for one in given for x in one.flatten().tolist()
-    ]
+    numbers = [number for one in given for number in one.flatten().tolist()]
+    assert flat.dtype is dtype and flat.tolist() == numbers
     parts = apex_C.unflatten(flat, given)
     assert all(map(torch.equal, parts, given))
     flat.zero_()
@@ -110,17 +108,11 @@ def test_flatten_and_unflatten(dtype):
 
 
 def reduced(rank: int) -> dict:
-    compat.install()
-    try:
-        from apex.parallel.distributed import flat_dist_call
-
-        values = [torch.full((2, 2), rank + 1.0), torch.full((3,), rank + 2.0, dtype=torch.float16)]
-        flat_dist_call(values, dist.all_reduce)
-        weights = [nn.Parameter(torch.full((2,), float(rank))), torch.full((1,), rank)]
-        flat_dist_call([weight.data for weight in weights], dist.broadcast, (1,))
-        return {"averaged": values, "sent": [weight.tolist() for weight in weights]}
-    finally:
-        compat.uninstall()
+    values = [torch.full((2, 2), rank + 1.0), torch.full((3,), rank + 2.0, dtype=torch.float16)]
+    flat_dist_call(values, dist.all_reduce)
+    weights = [nn.Parameter(torch.full((2,), float(rank))), torch.full((1,), rank)]
+    flat_dist_call([weight.data for weight in weights], dist.broadcast, (1,))
+    return {"averaged": values, "sent": [weight.tolist() for weight in weights]}
 
 
 def test_flat_dist_call(ranks):
@@ -143,33 +135,13 @@ def test_asking_first_leads_to_torchs_own():
     )
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("multi_tensor_lamb", "FusedLAMB"),
-        ("multi_tensor_adam", "torch.optim.AdamW"),
-        ("multi_tensor_axpby", "_foreach_"),
-    ],
-)
-def test_missing_kernels_name_a_replacement(name, says):
-    import amp_C
-
-    with pytest.raises(ImportError, match=says):
-        exec(f"from amp_C import {name}")
-    with pytest.raises(AttributeError, match=says):
-        getattr(amp_C, name)
-
-
-def test_installed_kernels_stay():
+def test_installed_kernels_stay(monkeypatch):
     compat.uninstall()
     installed = types.ModuleType("amp_C")
-    sys.modules["amp_C"] = installed
-    try:
-        compat.install()
-        assert importlib.import_module("amp_C") is installed
-        compat.uninstall()
-        assert sys.modules["amp_C"] is installed
-    finally:
-        del sys.modules["amp_C"]
+    monkeypatch.setitem(sys.modules, "amp_C", installed)
+    compat.install()
+    assert importlib.import_module("amp_C") is installed
+    compat.uninstall()
+    assert sys.modules["amp_C"] is installed
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("apex_C")

@@ -8,13 +8,16 @@ import re
 
 import pytest
 import torch
-from apex_optimizers import close, gradients, parameters, run
+from apex_optimizers import as_apex_saves, close, gradients, parameters, run
 from torch import nn
 
 import ampatch
+from ampatch.compat.apex import optimizers
+from ampatch.compat.apex.optimizers import adam, common
+from ampatch.compat.apex.parallel.larc import LARC
 
 
-def test_defaults_are_those_of_apex(optimizers):
+def test_defaults_are_those_of_apex():
     adam = optimizers.FusedAdam(parameters()).defaults
     assert (adam["lr"], adam["betas"], adam["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
     assert adam["weight_decay"] == 0.0 and adam["bias_correction"] is True
@@ -28,9 +31,7 @@ def test_defaults_are_those_of_apex(optimizers):
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("old_torch", [False, True])
-def test_adam_is_adamw_or_adam(optimizers, mode, old_torch, monkeypatch):
-    from ampatch.compat.apex.optimizers import adam
-
+def test_adam_is_adamw_or_adam(mode, old_torch, monkeypatch):
     if old_torch:  # whose Adam knows no decoupled weight decay
         monkeypatch.setattr(adam, "DECOUPLES", False)
     peer = torch.optim.AdamW if mode else torch.optim.Adam
@@ -38,7 +39,7 @@ def test_adam_is_adamw_or_adam(optimizers, mode, old_torch, monkeypatch):
     close(ours, run(lambda p: peer(p, lr=0.1, weight_decay=0.3)))
 
 
-def test_max_grad_norm_of_the_first_version_clips_each_group(optimizers):
+def test_max_grad_norm_of_the_first_version_clips_each_group():
     ours, theirs = parameters(), parameters()
     groups = [[{"params": [one]} for one in params] for params in (ours, theirs)]
     optimizer = optimizers.FusedAdam(groups[0], lr=0.1, max_grad_norm=0.5)
@@ -55,7 +56,7 @@ def test_max_grad_norm_of_the_first_version_clips_each_group(optimizers):
 @pytest.mark.parametrize(
     "name, options", [("SGD", {"momentum": 0.9, "nesterov": True}), ("Adagrad", {})]
 )
-def test_sgd_and_adagrad_are_torchs(optimizers, name, options):
+def test_sgd_and_adagrad_are_torchs(name, options):
     ours, theirs = (
         run(lambda p, kind=kind: kind(p, lr=0.1, weight_decay=0.1, **options))
         for kind in (getattr(optimizers, f"Fused{name}"), getattr(torch.optim, name))
@@ -64,30 +65,20 @@ def test_sgd_and_adagrad_are_torchs(optimizers, name, options):
 
 
 @pytest.mark.parametrize(
-    "name, level",
+    "level, make",
     [
-        ("adam", "O1"),
-        ("lamb", "O2"),
-        ("novograd", "O1"),
-        ("sgd", "O2"),
-        ("adagrad", "O1"),
-        ("larc", "O2"),
+        ("O1", lambda p: optimizers.FusedAdam(p, lr=0.02, bias_correction=False)),
+        ("O2", lambda p: optimizers.FusedLAMB(p, lr=0.05)),
+        ("O1", lambda p: optimizers.FusedNovoGrad(p, lr=0.3)),
+        ("O2", lambda p: optimizers.FusedSGD(p, lr=0.1, wd_after_momentum=True, weight_decay=1e-3)),
+        ("O1", lambda p: optimizers.FusedAdagrad(p, lr=0.2, adagrad_w_mode=True)),
+        ("O2", lambda p: LARC(torch.optim.SGD(p, lr=0.2, momentum=0.9), 0.1)),
     ],
 )
-def test_every_optimizer_trains_and_skips_under_amp(name, level):
-    from apex import amp, optimizers
-    from apex.parallel.LARC import LARC
-
+def test_every_optimizer_trains_and_skips_under_amp(amp, level, make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = {
-        "adam": lambda p: optimizers.FusedAdam(p, lr=0.02, bias_correction=False),
-        "lamb": lambda p: optimizers.FusedLAMB(p, lr=0.05),
-        "novograd": lambda p: optimizers.FusedNovoGrad(p, lr=0.3),
-        "sgd": lambda p: optimizers.FusedSGD(p, lr=0.1, wd_after_momentum=True, weight_decay=1e-3),
-        "adagrad": lambda p: optimizers.FusedAdagrad(p, lr=0.2, adagrad_w_mode=True),
-        "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.2, momentum=0.9), 0.1),
-    }[name](model.parameters())
+    optimizer = make(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     x = torch.randn(32, 4)
     y = x.sum(1, keepdim=True).tanh()
@@ -108,19 +99,12 @@ def test_every_optimizer_trains_and_skips_under_amp(name, level):
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late group"])
 def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
-    corrected, late, monkeypatch
+    amp, corrected, late, monkeypatch
 ):
     """Fused kernels skip by `found_inf` on the device; our own update must not rely on them."""
-    from apex import amp
-    from apex.optimizers import FusedAdam
-
-    from ampatch.compat.apex.optimizers import common
-
-    monkeypatch.setattr(
-        common, "can_be_fused", lambda params: True
-    )  # torch has them on the CPU too
+    monkeypatch.setattr(common, "can_be_fused", lambda params: True)  # torch's on the CPU can
     model = nn.Linear(2, 2)
-    optimizer = FusedAdam([model.weight], lr=0.1, bias_correction=corrected or late)
+    optimizer = optimizers.FusedAdam([model.weight], lr=0.1, bias_correction=corrected or late)
     optimizer.add_param_group({"params": [model.bias], "bias_correction": corrected})
     amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
     for factor in (0.01, math.inf):  # 65536 does not fit into FP16
@@ -135,7 +119,7 @@ def test_an_overflow_is_skipped_where_torchs_fused_kernel_does_not_look(
             assert bool(param.isfinite().all())
 
 
-def test_hooks_of_a_step_run_once_and_closures_too(optimizers):
+def test_hooks_of_a_step_run_once_and_closures_too():
     for name in ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB"):
         seen = []
         optimizer = getattr(optimizers, name)(parameters(), lr=0.1)
@@ -145,7 +129,7 @@ def test_hooks_of_a_step_run_once_and_closures_too(optimizers):
         assert seen == ["before", "closure", "after"], name
 
 
-def test_zero_grad_as_apex_has_it(optimizers):
+def test_zero_grad_as_apex_has_it():
     for optimizer, expected in (
         (optimizers.FusedAdam(parameters()), type(None)),
         (optimizers.FusedAdam(parameters(), set_grad_none=False), torch.Tensor),
@@ -160,33 +144,21 @@ def test_zero_grad_as_apex_has_it(optimizers):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda o: o.FusedAdam(parameters(), amsgrad=True), "without amsgrad"),
-        (lambda o: o.FusedAdam(parameters(), eps_inside_sqrt=True), "without eps_inside_sqrt"),
-        (lambda o: o.FusedAdam(parameters()).step(grads=[]), "scale_loss"),
-        (lambda o: o.FusedAdam(parameters()).step(grads=None, scale=2.0), "scale_loss"),
-        (lambda o: o.FusedLAMB(parameters(), amsgrad=True), "without amsgrad"),
-        (lambda o: o.FusedNovoGrad(parameters(), norm_type=3), "largest value"),
+        (lambda: optimizers.FusedAdam(parameters(), amsgrad=True), "without amsgrad"),
+        (lambda: optimizers.FusedAdam(parameters(), eps_inside_sqrt=True), "eps_inside_sqrt"),
+        (lambda: optimizers.FusedAdam(parameters()).step(grads=[]), "scale_loss"),
+        (lambda: optimizers.FusedAdam(parameters()).step(grads=None, scale=2.0), "scale_loss"),
+        (lambda: optimizers.FusedLAMB(parameters(), amsgrad=True), "without amsgrad"),
+        (lambda: optimizers.FusedNovoGrad(parameters(), norm_type=3), "largest value"),
     ],
 )
-def test_what_is_not_available_is_refused_with_a_replacement(optimizers, call, words):
+def test_what_is_not_available_is_refused_with_a_replacement(call, words):
     with pytest.raises(RuntimeError, match=re.escape(words)):
-        call(optimizers)
-
-
-def old_checkpoint(optimizer, names: tuple[str, ...]) -> dict:
-    """What apex would have saved: steps counted in the group, only its own options."""
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        for name in set(group) - {"params", *names}:
-            del group[name]
-        group["step"] = 3
-    for entry in saved["state"].values():
-        entry.pop("step", None)
-    return saved
+        call()
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
-def test_apexs_checkpoints_load(optimizers, name):
+def test_apexs_checkpoints_load(name):
     def make(params):
         return getattr(optimizers, name)(params, lr=0.05, weight_decay=0.1)
 
@@ -199,9 +171,7 @@ def test_apexs_checkpoints_load(optimizers, name):
     params = parameters()
     optimizer = make(params)
     advance(optimizer, params, range(3))
-    options = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging",
-               "max_grad_norm", "norm_type", "init_zero")  # fmt: skip
-    saved = old_checkpoint(optimizer, options)
+    saved = as_apex_saves(optimizer.state_dict(), steps=3)
     if name == "FusedNovoGrad":  # apex: norms of half tensors, norms of FP32 tensors
         norms = torch.stack([entry.pop("exp_avg_sq") for entry in saved["state"].values()])
         saved["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms]
@@ -215,7 +185,7 @@ def test_apexs_checkpoints_load(optimizers, name):
     assert all(map(torch.equal, params, again))
 
 
-def test_novograd_refuses_norms_it_cannot_place(optimizers):
+def test_novograd_refuses_norms_it_cannot_place():
     optimizer = optimizers.FusedNovoGrad(parameters())
     saved = optimizer.state_dict()
     saved["param_groups"][0]["exp_avg_sq"] = [torch.ones(1), torch.ones(2)]

@@ -1,7 +1,6 @@
 """What apex's own tests ask of apex.amp, asked of the package: mixed models, infs, groups.
 
-The models mix FP32 and half weights, which are left as they are (`cast_model_type=False`), the
-losses scale several optimizers at once, and an inf is written into a gradient by hand.
+The models mix FP32 and half weights, which are left as they are (`cast_model_type=False`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Mixed(nn.Module):
 
 
 X = torch.tensor([0.5, 0.25])
-LEVELS = ["O0", "O1", "O2", "O3"]
 
 
 def sgd(*models, lr=0.25):
@@ -42,8 +40,6 @@ def is_close(found, expected):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=4e-3, rtol=4e-3)
 
-
-# Several models, losses, optimizers
 
 SHAPES = {  # models of each optimizer; models of each loss
     "2 models, 2 losses, 1 optimizer": ([[0, 1]], [[0], [1]]),
@@ -88,8 +84,8 @@ FAULTS = [  # the step and the loss that has an inf, and the weight
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("num_losses, how", [(1, "none"), (2, "optimizer")])
-def test_models_losses_and_optimizers(amp, shape, level, num_losses, how):
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_models_losses_and_optimizers(amp, shape, level, num_losses):
     of_optimizers, of_losses = SHAPES[shape]
     for faulty, place in FAULTS:
         amp._amp_state.allow_incoming_model_not_fp32 = True
@@ -97,14 +93,10 @@ def test_models_losses_and_optimizers(amp, shape, level, num_losses, how):
         optimizers = [sgd(*[models[n] for n in own]) for own in of_optimizers]
         settings = {"cast_model_type": False, "num_losses": num_losses, "verbosity": 0}
         amp.initialize(models, optimizers, opt_level=level, **settings)
-        before = [[p.dtype for p in m.parameters()] for m in models]
-        assert before == [[torch.float32, torch.float16]] * 3
         for scaler in amp._amp_state.loss_scalers:
             scaler._loss_scale = 16.0
         for step in range(3):
-            for param in (p for model in models for p in model.parameters() if how == "none"):
-                param.grad = None
-            for optimizer in optimizers if how == "optimizer" else ():
+            for optimizer in optimizers:
                 optimizer.zero_grad()
             for number, own in enumerate(of_losses):
                 loss = sum(models[n](X * (step + 1)) for n in own)
@@ -141,32 +133,23 @@ def test_an_overflow_in_one_optimizer_skips_both_as_in_apex(amp, fused):
         moved = [not torch.equal(a, b) for a, b in zip(before, weights(*models), strict=True)]
         assert moved == [False, False, not expected[1], not expected[1]]
         assert ampatch.loss_scale() == 2.0**15
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = models[0](X[None]).float().sum() + models[1](X[None]).float().sum()
-        with package.scale_loss(loss * 1e-3, optimizers) as scaled:
-            scaled.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert not any(map(ampatch.step_was_skipped, optimizers))
         ampatch.deactivate()
 
 
-# Settings
-
-
-def test_bounds_as_strings(amp):
+def test_settings_as_strings(amp):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strings = {"keep_batchnorm_fp32": "True", "min_loss_scale": "128.0", "max_loss_scale": "4096"}
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0, **strings)
+    strings |= {"loss_scale": "dynamic", "cast_model_outputs": "float16"}
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **strings)
+    assert model(torch.ones(1, 2)).dtype is torch.float16
     scaler = amp._amp_state.loss_scalers[0]
     assert (scaler._min_loss_scale, scaler._max_loss_scale) == (128.0, 4096.0)
     assert scaler.loss_scale() == 4096.0
     ampatch.set_loss_scale_settings(max_loss_scale="1024.0", min_loss_scale="256")
     assert ampatch.loss_scale() == 1024.0
     for _ in range(5):
-        loss = model(torch.ones(1, 2)).sum() * float("inf")
+        loss = model(torch.ones(1, 2)).float().sum() * float("inf")
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
@@ -175,9 +158,8 @@ def test_bounds_as_strings(amp):
         ampatch.set_loss_scale_settings(max_loss_scale="many")
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_models_left_as_they_are(amp, level):
+def test_models_left_as_they_are(amp, opt_level):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1).half())
     before = [param.dtype for param in model.parameters()]
-    amp.initialize(model, opt_level=level, cast_model_type=False, verbosity=0)
+    amp.initialize(model, opt_level=opt_level, cast_model_type=False, verbosity=0)
     assert [param.dtype for param in model.parameters()] == before

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-from ampatch.compat import apex as compat
+from ampatch.compat.apex import amp, normalization
+from ampatch.compat.apex.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
 
 RANKS = 2
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
@@ -48,12 +55,6 @@ DDP = {
 
 def reduced(rank: int) -> dict:
     """The gradients of one backward under each way of reducing."""
-    from apex.parallel import (
-        DistributedDataParallel,
-        Reducer,
-        create_syncbn_process_group,
-    )
-
     found = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
              for name, options in DDP.items()}  # fmt: skip
     parallel = DistributedDataParallel(network(rank))
@@ -81,9 +82,6 @@ def reduced(rank: int) -> dict:
 
 def trained(rank: int, level: str) -> list[torch.Tensor]:
     """apex's distributed example: initialize first, then its DDP."""
-    from apex import amp
-    from apex.parallel import DistributedDataParallel
-
     model = network(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -101,8 +99,6 @@ def trained(rank: int, level: str) -> list[torch.Tensor]:
 
 def normalized(rank: int, channel_last: bool, dtype: torch.dtype = torch.float32) -> dict:
     """A batch norm over both ranks' images: two on rank 0, four on rank 1."""
-    from apex.parallel import SyncBatchNorm, convert_syncbn_model
-
     part = slice(0, 2) if rank == 0 else slice(2, 6)
     x, weights = (value[part] for value in images())
     x = x.to(dtype).requires_grad_()
@@ -141,8 +137,6 @@ def half_of(rank: int, values: torch.Tensor) -> torch.Tensor:
 
 def synchronized(rank: int, wrapper: type) -> dict:
     """A network with batch norms over the ranks, in DDP: three images on each rank."""
-    from apex.parallel import convert_syncbn_model
-
     model = wrapper(convert_syncbn_model(small_network()))
     output = model(half_of(rank, images()[0]))
     output.square().mean().backward()
@@ -156,8 +150,6 @@ def synchronized(rank: int, wrapper: type) -> dict:
 
 def validated(rank: int) -> dict:
     """apex's DDP around a batch norm of each rank's own; rank 0 validates between two steps."""
-    from apex.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(small_network())
     own = half_of(rank, images()[0])
     seen = []
@@ -173,20 +165,16 @@ def validated(rank: int) -> dict:
 
 
 def on_a_rank(rank: int) -> dict:
-    compat.install()
-    try:
-        return {
-            "reduced": reduced(rank),
-            "trained": {level: trained(rank, level) for level in ("O1", "O2")},
-            "norm": normalized(rank, channel_last=False),
-            "channel_last": normalized(rank, channel_last=True),
-            "half": normalized(rank, channel_last=False, dtype=torch.float16),
-            "apex's DDP": synchronized(rank, compat.parallel.DistributedDataParallel),
-            "torch's DDP": synchronized(rank, nn.parallel.DistributedDataParallel),
-            "validated": validated(rank),
-        }
-    finally:
-        compat.uninstall()
+    return {
+        "reduced": reduced(rank),
+        "trained": {level: trained(rank, level) for level in ("O1", "O2")},
+        "norm": normalized(rank, channel_last=False),
+        "channel_last": normalized(rank, channel_last=True),
+        "half": normalized(rank, channel_last=False, dtype=torch.float16),
+        "apex's DDP": synchronized(rank, DistributedDataParallel),
+        "torch's DDP": synchronized(rank, nn.parallel.DistributedDataParallel),
+        "validated": validated(rank),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -195,27 +183,25 @@ def both(ranks) -> list[dict]:
     return ranks(on_a_rank)
 
 
-FACTORS = {
-    "average": 0.5, "delayed": 0.5, "sum": 1.0, "divided before": 0.5, "fp32": 0.5, "reducer": 0.5
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("name", [*DDP, "reducer"])
 def test_gradients_are_reduced_as_asked(both, name):
     model = network()  # rank 0's weights, which the broadcast gave to rank 1
     alone = [gradients(model, number) for number in range(RANKS)]
     for found in both:
         for grad, one, two in zip(found["reduced"][name], *alone, strict=True):
-            torch.testing.assert_close(grad, (one + two) * FACTORS[name], atol=1e-6, rtol=1e-5)
+            expected = one + two if name == "sum" else (one + two) / 2
+            torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_gradients_stay_local_while_reduction_is_off(both):
+def test_gradients_stay_local_while_reduction_is_off_and_wrong_arguments_are_refused(both):
     for rank, found in enumerate(both):
         expected = gradients(network(), rank)
         assert all(map(torch.equal, found["reduced"]["local"], expected))
         assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
         size, everybody, error = found["reduced"]["groups"]
         assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
+    with pytest.raises(ValueError, match="delay_allreduce=True"):
+        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
 def test_half_gradients_are_added_up_in_fp32(both):
@@ -248,12 +234,9 @@ def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
     (output * weights).sum().backward()
     atol = 2e-2 if name == "half" else 2e-5
     found = [rank[name] for rank in both]
-    torch.testing.assert_close(
-        torch.cat([one["output"] for one in found]).float(), output.detach(), atol=atol, rtol=1e-2
-    )
-    torch.testing.assert_close(
-        torch.cat([one["x"] for one in found]).float(), x.grad, atol=atol, rtol=1e-2
-    )
+    for key, expected in {"output": output.detach(), "x": x.grad}.items():
+        whole = torch.cat([one[key] for one in found]).float()
+        torch.testing.assert_close(whole, expected, atol=atol, rtol=1e-2)
     for one in found:
         for ours, param in zip(one["params"], norm.parameters(), strict=True):
             torch.testing.assert_close(ours, param.grad, atol=10 * atol, rtol=1e-3)
@@ -295,8 +278,6 @@ def test_apexs_ddp_sends_no_buffers(both):
 
 
 def test_convert_syncbn_model_takes_everything_over():
-    from apex.parallel import SyncBatchNorm, convert_syncbn_model
-
     model = nn.ModuleDict({
         "a": nn.Sequential(nn.BatchNorm1d(4, eps=1e-3, momentum=None), nn.InstanceNorm1d(4)),
         "b": nn.BatchNorm2d(4, affine=False, track_running_stats=False),
@@ -315,8 +296,6 @@ def test_convert_syncbn_model_takes_everything_over():
 
 
 def test_sync_batch_norm_in_one_process():
-    from apex.parallel import SyncBatchNorm
-
     x = torch.randn(5, 4)
     z = torch.randn(5, 4)
     expected = nn.BatchNorm1d(4)(x)
@@ -327,19 +306,10 @@ def test_sync_batch_norm_in_one_process():
     assert torch.equal(SyncBatchNorm(4, channel_last=True)(image), expected)
 
 
-def test_ddp_refuses_what_apex_refused():
-    from apex.parallel import DistributedDataParallel
-
-    with pytest.raises(ValueError, match="delay_allreduce=True"):
-        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
-
-
 @pytest.mark.parametrize("mixed", ["", "Mixed"])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms(kind, mixed):
-    import apex
-
-    make = getattr(apex.normalization, f"{mixed}Fused{kind}")
+    make = getattr(normalization, f"{mixed}Fused{kind}")
     x = torch.randn(3, 2, 4) * 5
     ours, theirs = make((2, 4), eps=1e-3), getattr(nn, kind)((2, 4), eps=1e-3)
     with torch.no_grad():
@@ -357,31 +327,23 @@ def test_norms(kind, mixed):
 
 
 def test_norms_as_functions():
-    from apex.normalization.fused_layer_norm import (
-        FusedLayerNormAffineFunction,
-        fused_layer_norm,
-        fused_layer_norm_affine,
-        fused_rms_norm,
-        fused_rms_norm_affine,
-    )
-
     x, weight, bias = torch.randn(3, 4), torch.arange(1.0, 5.0), torch.arange(4.0)
     expected = F.layer_norm(x, [4], weight, bias, 1e-3)
-    assert torch.equal(fused_layer_norm_affine(x, weight, bias, 4, 1e-3), expected)
-    assert torch.equal(FusedLayerNormAffineFunction.apply(x, weight, bias, (4,), 1e-3), expected)
-    assert torch.equal(fused_layer_norm(x, (4,)), F.layer_norm(x, [4], eps=1e-6))
-    assert torch.equal(fused_rms_norm_affine(x, weight, 4), F.rms_norm(x, [4], weight, 1e-6))
-    assert torch.equal(fused_rms_norm(x, 4), F.rms_norm(x, [4], eps=1e-6))
+    assert torch.equal(normalization.fused_layer_norm_affine(x, weight, bias, 4, 1e-3), expected)
+    function = normalization.FusedLayerNormAffineFunction
+    assert torch.equal(function.apply(x, weight, bias, (4,), 1e-3), expected)
+    assert torch.equal(normalization.fused_layer_norm(x, (4,)), F.layer_norm(x, [4], eps=1e-6))
+    ours = normalization.fused_rms_norm_affine(x, weight, 4)
+    assert torch.equal(ours, F.rms_norm(x, [4], weight, 1e-6))
+    assert torch.equal(normalization.fused_rms_norm(x, 4), F.rms_norm(x, [4], eps=1e-6))
 
 
 def test_a_norm_s_forward_is_registered_as_bert_does_it():
-    import apex
-    from apex import amp
-
-    amp.register_half_function(apex.normalization.FusedLayerNorm, "forward")
-    norm = apex.normalization.FusedLayerNorm(4).half()
+    layer_norm = normalization.FusedLayerNorm
+    amp.register_half_function(layer_norm, "forward")
+    norm = layer_norm(4).half()
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert norm(torch.randn(2, 4)).dtype is torch.float32  # layer_norm itself is in FP32
     ampatch.deactivate()
-    assert "forward" not in vars(apex.normalization.FusedLayerNorm)
-    ampatch.unregister_function(apex.normalization.FusedLayerNorm, "forward")
+    assert "forward" not in vars(layer_norm)
+    ampatch.unregister_function(layer_norm, "forward")

@@ -8,6 +8,7 @@ from torch import nn
 
 import ampatch
 from ampatch.compat import apex as compat
+from ampatch.compat.apex import lists
 
 HALF = torch.full((2, 2), 0.5, dtype=torch.float16)
 SINGLE = torch.full((2, 2), 0.5)
@@ -15,28 +16,23 @@ functions = nn.functional
 
 
 def start(level: str = "O1", **options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from apex import amp
-
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return compat.amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 # Lists
 
 
 def test_the_lists_hold_what_scripts_look_for(amp):
-    lists = {
-        "functional_overrides": (
-            functions,
-            "conv2d linear",
-            "softmax layer_norm mse_loss gelu",
-            "",
-        ),
+    assert lists.edits() == []  # without an edit nothing is added
+    functional = (functions, "conv2d linear", "softmax layer_norm mse_loss gelu", "")
+    expected = {
+        "functional_overrides": functional,
         "torch_overrides": (torch, "mm bmm matmul einsum", "exp pow softmax sum", "add addcmul"),
         "tensor_overrides": (torch.Tensor, "__matmul__", "cpu __pow__", ""),
     }
-    for title, (module, half, single, promoted) in lists.items():
+    for title, (module, half, single, promoted) in expected.items():
         found = getattr(amp.lists, title)
         assert found.MODULE is module
         assert {*half.split()} <= {*found.FP16_FUNCS}
@@ -47,12 +43,6 @@ def test_the_lists_hold_what_scripts_look_for(amp):
     banned = amp.lists.functional_overrides.BANNED_FUNCS
     assert [name for name, why in banned] == ["binary_cross_entropy"]
     assert {"cat", "stack"} <= {*amp.lists.torch_overrides.SEQUENCE_CASTS}
-
-
-def test_without_an_edit_nothing_is_added():
-    from ampatch.compat.apex import lists
-
-    assert lists.edits() == []
 
 
 def test_a_name_taken_out_is_left_to_pytorch(amp):
@@ -76,15 +66,16 @@ def test_a_name_taken_out_is_left_to_pytorch(amp):
 
 
 def test_a_name_put_in_follows_its_list_whatever_the_tables_say(amp):
-    lists = amp.lists
-    lists.functional_overrides.FP32_FUNCS.append("relu")
-    lists.functional_overrides.FP32_FUNCS.remove("mse_loss")
-    lists.functional_overrides.FP16_FUNCS.append("mse_loss")
-    lists.torch_overrides.FP16_FUNCS.remove("mm")
-    lists.torch_overrides.FP32_FUNCS.append("mm")
-    lists.torch_overrides.FP32_FUNCS.append("sigmoid")
-    lists.tensor_overrides.FP16_FUNCS += ["sigmoid"]
+    """In two lists, as softmax here, it is cast to half."""
+    functional, of_torch = amp.lists.functional_overrides, amp.lists.torch_overrides
+    functional.FP32_FUNCS.append("relu")
+    functional.FP32_FUNCS.remove("mse_loss")
+    functional.FP16_FUNCS += ["mse_loss", "softmax"]
+    of_torch.FP16_FUNCS.remove("mm")
+    of_torch.FP32_FUNCS += ["mm", "sigmoid"]
+    amp.lists.tensor_overrides.FP16_FUNCS.append("sigmoid")
     start()
+    assert functions.softmax(SINGLE, -1).dtype is torch.float16
     assert functions.relu(HALF).dtype is nn.ReLU()(HALF).dtype is torch.float32
     assert functions.mse_loss(SINGLE, SINGLE).dtype is torch.float16
     assert torch.mm(HALF, HALF).dtype is torch.float32
@@ -94,12 +85,6 @@ def test_a_name_put_in_follows_its_list_whatever_the_tables_say(amp):
         assert torch.mm(HALF, HALF).dtype is torch.float16
     ampatch.deactivate()
     assert functions.relu(HALF).dtype is torch.float16
-
-
-def test_a_name_in_two_lists_is_cast_to_half(amp):
-    amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
-    start()
-    assert functions.softmax(SINGLE, -1).dtype is torch.float16
 
 
 def test_a_list_may_be_replaced_and_edited_between_initializes(amp):
@@ -273,12 +258,15 @@ def test_allow_incoming_model_not_fp32(amp, caplog):
     assert "without FP32 master weights: weight, bias" in caplog.text
 
 
-def test_private_modules():
-    import apex.amp._initialize
+def test_private_modules_and_other_places():
+    import apex
     from apex.amp._initialize import applier, to_type
     from apex.amp.frontend import initialize
     from apex.amp.handle import disable_casts, scale_loss
+    from apex.contrib.optimizers import FP16_Optimizer
 
+    assert FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
+    assert apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam
     assert apex.amp.initialize is initialize and apex.amp.scale_loss is scale_loss
     assert apex.amp.disable_casts is disable_casts
     assert to_type(torch.float16, SINGLE).dtype is torch.float16
@@ -288,13 +276,3 @@ def test_private_modules():
     assert mapped["a"][1][1] == 3
     with pytest.raises(ImportError, match="loss_scalers"):
         import apex.amp.scaler
-
-
-def test_other_places_of_the_same_classes():
-    import apex
-    from apex.contrib.optimizers import FP16_Optimizer
-    from apex.fp16_utils import FP16_Optimizer as the_same
-    from apex.multi_tensor_apply import multi_tensor_applier
-
-    assert FP16_Optimizer is the_same and multi_tensor_applier.available is False
-    assert apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import itertools
 import os
 import re
 import warnings
@@ -17,20 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from apex_optimizers import as_apex_saves
+from pages import snippets
 from repository import DOCS
 from torch import nn
 
 import ampatch
 from ampatch.compat import apex as compat
 
-GUIDE = DOCS / "from_apex.md"
-OLD_SCRIPTS = DOCS / "old_scripts.md"
-PATTERN = re.compile(
-    r"^### (\d)\. .*?^Before:\n\n```python\n(.*?)^```.*?^After:\n\n```python\n(.*?)^```",
-    re.DOTALL | re.MULTILINE,
-)
-PATTERNS = {number: snippets for number, *snippets in PATTERN.findall(GUIDE.read_text())}
-assert list(PATTERNS) == list("12345")
+PAGE = snippets(DOCS / "from_apex.md")
+INSTALL, *PAIRS, CONVERT = [one.text for one in PAGE if one.language == "python"]
+PATTERNS = dict(enumerate(zip(PAIRS[::2], PAIRS[1::2], strict=True), 1))
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +44,7 @@ def network() -> nn.Module:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    data = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(16, 4, generator=data) for _ in range(60)]
+    inputs = torch.randn(60, 16, 4, generator=torch.Generator().manual_seed(0))
     return [(x, x.sum(1, keepdim=True).tanh()) for x in inputs]
 
 
@@ -98,7 +93,7 @@ def test_a_pattern_trains(number, which, tmp_path, one_process_group):
 
     assert torch.float16 in dtypes
     assert error_of(scope["model"]) < 0.3 * before
-    if number == "4":
+    if number == 4:
         half = torch.ones(1, 2, 2).half()
         assert torch.bmm(half, half).dtype is torch.float32
         assert torch.einsum("bij,bjk->bik", half, half.float()).dtype is torch.float16
@@ -109,9 +104,8 @@ def test_a_pattern_trains(number, which, tmp_path, one_process_group):
 
 def table_of_changes() -> dict[str, list[str]]:
     """Messages and mends by what the script says: the code spans of the table's columns."""
-    [table] = re.findall(
-        r"^\| programs \|.*\n\|---.*\n((?:\|.*\n)+)", OLD_SCRIPTS.read_text(), re.M
-    )
+    text = (DOCS / "old_scripts.md").read_text()
+    [table] = re.findall(r"^\| programs \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.M)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     spans = [[re.findall(r"``(.+?)``|`(.+?)`", cell) for cell in row] for row in rows]
     firsts = [[max(cell[0], key=len) for cell in row if cell] for row in spans]
@@ -136,25 +130,29 @@ class Checkpointed:
     """What is in a checkpoint beside tensors."""
 
 
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
 def names_of_an_old_script(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.pt"
     torch.save({"args": Checkpointed()}, path)
-    x, mask = torch.ones(3), torch.tensor([True, False, True])
-    loss = torch.tensor(1.0)
-    names = {"np": np, "torch": torch, "path": path, "x": x, "y": x, "mask": mask, "loss": loss}
-    own = type("Own", (torch.autograd.Function,), {"forward": staticmethod(forward)})
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    old = {
+    x = torch.ones(3)
+    return {
+        "np": np,
+        "torch": torch,
+        "yaml": yaml,
+        "Variable": torch.autograd.Variable,
+        "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+        "Own": Own,
+        "path": path,
+        **{"x": x, "y": x, "mask": x > 0, "loss": torch.tensor(1.0), "index": torch.tensor(2)},
         **{"correct": torch.ones(4, 3, dtype=torch.bool).t(), "k": 2, "n": 2, "file": "a: 1"},
-        **{"index": torch.tensor(2), "loader": torch.utils.data.DataLoader([1]), "Own": own},
-        **{"optimizer": torch.optim.SGD([torch.nn.Parameter(x)]), "ReduceLROnPlateau": plateau},
-        **{"yaml": yaml, "Variable": torch.autograd.Variable},
+        "loader": torch.utils.data.DataLoader([1]),
+        "optimizer": torch.optim.SGD([nn.Parameter(x)]),
     }
-    return names | old
-
-
-def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 def said(code: str, names: dict[str, Any]) -> str:
@@ -201,15 +199,7 @@ def test_a_script_reads_its_local_rank_from_either_launcher(monkeypatch, capsys)
 
 
 def test_the_other_snippets():
-    install, convert = [
-        code
-        for code in re.findall(
-            r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
-        )
-        if code not in itertools.chain(*PATTERNS.values())
-    ]
-    scope: dict = {}
-    exec(install, scope)
+    exec(INSTALL, {})
     import apex
 
     assert apex.__name__ == "apex"
@@ -220,17 +210,10 @@ def test_the_other_snippets():
         old.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         old.step()
-    state = copy.deepcopy(old.state_dict())  # as apex would have saved it
-    for entry in state["state"].values():
-        del entry["step"]
-    for group in state["param_groups"]:
-        group["step"] = 3
-        for name in set(group) - {"params", "step", "lr", "betas", "eps", "weight_decay",
-                                  "bias_correction"}:  # fmt: skip
-            del group[name]
+    state = as_apex_saves(old.state_dict(), steps=3)
     again = copy.deepcopy(model)
     scope = {"model": again, "old_optimizer_state": state, "torch": torch}
-    exec(convert, scope)
+    exec(CONVERT, scope)
     for net, optimizer in ((model, old), (again, scope["optimizer"])):
         optimizer.zero_grad()
         nn.functional.mse_loss(net(inputs), targets).backward()

@@ -159,27 +159,13 @@ def test_digits_reaches_its_accuracy(tmp_path):
     assert row.metrics["test_accuracy"] >= 0.97
 
 
-@pytest.mark.parametrize(
-    "example, arguments",
-    [
-        ("digits.py", ["--width", "32"]),
-        pytest.param(
-            *("char_lm.py", ["--batch-size", "2", "--length", "16"]), marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_seeds_of_a_sweep_reach_an_example(example, arguments, tmp_path):
+@pytest.mark.parametrize("example", ["digits", pytest.param("char_lm", marks=pytest.mark.slow)])
+def test_the_seeds_of_a_sweep_reach_an_example(example, tmp_path):
     """Without `{seed}` in its arguments, and without a note on seeds: not even on generators
     that scikit-learn and a DataLoader make for themselves."""
     pytest.importorskip("sklearn")
-    ran = Sweep(
-        str(EXAMPLES / example),
-        [*arguments, "--device", "cpu"],
-        levels=["O0"],
-        seeds=2,
-        steps=2,
-        out=tmp_path,
-    ).run()
+    script, arguments = str(EXAMPLES / f"{example}.py"), [*SMALL[example], "--device", "cpu"]
+    ran = Sweep(script, arguments, levels=["O0"], seeds=2, steps=2, out=tmp_path).run()
     first_losses = {run.measured.losses["0"].values[0] for run in ran.runs}
     assert len(first_losses) == 2
     assert [run.measured.own_seed for run in ran.runs] == ["", ""]
@@ -198,15 +184,9 @@ def test_an_example_explains_itself(train, example, capsys):
 @pytest.mark.parametrize("example", ["digits.py", "char_lm.py"])
 def test_an_example_on_cuda(example, tmp_path):
     pytest.importorskip("sklearn")
-    rows = sweep(
-        str(EXAMPLES / example),
-        ["--device", "cuda", "--epochs", "2"],
-        levels=["O0", "O1", "O2"],
-        dtypes=DTYPES,
-        autocast=False,
-        rounds=1,
-        out=tmp_path,
-    )
+    script, arguments = str(EXAMPLES / example), ["--device", "cuda", "--epochs", "2"]
+    settings = {"levels": ["O0", "O1", "O2"], "dtypes": DTYPES, "autocast": False, "rounds": 1}
+    rows = sweep(script, arguments, **settings, out=tmp_path)
     assert [row.status for row in rows] == ["ok"] * 6  # O0+tf32 among them
     assert {row.memory_kind for row in rows} == {"device"}
     assert all(0 < row.memory_bytes < torch.cuda.mem_get_info()[1] for row in rows)

@@ -29,10 +29,7 @@ def test_every_link_is_absolute_for_a_package_page_has_no_files():
     assert [link for link in links if "://" not in link] == []
     assert len(TEXT.partition("](")[0].split()) < 500, "a reader finds a link early"
     assert any(IN_REPOSITORY.fullmatch(link) for link in links)
-
-
-def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 120
+    assert len(TEXT.splitlines()) <= 120, "it is short"
 
 
 def test_the_addresses_are_those_of_the_repository():
@@ -45,18 +42,14 @@ def test_the_addresses_are_those_of_the_repository():
         assert page is None or (ROOT / page[1]).exists()
 
 
-def test_pip_installs_extras_that_exist():
+def test_pip_installs_extras_that_exist_and_the_first_command_is_a_sweep():
     asked = [rest for rest in commands("pip") if rest[0] == "install"]
     assert ["install", "."] in asked  # from a clone: it is on no index
     named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
     assert named == {"sweep", "test"}
     assert named < set(SETUP["options.extras_require"])
     assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
-
-
-def test_the_first_command_of_ampatch_is_the_sweep_of_an_example():
-    first, *_ = commands("ampatch")
-    assert first == ["sweep", "examples/digits.py", "--budget", "4"]
+    assert commands("ampatch")[0] == ["sweep", "examples/digits.py", "--budget", "4"]
 
 
 def test_version_and_date_of_the_release_are_the_same_everywhere():

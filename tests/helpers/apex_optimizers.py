@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -26,6 +28,19 @@ def run(make, steps: int = 4) -> list[torch.Tensor]:
             param.grad = grad.clone()
         optimizer.step()
     return [param.detach() for param in params]
+
+
+def as_apex_saves(state: dict, steps: int) -> dict:
+    """An optimizer's state with apex's options alone, and the steps counted in the group."""
+    own = "params lr betas eps weight_decay bias_correction grad_averaging max_grad_norm norm_type"
+    saved = copy.deepcopy(state)
+    for group in saved["param_groups"]:
+        for name in set(group) - {"init_zero", *own.split()}:
+            del group[name]
+        group["step"] = steps
+    for entry in saved["state"].values():
+        entry.pop("step", None)
+    return saved
 
 
 def close(ours, theirs) -> None:

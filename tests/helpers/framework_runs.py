@@ -7,13 +7,17 @@ it and looks on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+import ampatch
 
 CLASSES = 3
 BATCH = 8
@@ -36,13 +40,25 @@ class Plan:
     resume: bool = False  # from the checkpoint in `folder`, with the batches after it
     init_scale: float = 1024.0  # of the loss; of ampatch, and of the framework where it says so
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """ampatch's."""
+        return {"opt_level": self.opt_level, "dtype": self.dtype, "init_scale": self.init_scale}
+
+    def end(self, losses: list[float], weights: Mapping[str, Tensor]) -> Run:
+        """What the run gave; its session is closed."""
+        scale = ampatch.loss_scale() if self.precision == "ampatch" else 1.0
+        copies = {name: value.detach().float().clone() for name, value in weights.items()}
+        ampatch.deactivate()
+        return Run(losses, copies, scale)
+
 
 @dataclass(frozen=True)
 class Run:
     """What a run gave."""
 
     losses: list[float]  # one a batch, unscaled, of this rank's part
-    weights: dict[str, Tensor]  # `network().state_dict()`'s names; as they are
+    weights: dict[str, Tensor]  # by the names of `network().state_dict()`
     loss_scale: float  # at the end; 1.0 without one
 
 

@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState, GradientState
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
 from torch.utils.data import DataLoader
 
-import ampatch
 from ampatch.integrations.accelerate import AmpatchAccelerator
 
 
@@ -44,20 +43,15 @@ def run(plan: Plan) -> Run:
                 (plan.folder / "batches").write_text(str(len(losses)))
             accelerator.wait_for_everyone()
             break
-    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
-    state = accelerator.get_state_dict(model)
-    weights = {name: value.detach().float().clone() for name, value in state.items()}
-    ampatch.deactivate()
+    weights = accelerator.get_state_dict(model)
     forget_states()
-    return Run(losses, weights, scale)
+    return plan.end(losses, weights)
 
 
 def _accelerator(plan: Plan) -> Accelerator:
     arguments = {"cpu": True, "gradient_accumulation_steps": plan.accumulate}
     if plan.precision == "ampatch":
-        return AmpatchAccelerator(
-            plan.opt_level, dtype=plan.dtype, init_scale=plan.init_scale, **arguments
-        )
+        return AmpatchAccelerator(**plan.settings, **arguments)
     if plan.precision == "float32":
         return Accelerator(**arguments)
     if plan.dtype == "float16":

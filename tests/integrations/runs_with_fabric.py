@@ -16,7 +16,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Subset
 
-import ampatch
 from ampatch.integrations.lightning import AmpatchFabricPrecision
 
 
@@ -53,23 +52,19 @@ def run(plan: Plan) -> Run:
             optimizer.zero_grad()
     if plan.stop_after is not None:
         fabric.save(path, state)
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    scales = plugin.state_dict() if plugin is not None else {}
-    scale = scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"]
-    ampatch.deactivate()
-    return Run(losses, weights, scale)
+    return plan.end(losses, model.state_dict())
 
 
 def _fabric(plan: Plan) -> tuple[Fabric, AmpatchFabricPrecision | None]:
-    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "precision": "32-true"}
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
     plugin = None
-    if plan.precision == "amp":
-        del settings["precision"]
+    if plan.precision == "float32":
+        settings["precision"] = "32-true"
+    elif plan.precision == "amp":
         name = "16-mixed" if plan.dtype == "float16" else "bf16-mixed"  # by name: not on a CPU
         settings["plugins"] = [MixedPrecision(name, "cpu")]
-    elif plan.precision == "ampatch":
-        del settings["precision"]
-        plugin = AmpatchFabricPrecision(plan.opt_level, plan.dtype, init_scale=plan.init_scale)
+    else:
+        plugin = AmpatchFabricPrecision(**plan.settings)
         settings["plugins"] = [plugin]
     if dist.is_initialized():
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}

@@ -25,13 +25,7 @@ def run(plan: Plan) -> Run:
     optimizer = optimizer_of(model)
     saved = {"model": model, "optimizer": optimizer}
     if plan.precision == "ampatch":
-        ampatch.initialize(
-            model,
-            optimizer,
-            opt_level=plan.opt_level,
-            dtype=plan.dtype,
-            init_scale=plan.init_scale,
-        )
+        ampatch.initialize(model, optimizer, **plan.settings)
         saved["scale"] = ignite.LossScale()
     losses: list[float] = []
     trainer = Engine(_step(plan, idist.auto_model(model), optimizer))
@@ -48,10 +42,7 @@ def run(plan: Plan) -> Run:
     if plan.resume:
         Checkpoint.load_objects(saved, str(plan.folder / "at.pt"))
     trainer.run(batches(done=trainer.state.iteration), max_epochs=1)
-    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
-    weights = {name: value.float().clone() for name, value in model.state_dict().items()}
-    ampatch.deactivate()
-    return Run(losses, weights, scale)
+    return plan.end(losses, model.state_dict())
 
 
 def _step(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable:

@@ -68,7 +68,7 @@ def run(plan: Plan) -> Run:
         name = "16-mixed" if plan.dtype == "float16" else "bf16-mixed"  # by name: not on a CPU
         precision = {"plugins": [MixedPrecision(name, "cpu")]}
     elif plan.precision == "ampatch":
-        plugin = AmpatchPrecision(plan.opt_level, plan.dtype, init_scale=plan.init_scale)
+        plugin = AmpatchPrecision(**plan.settings)
         precision = {"plugins": [plugin]}
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -76,19 +76,7 @@ def run(plan: Plan) -> Run:
         precision["strategy"] = DDPStrategy(cluster_environment=LightningEnvironment())
         precision["devices"] = world
         data = Subset(data, range(rank, len(data), world))
-    trainer = _trainer(plan, precision)
-    batches = Batches(data, batch_size=BATCH)
-    trainer.fit(training, batches, ckpt_path=_checkpoint(plan) if plan.resume else None)
-    scales = plugin.state_dict() if plan.precision == "ampatch" else {}
-    return Run(
-        training.losses,
-        training.net.state_dict(),
-        scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"],
-    )
-
-
-def _trainer(plan: Plan, precision: dict[str, Any]) -> pl.Trainer:
-    return pl.Trainer(
+    trainer = pl.Trainer(
         **{"devices": 1, **precision},
         accelerator="cpu",
         max_epochs=1,
@@ -100,6 +88,11 @@ def _trainer(plan: Plan, precision: dict[str, Any]) -> pl.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    batches = Batches(data, batch_size=BATCH)
+    trainer.fit(training, batches, ckpt_path=_checkpoint(plan) if plan.resume else None)
+    scales = plugin.state_dict() if plan.precision == "ampatch" else {}
+    scale = scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"]
+    return Run(training.losses, training.net.state_dict(), scale)
 
 
 def _checkpoint(plan: Plan) -> str:

@@ -32,13 +32,7 @@ def run(plan: Plan) -> Run:
     optimizer = optimizer_of(model)
     scaler, region = None, contextlib.nullcontext()
     if plan.precision == "ampatch":
-        ampatch.initialize(
-            model,
-            optimizer,
-            opt_level=plan.opt_level,
-            dtype=plan.dtype,
-            init_scale=plan.init_scale,
-        )
+        ampatch.initialize(model, optimizer, **plan.settings)
         scaler = AmpatchScaler()
     elif plan.precision == "amp":
         region = torch.autocast("cpu", dtype=getattr(torch, plan.dtype))
@@ -58,23 +52,15 @@ def run(plan: Plan) -> Run:
             with region:
                 loss = F.cross_entropy(wrapped(inputs), targets)
             losses.append(loss.item())
-            backward(
-                loss / plan.accumulate,
-                optimizer,
-                clip_grad=plan.clip,
-                clip_mode="norm",
-                parameters=model_parameters(wrapped),
-                need_update=need_update,
-            )
+            clip = {"clip_grad": plan.clip, "clip_mode": "norm"}
+            parameters = model_parameters(wrapped)
+            loss = loss / plan.accumulate
+            backward(loss, optimizer, parameters=parameters, need_update=need_update, **clip)
         if need_update:
             optimizer.zero_grad()
         if number == plan.stop_after:
-            saver = CheckpointSaver(
-                model, optimizer, amp_scaler=scaler, recovery_dir=str(plan.folder)
-            )
+            folder = str(plan.folder)
+            saver = CheckpointSaver(model, optimizer, amp_scaler=scaler, recovery_dir=folder)
             saver.save_recovery(0, number)
             break
-    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
-    weights = {name: value.float().clone() for name, value in model.state_dict().items()}
-    ampatch.deactivate()
-    return Run(losses, weights, scale)
+    return plan.end(losses, model.state_dict())

@@ -1,4 +1,4 @@
-"""The runs of transformers' Trainer; see `framework_runs`."""
+"""The runs of transformers' Trainer, for the law of frameworks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
+from runs_with_accelerate import name_rank
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import ampatch
 from ampatch.integrations.transformers import AmpatchTrainerMixin
 
 
@@ -83,8 +83,7 @@ def _run(plan: Plan) -> Run:
     )
     kind, settings = InOrder, {}
     if plan.precision == "ampatch":
-        kind = AmpatchInOrder
-        settings = {"opt_level": plan.opt_level, "dtype": plan.dtype, "init_scale": plan.init_scale}
+        kind, settings = AmpatchInOrder, plan.settings
     model = network()
     trainer = kind(
         model,
@@ -96,10 +95,7 @@ def _run(plan: Plan) -> Run:
         **settings,
     )
     trainer.train(resume_from_checkpoint=plan.resume)
-    weights = {name: value.float().clone() for name, value in model.state_dict().items()}
-    scale = ampatch.loss_scale() if plan.precision == "ampatch" else 1.0
-    ampatch.deactivate()
-    return Run(trainer.losses, weights, scale)
+    return plan.end(trainer.losses, model.state_dict())
 
 
 def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
@@ -110,11 +106,8 @@ def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
 @contextmanager
 def ranks_in_the_environment() -> Iterator[None]:
     """accelerate asks the environment which rank this is, as torchrun sets it."""
-    found: dict[str, Any] = {}
-    if dist.is_initialized():
-        rank, count = dist.get_rank(), dist.get_world_size()
-        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        found |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in found.items()}):
+    with mock.patch.dict(os.environ):
+        if dist.is_initialized():
+            name_rank()
         yield

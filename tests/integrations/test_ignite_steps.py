@@ -21,20 +21,15 @@ with warnings.catch_warnings():
     from ignite.engine import supervised_training_step as in_float32
     from ignite.metrics import MeanSquaredError
 
-    from ampatch.integrations.ignite import (
-        supervised_evaluation_step,
-        supervised_training_step,
-    )
+    from ampatch.integrations.ignite import supervised_evaluation_step, supervised_training_step
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
-def managed(level: str, **settings):
+def managed(level: str):
     model = network()
-    optimizer = optimizer_of(model)
-    return ampatch.initialize(
-        model, optimizer, opt_level=level, init_scale=1024.0, verbosity=0, **settings
-    )
+    settings = {"opt_level": level, "init_scale": 1024.0, "verbosity": 0}
+    return ampatch.initialize(model, optimizer_of(model), **settings)
 
 
 @LEVELS
@@ -47,22 +42,21 @@ def test_the_arguments_of_ignites_own_step(level):
         "output_transform": lambda x, y, y_pred, loss: (x.sum().item(), len(y_pred), loss.item()),
         "gradient_accumulation_steps": 3,
     }
-    model = network()
-    expected: list = []
-    trainer = Engine(in_float32(model, optimizer_of(model), F.cross_entropy, **arguments))
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: expected.append(engine.state.output)
-    )
     loader = batches()
-    trainer.run(loader, max_epochs=2)
 
+    def outputs(step_of, model, optimizer):
+        found: list = []
+        trainer = Engine(step_of(model, optimizer, F.cross_entropy, **arguments))
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: found.append(engine.state.output)
+        )
+        trainer.run(loader, max_epochs=2)
+        return found
+
+    model = network()
+    expected = outputs(in_float32, model, optimizer_of(model))
     model, optimizer = managed(level)
-    found: list = []
-    trainer = Engine(supervised_training_step(model, optimizer, F.cross_entropy, **arguments))
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: found.append(engine.state.output)
-    )
-    trainer.run(loader, max_epochs=2)
+    found = outputs(supervised_training_step, model, optimizer)
     assert ampatch.step_counts(optimizer).taken == 2 * len(loader) // 3
     for a, b in zip(found, expected, strict=True):
         assert a == pytest.approx(b, rel=0.02, abs=0.02)

@@ -22,6 +22,7 @@ import ampatch
 from ampatch.integrations.lightning import AmpatchFabricPrecision, AmpatchPrecision
 
 pl = lightning.pytorch
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +87,8 @@ def fit(plugin: Any = None, kind: Any = None, **settings: Any) -> Any:
     return module
 
 
-def assert_near(found: Any, expected: Any, within: float = 0.02) -> None:
-    torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(expected), rtol=within, atol=within
-    )
+def assert_near(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
@@ -113,36 +112,27 @@ def test_products_are_half_and_losses_are_not(level, by):
         def forward(self, inputs: Any) -> Any:
             return self.net(inputs)
 
-        def look(self, batch: Any) -> Any:
-            inside: list[torch.dtype] = []
-            handle = self.net[0].register_forward_hook(lambda m, i, out: inside.append(out.dtype))
+        def training_step(self, batch: Any, index: int) -> Any:
             outputs = self.net(batch[0]) if by == "net" else self(batch[0])
-            handle.remove()
             loss = F.cross_entropy(outputs, batch[1])
-            self.seen.append((*inside, loss.dtype))
+            self.seen.append(loss.dtype)
             return loss
 
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.look(batch)
+        validation_step = predict_step = training_step
 
-        validation_step = training_step
-
-        def predict_step(self, batch: Any, index: int) -> Any:
-            return self.look(batch)
-
-    module, runs = (
-        Seen(),
-        trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0),
-    )
+    inside: list[torch.dtype] = []
+    module = Seen()
+    module.net[0].register_forward_hook(lambda layer, given, out: inside.append(out.dtype))
+    runs = trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0)
     runs.fit(module, loader(), loader())
     runs.predict(module, loader())
-    assert len(module.seen) == 16 + 1 + 16
-    assert set(module.seen) == {(torch.bfloat16, torch.float32)}
+    assert inside == [torch.bfloat16] * (16 + 1 + 16)
+    assert module.seen == [torch.float32] * (16 + 1 + 16)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_hooks_see_unscaled_gradients_and_losses(level):
+@LEVELS
+def test_hooks_see_unscaled_gradients_and_losses_and_clip(level):
     class Hooks(Training):
         def on_before_backward(self, loss: Any) -> None:
             self.seen.append(loss.item())
@@ -151,15 +141,12 @@ def test_hooks_see_unscaled_gradients_and_losses(level):
             norms = lightning.pytorch.utilities.grad_norm(self.net, 2)
             self.seen.append(norms["grad_2.0_norm_total"])
 
-    assert_near(fit(amp(level), Hooks).seen, fit(None, Hooks).seen)
-
-
-def test_clipping_of_the_modules_own_is_that_of_float32():
-    class Own(Training):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             nn.utils.clip_grad_value_(self.parameters(), 0.05)
 
-    assert_near(fit(amp(), Own).losses, fit(None, Own).losses)
+    found, expected = fit(amp(level), Hooks), fit(None, Hooks)
+    assert_near(found.seen, expected.seen)
+    assert_near(found.losses, expected.losses)
 
 
 class TwoOptimizers(Training):
@@ -195,7 +182,7 @@ class TwoOptimizers(Training):
         return [optimizer_of(self.net), torch.optim.Adam(self.scale.parameters(), 0.01)]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@LEVELS
 def test_manual_optimization_of_two_optimizers(level):
     assert_near(fit(amp(level), TwoOptimizers).losses, fit(None, TwoOptimizers).losses)
 
@@ -214,13 +201,16 @@ def test_optimizers_that_call_their_closure(kind):
             more = {} if kind is Own else {"max_iter": 3}
             return kind(self.net.parameters(), lr=0.05, **more)
 
-    expected = fit(None, Owned, limit_train_batches=4).losses
-    assert_near(fit(amp(loss_scale=128.0), Owned, limit_train_batches=4).losses, expected)
+    def losses(plugin: Any) -> Any:
+        return fit(plugin, Owned, limit_train_batches=4).losses
+
+    expected = losses(None)
+    assert_near(losses(amp(loss_scale=128.0)), expected)
     if kind is Own:  # it steps after its closure
-        assert_near(fit(amp(), Owned, limit_train_batches=4).losses, expected)
+        assert_near(losses(amp()), expected)
     else:
         with pytest.raises(ampatch.AmpatchError, match="under a dynamic loss scale"):
-            fit(amp(), Owned, limit_train_batches=4)
+            losses(amp())
 
 
 def test_schedulers_count_skipped_steps_as_with_lightnings_16_mixed():
@@ -265,9 +255,8 @@ def test_an_exception_leaves_plain_weights_with_the_masters_values():
     module = Fails()
     with pytest.raises(RuntimeError, match="own"):
         trainer(amp()).fit(module, loader())
-    assert all(
-        torch.equal(value, module.seen[0][key]) for key, value in module.state_dict().items()
-    )
+    [seen] = module.seen
+    assert all(torch.equal(value, seen[key]) for key, value in module.state_dict().items())
     assert not torch.equal(module.net[0].weight, module.net[0].weight.half().float())
     with pytest.raises(ampatch.AmpatchError, match="no ampatch session"):
         ampatch.loss_scale()
@@ -297,35 +286,34 @@ def test_prediction_and_frozen_weights_round_no_weight_but_at_o3(level):
     assert not torch.equal(module.net[3].weight, expected["3.weight"])
 
 
-def averaging() -> list[Any]:
-    found = [lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)]
-    kind = getattr(pl.callbacks, "EMAWeightAveraging", None)  # since 2.6
-    return found if kind is None else [*found, lambda: kind(decay=0.9)]
+AVERAGES: dict[str, Any] = {
+    "SWA": lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
+}
+if hasattr(pl.callbacks, "EMAWeightAveraging"):  # since 2.6
+    AVERAGES["EMA"] = lambda: pl.callbacks.EMAWeightAveraging(decay=0.9)
 
 
-@pytest.mark.parametrize("make", averaging(), ids=["SWA", "EMA"][: len(averaging())])
-def test_averages_are_of_float32_weights(make):
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_are_of_float32_weights(name):
     class Validated(Training):
         def validation_step(self, batch: Any, index: int) -> None:
             self.seen.append(F.cross_entropy(self.net(batch[0]), batch[1]).item())
 
     def run(plugin: Any) -> Any:
-        module = Validated()
-        trainer(plugin, callbacks=[make()], max_epochs=3, limit_train_batches=4).fit(
-            module, loader(), loader()
-        )
+        module, average = Validated(), AVERAGES[name]()
+        runs = trainer(plugin, callbacks=[average], max_epochs=3, limit_train_batches=4)
+        runs.fit(module, loader(), loader())
         return module
 
     module, expected = run(amp("O2", "bfloat16")), run(None)
-    assert_near(module.seen, expected.seen, 0.02)
-    for name, value in module.net.named_parameters():
-        other = expected.net.get_parameter(name)
+    assert_near(module.seen, expected.seen)
+    for value, other in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(value, other, atol=0.02, rtol=0)
     assert not torch.equal(module.net[0].weight, module.net[0].weight.bfloat16().float())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@LEVELS
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_modules(level, whole):
     def run(plugin: Any) -> Any:
@@ -360,10 +348,14 @@ def test_trainer_and_fabric_name_the_plugin_that_is_for_them():
         trainer(AmpatchFabricPrecision())
 
 
+def fabric_of(init_scale: float = 1024.0) -> tuple[Fabric, AmpatchFabricPrecision]:
+    plugin = AmpatchFabricPrecision("O2", init_scale=init_scale, verbosity=0)
+    return Fabric(accelerator="cpu", devices=1, plugins=[plugin]), plugin
+
+
 def test_modules_of_one_fabric_share_a_loss_scale():
-    plugin = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0)
     body, head = nn.Linear(8, 16), nn.Linear(16, 3)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    fabric, plugin = fabric_of()
     one, first = fabric.setup(body, torch.optim.SGD(body.parameters(), 0.1))
     two = fabric.setup_module(head)
     second = fabric.setup_optimizers(torch.optim.SGD(two.parameters(), 0.1))
@@ -378,16 +370,14 @@ def test_modules_of_one_fabric_share_a_loss_scale():
     ampatch.deactivate()
     expected = F.cross_entropy(head(body(inputs)), targets)
     wanted = torch.autograd.grad(expected, (*body.parameters(), *head.parameters()))
-    for found, right in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(grads, list(wanted), atol=1e-3, rtol=1e-2)
 
 
 def test_modules_of_an_earlier_plugin_join_the_later_one():
     """As when a notebook's cell runs again; every cell's plugin begins its loss scale anew."""
     nets = [network(), network()]
     for scale in (1024.0, 512.0):
-        plugin = AmpatchFabricPrecision("O2", init_scale=scale, verbosity=0)
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        fabric, plugin = fabric_of(scale)
         models = [fabric.setup(net, optimizer_of(net))[0] for net in nets]
     assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
     assert ampatch.state_dict(of=nets[0]) == ampatch.state_dict(of=nets[1]) == plugin.state_dict()
@@ -401,7 +391,7 @@ def test_modules_of_an_earlier_plugin_join_the_later_one():
 
 def test_a_fabric_sets_up_again_after_deactivate_and_a_copied_plugin_is_told_too():
     """The copy is that of a process which Fabric starts."""
-    plugin = AmpatchFabricPrecision("O2", init_scale=1024.0, verbosity=0)
+    plugin = fabric_of()[1]
     seen: list[torch.dtype] = []
     for one in (plugin, plugin, pickle.loads(pickle.dumps(plugin))):
         fabric, net = Fabric(accelerator="cpu", devices=1, plugins=[one]), network()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,10 @@ def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options
     settings = {"init_scale": 1024.0, **options.pop("settings", {})}
     data = sentences() if isinstance(model, BertForSequenceClassification) else texts()
     more = options.pop("more", {})
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        **{
-            **{"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 3e-3},
-            **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
-            **{"dataloader_pin_memory": False, **options},
-        },
-    )
+    usual = {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 3e-3}
+    usual |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    usual |= {"use_cpu": True, "dataloader_pin_memory": False}
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**usual, **options})
     data = {"train_dataset": data, "eval_dataset": data}
     if opt_level is None:
         return Seq2SeqTrainer(model, arguments, **data, **more)
@@ -121,6 +115,10 @@ def trained(*args: Any, **options: Any) -> Trainer:
 
 bert()  # transformers gives torch.nn.Module a method of its own at the first model: let it
 
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
 VARIANTS = {
     "clipped": (bert, {"max_grad_norm": 0.1}),
     "items counted": (gpt2, {"gradient_accumulation_steps": 2, "max_steps": 4}),
@@ -132,46 +130,36 @@ MORE_VARIANTS = {
     "NEFTune": (gpt2, {"neftune_noise_alpha": 5.0}),
     "compiled": (bert, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "checkpointing": (gpt2, {"gradient_checkpointing": True}),
-    "reentrant": (
-        *(gpt2, {"gradient_checkpointing": True}),
-        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    ),
+    "reentrant": (gpt2, REENTRANT),
 }
 BOUNDS = {"O1": 0.002, "O2": 0.01}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
     "variant", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_VARIANTS)]
 )
 @pytest.mark.parametrize("level", BOUNDS)
 def test_losses_and_norms_are_those_of_float32(variant, level, tmp_path):
-    make, *given = {**VARIANTS, **MORE_VARIANTS}[variant]
-    options = dict(ChainMap(*given))
+    make, options = {**VARIANTS, **MORE_VARIANTS}[variant]
     expected = trained(tmp_path, None, make(), **options)
     found = trained(tmp_path, level, make(), **options)
     for name in ("loss", "grad_norm") if variant in VARIANTS else ("loss",):
         assert logged(found, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
 
 
-class Watched(TrainerCallback):
-    """The loss scale, the learning rate and accelerate's word after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_optimizer_step(self, args, state, control, optimizer, **kwargs) -> None:
-        self.seen.append((optimizer.step_was_skipped, optimizer.param_groups[0]["lr"]))
-
-
 def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
     """The first scale overflows float16 at once, the third does not."""
-    watched = Watched()
+    skips, rates = [], []
+
+    class Watched(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, optimizer, **kwargs) -> None:
+            skips.append(optimizer.step_was_skipped)
+            rates.append(optimizer.param_groups[0]["lr"])
+
     settings = {"init_scale": 2.0**20, "backoff_factor": 2.0**-6}
-    trainer = trained(tmp_path, "O2", settings=settings, more={"callbacks": [watched]})
-    skips = [skipped for skipped, _ in watched.seen]
-    rates = [rate for _, rate in watched.seen]
+    trainer = trained(tmp_path, "O2", settings=settings, more={"callbacks": [Watched()]})
     count = sum(skips)
     assert skips == [True] * count + [False] * (8 - count) and 0 < count < 4
     assert rates[: count + 1] == [3e-3] * (count + 1) and rates[count + 1] < 3e-3
