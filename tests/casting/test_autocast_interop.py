@@ -381,9 +381,6 @@ def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
         ampatch.deactivate()
 
 
-# What torch answers about our casts
-
-
 def test_our_casts_count_as_autocast():
     """As libraries ask before they choose a dtype; FP32 islands by way of such a question too."""
 
@@ -503,9 +500,6 @@ def test_an_operator_with_a_kernel_for_autocast_runs_as_it_is_called():
     calls = (early, torch.ops.ampatch_tests.early, torch.ops.ampatch_tests.early.default)
     assert [call(X).dtype for call in calls] == [FP32] * 3
     assert [call(X.to(H)).dtype for call in calls] == [H] * 3
-
-
-# torch.compile
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

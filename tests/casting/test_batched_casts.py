@@ -149,9 +149,6 @@ def test_weights_go_when_their_model_lets_go_of_them(model):
     assert_equal(grads(model), autocast_grads())
 
 
-# Hooks
-
-
 def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
     """Hooks of single modules are situations of `tests/laws`."""
     found = []
@@ -191,9 +188,6 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
     assert [grad is not None for grad in there[:4]] == [False] * 4
 
 
-# A weight that a pass does not reach
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     def forward(self, x):
@@ -218,9 +212,6 @@ def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     loss.backward()
     assert model.b.weight.grad is None and model.b.bias.grad is None and seen == []
     assert torch.equal(model.a.weight.grad, found[0])
-
-
-# Graphs of other kinds
 
 
 def test_a_batch_of_gradients(model):
@@ -276,9 +267,6 @@ def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(mod
     with torch.autocast("cpu", dtype=H):
         expected = behind_each_layer(network().eval())
     assert behind_each_layer(model) == expected == [[(6,), (6, 4)], [(3,), (3, 6)]]
-
-
-# Weights of other kinds
 
 
 def test_half_and_large_weights_are_cast_in_the_graph():

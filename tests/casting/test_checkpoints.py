@@ -202,9 +202,6 @@ def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant
     assert set(seen) == {FP32} and x.grad.dtype is FP32
 
 
-# What is replaced in torch
-
-
 def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
     """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
     assert checkpoints.no_reentry() is not None

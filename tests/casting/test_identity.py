@@ -171,8 +171,6 @@ def test_jagged_attention_asks_for_the_builtin_below():
     torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
 
 
-# Tables of functions
-
 HANDLED = {}
 
 
@@ -312,9 +310,6 @@ def test_torchs_own_tables():
     ampatch.deactivate()
     assert resolve_name(F.linear) == "torch.nn.functional.linear"
     assert F.linear in torch.overrides.get_testing_overrides()
-
-
-# Knowing of modes
 
 
 def test_modes_are_known_however_they_come_and_go():

@@ -189,8 +189,6 @@ def test_the_check_of_native_rows_can_fail():
         call("torch", "inner", HALF, FULL)
 
 
-# Apex's tables.
-
 NEVER_REFUSED_BY_APEX = {"log1p_", "square_"}
 
 

@@ -92,9 +92,6 @@ def test_processes_of_tests_have_what_the_tests_have(monkeypatch):
     assert found == {"AMPATCH_NATIVE", "AMPATCH_CACHE"}
 
 
-# doctor and report
-
-
 STATES = [
     native.Status(True, "in force (/cache/file.so)"),
     native.Status(False, "off (AMPATCH_NATIVE=0)"),

@@ -135,9 +135,6 @@ def test_where_the_cache_is(monkeypatch, own, xdg, expected):
     assert str(loading.cache()) == os.path.join(expected, "native")
 
 
-# What `initialize` says
-
-
 @pytest.fixture
 def advice(monkeypatch, caplog):
     """What `initialize` says of a build in a process with this status, which starts no process."""

@@ -12,8 +12,6 @@ from torch.nn.utils import clip_grad_norm_ as clip_bound_early
 
 import ampatch
 
-# Zeroing
-
 
 @pytest.mark.parametrize("delayed, bad", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("to_none", [False, True])
@@ -125,9 +123,6 @@ def test_optimizers_that_share_through_a_third_one_skip_together():
     for optimizer in several:
         optimizer.step()
     assert [ampatch.step_was_skipped(one) for one in several] == [False, True, True]
-
-
-# Clipping
 
 
 @pytest.mark.parametrize("is_bound_early", [False, True])

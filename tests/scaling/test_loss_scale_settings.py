@@ -35,9 +35,6 @@ def everything():
     return ampatch.state_dict(), [ampatch.loss_scale_settings(loss_id) for loss_id in range(2)]
 
 
-# Settings
-
-
 def test_settings_are_those_of_initialize():
     start()
     assert ampatch.loss_scale_settings() == DEFAULTS
@@ -156,9 +153,6 @@ def test_a_static_scale_has_no_settings_and_takes_no_wrong_value():
     assert ampatch.loss_scale() == 128.0
 
 
-# Extremes
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -191,9 +185,6 @@ def test_a_static_scale_that_float32_cannot_invert_is_refused(value):
     with pytest.raises(ValueError, match="which FP32 can invert"):
         ampatch.set_loss_scale(value)
     assert ampatch.loss_scale() == 64.0
-
-
-# States
 
 
 def test_settings_changed_on_the_way_are_saved_and_come_back():

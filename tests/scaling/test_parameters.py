@@ -45,9 +45,6 @@ def test_sparse_gradients(delay):
     assert torch.equal(model.weight[0], plain.weight[0])  # never looked up
 
 
-# Groups
-
-
 @pytest.mark.parametrize("when", ["in the block", "pending", "before the step"])
 def test_add_param_group_in_the_middle_of_a_step(when):
     """Gradients that the new ones have had are zeroed by the script."""
@@ -102,9 +99,6 @@ def test_param_groups_keep_their_identity(level):
         train(model, optimizer, data(1))
     ampatch.deactivate()
     assert all(a is b for a, b in zip(before, held(), strict=True))
-
-
-# Weights in half
 
 
 DIVIDE_BY_ZERO = {
@@ -180,9 +174,6 @@ def test_a_models_own_weight_that_is_made_half_is_named_by_its_path(half, caplog
     model[2].weight.data = model[2].weight.data.to(half)
     train(model, optimizer, data())
     assert "SGD: 2.weight, of shape (2, 8), was FP32" in caplog.text
-
-
-# On several devices
 
 
 class OnTwo(nn.Module):

@@ -71,9 +71,6 @@ def test_enabled_false_is_plain_torch():
     assert same(list(model.parameters()), list(plain.parameters()))
 
 
-# Torch's ranges and hooks
-
-
 def frames(act):
     """Names of the Python functions called."""
     names = []

@@ -30,9 +30,6 @@ def start(**options):
     return managed(nn.Linear(2, 2), **{"level": "O1", "patch_scope": "process", **options}, dtype=H)
 
 
-# Mocks
-
-
 def is_plain():
     return {name: getattr(F, name) for name in FUNCTIONS} == ORIGINALS
 
@@ -84,9 +81,6 @@ def test_a_mock_from_before_the_session():
     assert is_plain()
 
 
-# Registered functions
-
-
 @pytest.fixture
 def late_module(tmp_path, monkeypatch):
     (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
@@ -126,9 +120,6 @@ def test_registered_again_follows_the_new_rule(late_module):
     assert late_library.dtype_of(torch.ones(1, dtype=H)) is torch.float32
     ampatch.unregister_function("late_library.dtype_of")
     assert late_library.dtype_of.__closure__ is None
-
-
-# A `deactivate` that fails
 
 
 def failing(name):

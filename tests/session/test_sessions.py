@@ -83,9 +83,6 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level, event, first, monk
         assert ampatch.loss_scale() == 1.0 and one_step(model, optimizer, 0) > 0
 
 
-# The environment
-
-
 @pytest.mark.parametrize("asked", ["O0", "O1", "O2", "O3"])
 def test_the_environment_chooses_the_level(monkeypatch, asked, half):
     monkeypatch.setenv("AMPATCH_OPT_LEVEL", asked)

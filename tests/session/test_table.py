@@ -129,9 +129,6 @@ def test_an_old_counterpart_that_dies_late_removes_no_new_row():
     assert things.find(thing) is None and len(things) == 0
 
 
-# What opening many costs
-
-
 @pytest.mark.parametrize("level, together", [("O1", True), ("O1", False), ("O2", False)])
 def test_what_initialize_costs_does_not_grow_with_what_is_open(level, together):
     """Python functions that are entered by the last of so many calls, or by one for all of them.
