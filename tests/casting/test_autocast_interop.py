@@ -86,15 +86,6 @@ def test_no_cast_in_a_disabled_region(title, scope):
     assert model.layer(X).dtype is H and not STATE.per_thread
 
 
-@contextlib.contextmanager
-def raw_switch():
-    torch.set_autocast_enabled("cpu", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cpu", False)
-
-
 AROUND = {
     "disabled": off,
     "disabled, for CUDA": lambda: torch.cuda.amp.autocast(False),
@@ -341,15 +332,8 @@ def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_befor
                 torch.set_autocast_enabled("cpu", False)
 
 
-RECOMPUTED = {  # what is around the forward
-    "torch's within a block": lambda: both(ampatch.disable_casts(), on()),
-    "switched on within a block": lambda: both(ampatch.disable_casts(), raw_switch()),
-}
-
-
-@pytest.mark.parametrize("title", RECOMPUTED)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_runs_as_its_forward(reentrant, title):
+def test_a_recomputation_runs_as_its_forward(reentrant):
     """torch enters regions around it, to bring back autocast's state: no setting of the user's."""
     seen = []
 
@@ -358,7 +342,7 @@ def test_a_recomputation_runs_as_its_forward(reentrant, title):
         return layer(x)
 
     model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
-    with RECOMPUTED[title]():
+    with ampatch.disable_casts(), on():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
     assert seen == [H] * 2 and not STATE.thread.stack

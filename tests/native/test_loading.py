@@ -92,14 +92,6 @@ def test_a_build_of_other_source_or_for_another_torch_does_not_match(cache, capl
             assert load(caplog)[0].is_to_build
 
 
-def test_a_broken_file_gives_one_line(cache, caplog):
-    path = put(loading.built_file())
-    status, said = load(caplog)
-    assert status.reason.startswith(f"{path} does not load (")
-    assert status.reason.endswith("run 'ampatch build --force'")
-    assert status.path == path and status.is_fault and len(said) == 1
-
-
 def test_no_source_no_native_part(cache, caplog, monkeypatch):
     """A program in an archive may carry the Python files alone."""
     monkeypatch.setattr(loading, "SOURCES", ("no_such.h",))
@@ -192,9 +184,10 @@ def test_import_loads_a_build_that_matches_and_nothing_that_only_a_build_needs(n
 
 
 def test_import_says_one_line_about_a_broken_build(cache):
-    put(loading.built_file())
+    path = put(loading.built_file())
     done = run_native(SHOW, native="", cache=str(cache))
-    assert done.stdout.startswith("False False ") and done.returncode == 0
+    assert done.stdout.startswith(f"False False {path} does not load (") and done.returncode == 0
+    assert done.stdout.endswith("run 'ampatch build --force'\n")
     [line] = done.stderr.splitlines()
     assert line.startswith("Native part: ") and " does not load " in line
 

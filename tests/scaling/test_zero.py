@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import slow
 from sharded_training import loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,13 +57,8 @@ def zero(params, kind: str, **options):
     return ZeroRedundancyOptimizer(params, optimizer, **settings, **options)
 
 
-def slow(*values):
-    """A case that the default run leaves out: its danger is in another one, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def managed(level: str, dtype, kind: str, order="before", count=1, views=False, **of_steps):
-    """The model as it trains, in DDP where `order` says so, and its optimizer."""
+    """The model in DDP, which wraps it before `initialize` or after, and its optimizer."""
     model = Net()
     settings = {"opt_level": level, "dtype": dtype, "init_scale": 1024.0, "verbosity": 0}
     if level != "O0":
@@ -75,7 +71,7 @@ def managed(level: str, dtype, kind: str, order="before", count=1, views=False, 
         return parallel, optimizer
     optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
     amp.initialize(model, optimizer, **settings)
-    return (model if order == "alone" else DistributedDataParallel(model)), optimizer
+    return DistributedDataParallel(model), optimizer
 
 
 def one_step(model, optimizer, rank: int, step: int, micro=1, clip=None, bad=False, **_) -> None:
@@ -171,28 +167,6 @@ def test_four_ranks(four_ranks, level, dtype, kind, options):
     poisoned = () if level == "O0" else ((2, 1),)
     results = four_ranks(train, level, dtype, kind, options, poisoned)
     check(results, level, dtype, kind, options, {step for _, step in poisoned})
-
-
-def averaged_by_hand(rank: int) -> list:
-    """Without DDP: gradients are averaged between block and step; rank 1 alone has had the inf."""
-    model, optimizer = managed("O2", FP16, "SGD", "alone")
-    skipped = []
-    for step in range(3):
-        optimizer.zero_grad()
-        bad = float("inf") if (rank, step) == (1, 1) else 1.0
-        with amp.scale_loss(loss_of(model, 1000 * rank + step) * bad, optimizer) as scaled:
-            scaled.backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-    return [skipped, amp.loss_scale(), values(model)]
-
-
-def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
-    one, two = ranks(averaged_by_hand)
-    assert one[0] == two[0] == [False, True, False] and one[1] == two[1] == 512.0
-    assert all(map(torch.equal, one[2], two[2]))
 
 
 def saved(optimizer, model, rank: int) -> bytes | None:

@@ -78,9 +78,3 @@ def test_two_models_and_one_optimizer():
     (first, second), copied = copy.deepcopy((models, optimizer))
     held = copied.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, [*first.parameters(), *second.parameters()]))
-
-
-def test_after_deactivate_pairs_are_copied_by_torch():
-    model, optimizer = start("O2")
-    ampatch.deactivate()
-    assert not {"__deepcopy__", "__reduce_ex__"} & (set(vars(model)) | set(vars(optimizer)))
