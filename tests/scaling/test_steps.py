@@ -12,7 +12,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from small_training import backward, data, same, seeded, start, train
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -52,23 +51,6 @@ def test_step_keeps_its_signature(scheduled):
         StepLR(optimizer, 1)
     ampatch.initialize(model, optimizer, verbosity=0)
     assert inspect.signature(optimizer.step) == before and "note" in before.parameters
-
-
-def test_enabled_false_is_plain_torch():
-    plain, model = seeded(), seeded()
-    reference, optimizer = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (plain, model))
-    step = optimizer.step
-    found = ampatch.initialize(model, optimizer, enabled=False, opt_level="O2")
-    assert found == (model, optimizer) and optimizer.step == step
-    for _ in range(3):
-        train(model, optimizer)
-        reference.zero_grad()
-        F.mse_loss(plain(data()[0]), data()[1]).backward()
-        reference.step()
-    loss = torch.ones(())
-    assert ampatch.scale_loss(loss, optimizer).__enter__() is loss
-    assert ampatch.step_counts(optimizer) == (0, 0, 0) and not ampatch.step_was_skipped(optimizer)
-    assert same(list(model.parameters()), list(plain.parameters()))
 
 
 def frames(act):
