@@ -43,21 +43,14 @@ def grads(model) -> list:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-class UnderAutocast(nn.Module):
+def under_autocast() -> nn.Module:
     """The network, called under torch.autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=H):
-            return self.model(x)
+    return Made(torch.autocast("cpu", dtype=H)(lambda self, x: self.model(x)), model=network())
 
 
 def autocast_grads() -> list:
     """torch.autocast's gradients of the same network."""
-    model = UnderAutocast()
+    model = under_autocast()
     loss_of(model).backward()
     return grads(model)
 
@@ -152,7 +145,7 @@ def test_weights_go_when_their_model_lets_go_of_them(model):
 def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
     """Hooks of single modules are situations of `tests/laws`."""
     found = []
-    for made in (UnderAutocast, lambda: managed(network())):
+    for made in (under_autocast, lambda: managed(network())):
         model, seen = made(), []
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         model.zero_grad()
@@ -216,7 +209,7 @@ def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
 
 def test_a_batch_of_gradients(model):
     found = []
-    for reference in (UnderAutocast(), model):
+    for reference in (under_autocast(), model):
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         out, params = reference(X).float().sum(0), list(reference.parameters())
         found.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))
