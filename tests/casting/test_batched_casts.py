@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from small_training import Made, in_threads
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
@@ -64,17 +64,6 @@ def assert_equal(found, expected):
             assert one.dtype is other.dtype is torch.float32 and torch.equal(one, other)
 
 
-class Casts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.batched, self.alone = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.batched += function is torch.ops.aten._foreach_copy_.default
-        self.alone += function is torch.ops.aten._to_copy.default
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("change", ["hook", "frozen", "nothing"])
 def test_without_a_graph_nothing_splits_a_bucket(model, change):
     loss_of(model)
@@ -86,9 +75,10 @@ def test_without_a_graph_nothing_splits_a_bucket(model, change):
     plain = network()
     with torch.autocast("cpu", dtype=H), torch.no_grad():
         expected = plain(X)
-    with torch.no_grad(), Casts() as casts:
+    with torch.no_grad(), Operators() as operators:
         found = model(X)
-    assert (casts.batched, casts.alone) == (1, 1)  # the weights, the input
+    assert operators.seen.count(torch.ops.aten._foreach_copy_.default) == 1  # the weights
+    assert operators.seen.count(torch.ops.aten._to_copy.default) == 1  # the input
     assert torch.equal(found, expected) and not called
 
 

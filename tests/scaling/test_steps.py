@@ -91,24 +91,19 @@ def test_a_profiler_sees_both_ranges():
     assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= seen
 
 
-@pytest.mark.parametrize("everybodys", [False, True])
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_hooks_run(everybodys, when):
+@pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
+def test_hooks_of_all_optimizers_run(register):
+    """Those of one: situations."""
     model, optimizer = start("O1")
     train(model, optimizer)
-    register = {
-        ("pre", True): register_optimizer_step_pre_hook,
-        ("post", True): register_optimizer_step_post_hook,
-        ("pre", False): optimizer.register_step_pre_hook,
-        ("post", False): optimizer.register_step_post_hook,
-    }[when, everybodys]
     seen = []
-    handle = register(lambda *_: seen.append(when))
+    handle = register(lambda *_: seen.append("hook"))
     train(model, optimizer)
-    assert seen == [when]
     handle.remove()
     train(model, optimizer)
-    assert seen == [when]
+    assert seen == ["hook"]
 
 
 def test_methods_that_others_have_wrapped_are_called(monkeypatch):

@@ -184,8 +184,8 @@ def packed(model, optimizer) -> bytes:
 
 def load(kept: bytes, model, optimizer) -> None:
     parts = torch.load(io.BytesIO(kept))
-    optimizer.load_state_dict(parts["optimizer"])
     getattr(model, "module", model).load_state_dict(parts["model"])
+    optimizer.load_state_dict(parts["optimizer"])
     amp.load_state_dict(parts["amp"])
 
 
