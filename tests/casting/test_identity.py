@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import in_threads
 from torch import nn
 from torch.masked import masked_tensor
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -320,9 +320,7 @@ def test_modes_are_known_however_they_come_and_go():
         assert F.linear(X, X).dtype is H
     assert STATE.modes == 0 and not STATE.per_thread
 
-    thread = threading.Thread(target=lambda: Mode().__enter__())
-    thread.start()
-    thread.join()
+    in_threads(lambda: Mode().__enter__())
     assert STATE.modes == 1
     assert F.linear(X, X).dtype is H
     with late:
