@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from small_training import Made, in_threads
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 
@@ -43,21 +43,14 @@ def grads(model) -> list:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-class UnderAutocast(nn.Module):
+def under_autocast() -> nn.Module:
     """The network, called under torch.autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=H):
-            return self.model(x)
+    return Made(torch.autocast("cpu", dtype=H)(lambda self, x: self.model(x)), model=network())
 
 
 def autocast_grads() -> list:
     """torch.autocast's gradients of the same network."""
-    model = UnderAutocast()
+    model = under_autocast()
     loss_of(model).backward()
     return grads(model)
 
@@ -71,17 +64,6 @@ def assert_equal(found, expected):
             assert one.dtype is other.dtype is torch.float32 and torch.equal(one, other)
 
 
-class Casts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.batched, self.alone = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.batched += function is torch.ops.aten._foreach_copy_.default
-        self.alone += function is torch.ops.aten._to_copy.default
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("change", ["hook", "frozen", "nothing"])
 def test_without_a_graph_nothing_splits_a_bucket(model, change):
     loss_of(model)
@@ -93,9 +75,10 @@ def test_without_a_graph_nothing_splits_a_bucket(model, change):
     plain = network()
     with torch.autocast("cpu", dtype=H), torch.no_grad():
         expected = plain(X)
-    with torch.no_grad(), Casts() as casts:
+    with torch.no_grad(), Operators() as operators:
         found = model(X)
-    assert (casts.batched, casts.alone) == (1, 1)  # the weights, the input
+    assert operators.seen.count(torch.ops.aten._foreach_copy_.default) == 1  # the weights
+    assert operators.seen.count(torch.ops.aten._to_copy.default) == 1  # the input
     assert torch.equal(found, expected) and not called
 
 
@@ -149,13 +132,10 @@ def test_weights_go_when_their_model_lets_go_of_them(model):
     assert_equal(grads(model), autocast_grads())
 
 
-# Hooks
-
-
 def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
     """Hooks of single modules are situations of `tests/laws`."""
     found = []
-    for made in (UnderAutocast, lambda: managed(network())):
+    for made in (under_autocast, lambda: managed(network())):
         model, seen = made(), []
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         model.zero_grad()
@@ -191,9 +171,6 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
     assert [grad is not None for grad in there[:4]] == [False] * 4
 
 
-# A weight that a pass does not reach
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     def forward(self, x):
@@ -220,12 +197,9 @@ def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     assert torch.equal(model.a.weight.grad, found[0])
 
 
-# Graphs of other kinds
-
-
 def test_a_batch_of_gradients(model):
     found = []
-    for reference in (UnderAutocast(), model):
+    for reference in (under_autocast(), model):
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         out, params = reference(X).float().sum(0), list(reference.parameters())
         found.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))
@@ -276,9 +250,6 @@ def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(mod
     with torch.autocast("cpu", dtype=H):
         expected = behind_each_layer(network().eval())
     assert behind_each_layer(model) == expected == [[(6,), (6, 4)], [(3,), (3, 6)]]
-
-
-# Weights of other kinds
 
 
 def test_half_and_large_weights_are_cast_in_the_graph():

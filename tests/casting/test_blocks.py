@@ -35,9 +35,6 @@ def frames() -> list:
     return STATE.thread.stack
 
 
-# Decorated generators and coroutines
-
-
 def rows():
     yield now()
 
@@ -73,15 +70,6 @@ def test_what_runs_after_it_has_returned_is_not_decorated(function, block, writt
         "no `yield` or `await` belongs inside the block."
     )
     assert now() is H and not frames()
-
-
-def test_under_half_what_the_tables_list_for_fp32_is_half_too():
-    assert torch.exp(X.to(H)).dtype is FP32
-    with ampatch.precision("half"):
-        assert torch.exp(X.to(H)).dtype is H
-
-
-# Blocks that end in another order than they began, or never
 
 
 def suspended(block):
@@ -149,9 +137,6 @@ def test_ctrl_c_in_a_closure_leaves_no_block_behind(level):
     assert not frames() and not STATE.per_thread
 
 
-# Blocks around the beginning of a session
-
-
 def parts(module, x):
     """What a managed forward computes in: a layer of the model, and a call without weights."""
     return module.layer(x).dtype, torch.mm(x, x).dtype
@@ -213,9 +198,6 @@ def test_without_a_session_torchs_autocast_casts_in_nested_blocks():
     ampatch.deactivate()
     with ampatch.disable_casts(), torch.autocast("cpu", dtype=H), ampatch.disable_casts():
         assert now() is H
-
-
-# Forwards within forwards
 
 
 @pytest.mark.parametrize("level, dtype", [("O0", FP32), ("O1", H)])

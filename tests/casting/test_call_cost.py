@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from operators import Operators
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch import native
@@ -46,18 +46,6 @@ def calls(function: Callable, *args, ours: bool = False) -> list[tuple[str, str]
 
 def python_calls(function: Callable, *args, ours: bool = False) -> list[str]:
     return [name for kind, name in calls(function, *args, ours=ours) if kind == "call"]
-
-
-class Operators(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(function)
-        return function(*args, **kwargs or {})
 
 
 def operators(function: Callable, *args) -> list:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_training import in_threads, same
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting import context_propagation
@@ -62,10 +62,6 @@ def one_by_one(reentrant, parts, x):
     return x
 
 
-def sequential(reentrant, parts, x):
-    return checkpoint_sequential(parts, 2, x, use_reentrant=reentrant)
-
-
 def plainly(parts, x):
     return parts(x)
 
@@ -74,8 +70,6 @@ WAYS = {
     "reentrant": functools.partial(one_by_one, True),
     "not reentrant": functools.partial(one_by_one, False),
     "nested": lambda parts, x: HELD[False](functools.partial(one_by_one, False, parts), x),
-    "sequential": functools.partial(sequential, False),
-    "sequential reentrant": functools.partial(sequential, True),
 }
 
 
@@ -200,9 +194,6 @@ def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant
         loss = checkpoint(run, x, use_reentrant=reentrant).sum()
     loss.backward()
     assert set(seen) == {FP32} and x.grad.dtype is FP32
-
-
-# What is replaced in torch
 
 
 def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):

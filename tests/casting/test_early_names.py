@@ -137,9 +137,6 @@ def test_names_in_the_main_script_of_a_spawned_process(monkeypatch):
     assert run["called"]() is PLAIN["linear"]
 
 
-# Modules that are not what they seem
-
-
 class Touchy(types.ModuleType):
     """Loads something, or fails, whenever it is asked for an attribute."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import in_threads
 from torch import nn
 from torch.masked import masked_tensor
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -171,8 +171,6 @@ def test_jagged_attention_asks_for_the_builtin_below():
     torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
 
 
-# Tables of functions
-
 HANDLED = {}
 
 
@@ -314,9 +312,6 @@ def test_torchs_own_tables():
     assert F.linear in torch.overrides.get_testing_overrides()
 
 
-# Knowing of modes
-
-
 def test_modes_are_known_however_they_come_and_go():
     early, late = Mode(), Mode()
     with early:
@@ -325,20 +320,7 @@ def test_modes_are_known_however_they_come_and_go():
         assert F.linear(X, X).dtype is H
     assert STATE.modes == 0 and not STATE.per_thread
 
-    def suspended():
-        with Mode():
-            yield
-
-    generator = suspended()
-    next(generator)
-    assert STATE.modes == 1
-    generator.close()
-    with pytest.raises(KeyError), Mode():
-        raise KeyError
-    assert STATE.modes == 0 and not STATE.per_thread
-    thread = threading.Thread(target=lambda: Mode().__enter__())
-    thread.start()
-    thread.join()
+    in_threads(lambda: Mode().__enter__())
     assert STATE.modes == 1
     assert F.linear(X, X).dtype is H
     with late:

@@ -35,9 +35,6 @@ def test_what_has_no_half_kernel_is_fp32_under_precision_half_too(half):
             assert getattr(torch.fft, name)(x).dtype in (torch.complex64, torch.float32)
 
 
-# Errors
-
-
 class Calling(nn.Linear):
     """Does something to its output."""
 

@@ -26,9 +26,6 @@ def test_half_input_is_refused_again_without_casting():
         model(torch.randn(3, 5, 7))
 
 
-# Sparse matrices
-
-
 def sparse() -> torch.Tensor:
     torch.manual_seed(0)
     return torch.randn(4, 4) * (torch.rand(4, 4) > 0.5)

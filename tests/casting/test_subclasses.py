@@ -57,9 +57,6 @@ def test_a_dispatch_subclass(opt_level):
     assert type(x.grad) is TwoTensor and x.grad.dtype is FP32
 
 
-# Fake tensors and devices
-
-
 def test_fake_tensors(opt_level):
     """Dtypes and shapes without computing; the real model is untouched by it."""
     model = managed(opt_level)

@@ -89,13 +89,6 @@ def test_registered_rules(library):
     assert library.dtype_of(X) is H
 
 
-def test_a_function_of_torch_decides_about_what_it_calls_itself_too(library):
-    """The tables would have the norm in it, and so its result, in FP32."""
-    ampatch.register_half_function(torch.nn.functional, "normalize")
-    o1()
-    assert torch.nn.functional.normalize(X).dtype is H
-
-
 class Softmax(nn.Linear):
     """The rule of Tensor.softmax, which F.softmax calls, is FP32."""
 

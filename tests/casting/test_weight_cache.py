@@ -287,7 +287,7 @@ def test_weights_written_through_data_that_the_forward_holds():
 
 
 def test_a_forward_interrupted_past_its_hooks_leaves_nothing_stale():
-    """Ctrl-C skips forward hooks, so the next forward finds the cache still open."""
+    """Ctrl-C skips forward hooks, so the next forward of the model finds the cache still open."""
     cache, weight = WeightCache(), nn.Parameter(torch.ones(2))
     cache.open("model")
     cache.cast(weight, H)

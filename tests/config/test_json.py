@@ -103,9 +103,6 @@ def test_run_has_an_option_for_it_and_auto_refuses_it(capsys, file, tmp_path, mo
     assert "never says which module is the model" in capsys.readouterr().err
 
 
-# AMPATCH_SETTINGS: what it names replaces what the script gives to `initialize`
-
-
 def test_named_settings_replace_the_scripts(monkeypatch):
     settings = '{"keep_batchnorm_fp32": false, "master_weights": false, "loss_scale": 8.0}'
     monkeypatch.setenv("AMPATCH_SETTINGS", settings)

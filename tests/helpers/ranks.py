@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # tensors go through a pipe as shared memory
@@ -24,6 +25,11 @@ from warm_python import Process, environment, start
 import ampatch
 
 PATIENCE = 100  # seconds; a rank that waits for another in vain must not stop the tests
+
+
+def slow(*values: Any) -> Any:
+    """A case that the default run leaves out: its danger is in another one, too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Ranks:

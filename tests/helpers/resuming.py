@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
+from ampatch.compat.apex.optimizers import FusedLAMB
 
 LEVELS = ("O0", "O1", "O2", "O3")
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -23,12 +24,16 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-4}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4}),
+    "FusedLAMB": (FusedLAMB, {"lr": 0.05}),  # counts steps in its groups
 }
-KERNELS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+KERNELS = {
+    **{"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}},
+    "own": {},
+}
 # What an optimizer keeps by parameter, and whether host or device decides of a skip.
 KINDS = [
     *[("SGD", "plain"), ("SGD", "fused"), ("Adam", "plain")],
-    *[("AdamW", "foreach"), ("AdamW", "fused")],
+    *[("AdamW", "foreach"), ("AdamW", "fused"), ("FusedLAMB", "own")],
 ]
 SAVED_AFTER, END, OVERFLOW = 5, 10, 2  # steps
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from native_runs import run_native
 from quick_speed import measure_quickly
-from warm_python import environment
 
 import ampatch
 from ampatch import native
@@ -82,17 +81,6 @@ def test_a_program_is_compared_to_the_bit(same_bits_with_native):
         same_bits_with_native(
             "torch.save([0.0 if native.status().in_force else -0.0], sys.argv[1])"
         )
-
-
-def test_processes_of_tests_have_what_the_tests_have(monkeypatch):
-    monkeypatch.setenv("AMPATCH_NATIVE", "0")
-    monkeypatch.setenv("AMPATCH_CACHE", "/cache")
-    monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
-    found = {name for name in environment() if name.startswith("AMPATCH_")}
-    assert found == {"AMPATCH_NATIVE", "AMPATCH_CACHE"}
-
-
-# doctor and report
 
 
 STATES = [

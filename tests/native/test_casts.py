@@ -226,12 +226,14 @@ def test_entries_are_exchanged_all_or_none(same_bits_with_native):
     found = same_bits_with_native(
         """
         from ampatch.models import lent_places
-        tables = [{"a": 1}, {"a": 2}]
         found = {}
-        for name, old in (("other", [1, 3]), ("same", [1, 2])):
-            done = lent_places.exchange(tables, ["a", "a"], [0, 1], [4, 5], old)
-            found[name] = [done, [table["a"] for table in tables]]
+        for name, second in (("other", {"a": 3}), ("gone", {}), ("same", {"a": 2})):
+            tables = [{"a": 1}, second]
+            done = lent_places.exchange(tables, ["a", "a"], [0, 1], [4, 5], [1, 2])
+            found[name] = [done, tables]
         torch.save(found, sys.argv[1])
         """
     )
-    assert found == {"other": [False, [1, 2]], "same": [True, [4, 5]]}
+    assert found["other"] == [False, [{"a": 1}, {"a": 3}]]
+    assert found["gone"] == [False, [{"a": 1}, {}]]
+    assert found["same"] == [True, [{"a": 4}, {"a": 5}]]

@@ -36,9 +36,6 @@ class Asked(nn.Parameter):
         torch.Tensor.grad.__set__(self, grad)
 
 
-# Questions
-
-
 def questions() -> list[tuple[str, list[Tensor]]]:
     plain: list[Tensor] = [nn.Parameter(torch.randn(3)) for _ in range(4)]
     plain[1].grad, plain[3].grad = torch.ones(3), torch.zeros(3)
@@ -91,9 +88,6 @@ def test_what_is_no_tensor_is_refused() -> None:
     for function in ("with_grads", "grads_of", "drop_grads"):
         with pytest.raises(TypeError):
             getattr(native.part, function)(1)
-
-
-# Unscaling
 
 
 def numbers(shape: tuple, *, odd: bool = False) -> Tensor:

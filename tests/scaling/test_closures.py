@@ -67,9 +67,6 @@ def closure_of(model, optimizer, factor=1.0, batch=None, **options):
     return closure
 
 
-# As without ampatch
-
-
 @pytest.mark.parametrize("how", ["position", "keyword"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_closure_runs_once_with_casts_and_gradients_on(level, how):
@@ -142,9 +139,6 @@ def test_a_closure_that_delays_the_unscaling(kind, settings):
     optimizer.step(closure_of(model, optimizer, delay_unscale=True))
     expected = [-0.1 * grad for grad in float_grads(data())]
     assert close(list(map(torch.sub, values(optimizer), before)), expected)
-
-
-# Overflows and exceptions
 
 
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])

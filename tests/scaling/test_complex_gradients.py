@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from small_training import step
 from torch import Tensor, nn
 
 import ampatch
@@ -80,12 +79,3 @@ def test_an_overflow_in_one_part_is_one(number):
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer)
     assert weight.tolist() == [1] * 3 and real.tolist() == [1, 1]
-
-
-def test_the_report_of_skips_names_them(caplog):
-    module = nn.Module()
-    module.modes = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    ampatch.initialize(module, optimizer, max_consecutive_skips=1)
-    step(module.modes.abs().sum() * math.inf, optimizer)
-    assert "First such gradients: modes." in caplog.text

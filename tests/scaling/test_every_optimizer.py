@@ -31,7 +31,7 @@ OPTIONS = {
     "Rprop": {"lr": 0.01},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 }
-ELSEWHERE = {"SparseAdam"}  # takes sparse gradients only: test_gradients.py
+ELSEWHERE = {"SparseAdam"}  # takes sparse gradients only: test_parameters.py
 
 
 def classes():

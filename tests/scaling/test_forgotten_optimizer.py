@@ -72,8 +72,6 @@ def test_given_both_nothing_is_said(pair, caplog):
     assert SAID not in caplog.text
 
 
-# Steps without scale_loss
-
 FORGOT = "came without ampatch.scale_loss"
 
 

@@ -156,9 +156,6 @@ def test_a_long_row_of_skips_is_noticed_without_a_wait(monkeypatch, caplog):
         assert (reads.seen > 0) == ("5 steps of Adam in a row" in caplog.text) == (number == 5)
 
 
-# Fused
-
-
 @pytest.mark.usefixtures("scale_lives_on")
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_fused_sgd_whose_first_step_overflows_has_no_garbage_for_momentum(dampening):

@@ -122,9 +122,6 @@ def test_one_bad_flag_among_several_is_one_backoff_and_no_flag_is_no_step():
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
 
 
-# Static scales
-
-
 @pytest.mark.parametrize("value", ["128.0", 128])
 def test_static_scales_multiply_and_stay(value):
     model = nn.Linear(2, 1, bias=False)
@@ -163,9 +160,6 @@ def test_half_gradients_meet_the_scale_itself(make):
     scaler = make(2.0**16)
     scaler.unscale_(large, scaler.snapshot() * 2.0**10)
     assert large[0].item() == 2.0**-11
-
-
-# State
 
 
 def test_the_state_is_tensors_of_fixed_identity():

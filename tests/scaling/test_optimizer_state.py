@@ -140,22 +140,6 @@ def test_lists_in_the_state_go_along():
         assert history and {direction.dtype for direction in history} == {kept}
 
 
-class Slots:
-    __slots__ = ("param_groups",)
-
-    def step(self):
-        pass
-
-
-def test_an_optimizer_whose_step_cannot_be_replaced_is_refused():
-    model = seeded()
-    optimizer = Slots()
-    optimizer.param_groups = [{"params": list(model.parameters())}]
-    with pytest.raises(TypeError, match="param_groups, step and __dict__.*got .*Slots"):
-        ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize("kind", ["AdamW fused", "a wrapper"])
 @pytest.mark.parametrize("adds", [False, True])
 def test_the_state_is_what_it_was_where_initialize_fails(adds, kind, monkeypatch):

@@ -110,9 +110,6 @@ def test_a_delayed_loss_for_two_optimizers_counts_once():
         ampatch.deactivate()
 
 
-# Overflows
-
-
 def test_delay_overflow_check():
     """The scale reacts with the next check; the step is skipped all the same."""
     model, optimizer = start("O1")
@@ -139,9 +136,6 @@ def test_an_inf_that_horovod_averages_into_gradients_skips_the_step(monkeypatch)
         optimizer.step()
         assert ampatch.step_was_skipped(optimizer) == known
         ampatch.deactivate()
-
-
-# Several losses, several optimizers
 
 
 def test_each_loss_id_has_its_own_scale():

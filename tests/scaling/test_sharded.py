@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import slow
 from torch import nn
 
 import ampatch as amp
@@ -29,11 +30,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 ORDERS = ("sharded first", "initialized first")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def slow(*values):
-    """A case that the default run leaves out: its danger is in another one, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(

@@ -67,9 +67,6 @@ def test_a_second_step_on_infinite_gradients_is_skipped_too(kind):
     assert all(tensor.isfinite().all() for tensor in everything(model, optimizer))
 
 
-# The report
-
-
 class Net(nn.Module):
     """Two branches, of which one can be fed NaN; an embedding with sparse gradients."""
 
@@ -128,9 +125,6 @@ def test_many_offenders_are_counted_and_those_of_no_model_named_by_their_place(c
     assert "param_groups[0]['params'][0], 0.weight, 0.bias, 1.weight, 1.bias and 4 more." in (
         caplog.text
     )
-
-
-# Counts
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

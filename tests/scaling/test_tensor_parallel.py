@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from ranks import Ranks
+from ranks import Ranks, slow
 from torch import Tensor, nn
 
 import ampatch as amp
@@ -30,11 +30,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-
-
-def slow(*values):
-    """A case that the default run leaves out: its danger is in another one, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(params=["ranks", slow("four_ranks")])

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import slow
 from sharded_training import loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,13 +57,8 @@ def zero(params, kind: str, **options):
     return ZeroRedundancyOptimizer(params, optimizer, **settings, **options)
 
 
-def slow(*values):
-    """A case that the default run leaves out: its danger is in another one, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def managed(level: str, dtype, kind: str, order="before", count=1, views=False, **of_steps):
-    """The model as it trains, in DDP where `order` says so, and its optimizer."""
+    """The model in DDP, which wraps it before `initialize` or after, and its optimizer."""
     model = Net()
     settings = {"opt_level": level, "dtype": dtype, "init_scale": 1024.0, "verbosity": 0}
     if level != "O0":
@@ -75,7 +71,7 @@ def managed(level: str, dtype, kind: str, order="before", count=1, views=False, 
         return parallel, optimizer
     optimizer = zero(groups(model, count), kind, parameters_as_bucket_view=views)
     amp.initialize(model, optimizer, **settings)
-    return (model if order == "alone" else DistributedDataParallel(model)), optimizer
+    return DistributedDataParallel(model), optimizer
 
 
 def one_step(model, optimizer, rank: int, step: int, micro=1, clip=None, bad=False, **_) -> None:
@@ -173,28 +169,6 @@ def test_four_ranks(four_ranks, level, dtype, kind, options):
     check(results, level, dtype, kind, options, {step for _, step in poisoned})
 
 
-def averaged_by_hand(rank: int) -> list:
-    """Without DDP: gradients are averaged between block and step; rank 1 alone has had the inf."""
-    model, optimizer = managed("O2", FP16, "SGD", "alone")
-    skipped = []
-    for step in range(3):
-        optimizer.zero_grad()
-        bad = float("inf") if (rank, step) == (1, 1) else 1.0
-        with amp.scale_loss(loss_of(model, 1000 * rank + step) * bad, optimizer) as scaled:
-            scaled.backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-        optimizer.step()
-        skipped.append(amp.step_was_skipped(optimizer))
-    return [skipped, amp.loss_scale(), values(model)]
-
-
-def test_without_ddp_ranks_that_average_by_hand_leave_the_same_step_out(ranks):
-    one, two = ranks(averaged_by_hand)
-    assert one[0] == two[0] == [False, True, False] and one[1] == two[1] == 512.0
-    assert all(map(torch.equal, one[2], two[2]))
-
-
 def saved(optimizer, model, rank: int) -> bytes | None:
     """A checkpoint of rank 0 alone, as scripts write it."""
     optimizer.consolidate_state_dict(to=0)
@@ -208,17 +182,14 @@ def packed(model, optimizer) -> bytes:
     return file.getvalue()
 
 
-def load(kept: bytes, model, optimizer, optimizer_first: bool = False) -> None:
+def load(kept: bytes, model, optimizer) -> None:
     parts = torch.load(io.BytesIO(kept))
-    if optimizer_first:
-        optimizer.load_state_dict(parts["optimizer"])
     getattr(model, "module", model).load_state_dict(parts["model"])
-    if not optimizer_first:
-        optimizer.load_state_dict(parts["optimizer"])
+    optimizer.load_state_dict(parts["optimizer"])
     amp.load_state_dict(parts["amp"])
 
 
-def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_first: bool) -> list:
+def resume(rank: int, level: str, dtype, order: str, views: bool) -> list:
     """Six steps; three, a checkpoint, a new model and optimizer, three more; the checkpoint."""
     found, sent = [], [None]
     for interrupted in (False, True):
@@ -229,7 +200,7 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
                 dist.broadcast_object_list(sent)
                 amp.deactivate()
                 model, optimizer = managed(level, dtype, "Adam", order, 2, views)
-                load(sent[0], model, optimizer, optimizer_first)
+                load(sent[0], model, optimizer)
             one_step(model, optimizer, rank, step, clip=0.1, bad=(rank, step) == (1, 1))
         own = [param for group in optimizer.optim.param_groups for param in group["params"]]
         states = [optimizer.optim.state[param][name] for param in own for name in ADAM]
@@ -239,16 +210,16 @@ def resume(rank: int, level: str, dtype, order: str, views: bool, optimizer_firs
 
 
 @pytest.mark.parametrize(
-    "level, dtype, order, views, optimizer_first",
+    "level, dtype, order, views",
     [
-        slow("O1", FP16, "before", True, False),
-        slow("O2", FP16, "before", False, True),
-        ("O2", BF16, "after", False, False),
-        slow("O3", BF16, "before", False, False),
+        slow("O1", FP16, "before", True),
+        slow("O2", FP16, "before", False),
+        ("O2", BF16, "after", False),
+        slow("O3", BF16, "before", False),
     ],
 )
-def test_a_resumed_run_is_the_same_bit_for_bit(ranks, level, dtype, order, views, optimizer_first):
-    for at_once, resumed, _ in ranks(resume, level, dtype, order, views, optimizer_first):
+def test_a_resumed_run_is_the_same_bit_for_bit(ranks, level, dtype, order, views):
+    for at_once, resumed, _ in ranks(resume, level, dtype, order, views):
         assert len(at_once) == len(resumed)
         assert all(map(torch.equal, at_once, resumed))
 
@@ -278,7 +249,7 @@ def tensors_in(checkpoint: bytes) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("others", [None, slow("four_ranks")])
 def test_a_checkpoint_goes_to_another_number_of_ranks(request, ranks, others):
-    _, _, kept = ranks(resume, "O2", FP16, "before", False, False)[0]
+    _, _, kept = ranks(resume, "O2", FP16, "before", False)[0]
     if others is None:
         again = saved_again(0, kept)
     else:

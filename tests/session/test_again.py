@@ -23,9 +23,6 @@ def depth(function):
     return count
 
 
-# Idempotent or another level
-
-
 @pytest.mark.parametrize("first", LEVELS)
 def test_every_level_after_every_level(first, opt_level):
     """Weights are FP32 but at O3, which rounds them; nothing finer is left when it goes."""
@@ -89,9 +86,6 @@ def test_enabled_false_gives_the_objects_back(opt_level):
         one_step(model, optimizer, number)
 
 
-# Failing
-
-
 class Unhookable(nn.Linear):
     """Is refused late, when another model and its optimizer have been taken over."""
 
@@ -152,9 +146,6 @@ def test_an_overflow_seen_before_a_failing_second_time_still_skips():
     fail_to_initialize(model, optimizer, build(1))
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer)
-
-
-# After Ctrl-C in a forward
 
 
 def again(level):

@@ -43,9 +43,6 @@ def start(level, model=None, **settings):
     return managed(Net() if model is None else model, level, **settings)
 
 
-# copy.copy
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_shallow_copy_shares_weights_and_casts(level):
     """As in plain torch: attributes are the copy's own, what they refer to is shared."""
@@ -80,9 +77,6 @@ def test_a_model_with_its_own_state(level, copied):
     loaded, kept = copied(start(level, PicklesItself())[0]), weights_in(level)
     assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks
     assert loaded(X.to(kept)).dtype is kept or level == "O1"
-
-
-# Other processes
 
 
 READER = """
@@ -122,9 +116,6 @@ def test_saved_models_and_checkpoints_load_where_ampatch_is_not(tmp_path):
     torch.save(plain, tmp_path / "outputs.pt")
     done = python("-W", "error", "-c", READER, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-# Weights that are no plain tensors
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -23,17 +23,6 @@ OPTIMIZERS = {
 }
 
 
-def train(model, optimizer, steps, scaled=True):
-    for step in steps:
-        if scaled:
-            session_pairs.one_step(model, optimizer, step)
-        else:
-            optimizer.zero_grad()
-            inputs, targets = data(step)
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-
 def names(model, optimizer):
     hooks = [
         (name, list(table))
@@ -55,7 +44,8 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
         model, optimizer, opt_level=opt_level, dtype=half, loss_scale="dynamic", verbosity=0
     )
     assert names(model, optimizer) != before
-    train(model, optimizer, range(3))
+    for number in range(3):
+        session_pairs.one_step(model, optimizer, number)
     if skip:
         with ampatch.scale_loss(model(data(0)[0]).float().sum() * torch.nan, optimizer) as scaled:
             scaled.backward()

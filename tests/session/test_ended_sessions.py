@@ -76,15 +76,6 @@ def test_a_session_stays_as_long_as_a_model_or_an_optimizer_is_there():
         ampatch.loss_scale()
 
 
-def test_a_session_that_was_opened_without_models_stays():
-    handle = ampatch.init(verbose=False)
-    optimizer = handle.wrap_optimizer(pair()[1])
-    del optimizer
-    gc.collect()
-    assert len(registry.sessions) == 1
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-
-
 def test_a_process_that_ends_says_nothing():
     done = python("-W", "error", HELPERS / "ending_sessions.py")
     assert (done.returncode, done.stderr) == (0, "")

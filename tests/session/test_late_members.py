@@ -86,6 +86,10 @@ def test_they_join_the_session_of_what_they_are_added_to():
     hooks = len(first._forward_hooks)
     ampatch.add_models(first, to=first)
     assert len(first._forward_hooks) == hooks  # nothing happens twice
+    later = ampatch.add_optimizers(adam(first))
+    assert level_of(later) == "O2"
+    groups = later.param_groups
+    assert ampatch.add_optimizers(later).param_groups is groups
 
 
 def test_what_cannot_join_is_refused_and_nothing_has_changed(monkeypatch):
@@ -120,21 +124,13 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed(monkeypatch):
     train([first], [optimizer])
 
 
-def test_each_optimizer_joins_the_session_of_its_model():
-    first = ampatch.initialize(build(), **O2)
-    ampatch.initialize(build(), opt_level="O0", verbosity=0)
-    optimizer = ampatch.add_optimizers(adam(first))
-    assert level_of(optimizer) == "O2"
-    groups = optimizer.param_groups
-    assert ampatch.add_optimizers(optimizer).param_groups is groups  # nothing happens twice
-
-
 @pytest.mark.parametrize("as_list", [True, False])
 def test_disabled_sessions_take_optimizers_and_pass_a_loss_through_for_any(as_list):
     """Beside one that is enabled its own must be named, as ever."""
     model = ampatch.initialize(build(), opt_level="O2", enabled=False)
     own = ampatch.add_optimizers(adam(model))
     losses = train([model], [own])
+    assert ampatch.step_counts(own) == (0, 0, 0) and not ampatch.step_was_skipped(own)
     assert losses[-1] < losses[0] and model[0].weight.dtype is torch.float32
     foreign = adam(build())
     loss = model(torch.ones(2, 8)).sum()

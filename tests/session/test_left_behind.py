@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -28,9 +29,6 @@ ORIGINALS = {name: getattr(F, name) for name in FUNCTIONS}
 
 def start(**options):
     return managed(nn.Linear(2, 2), **{"level": "O1", "patch_scope": "process", **options}, dtype=H)
-
-
-# Mocks
 
 
 def is_plain():
@@ -84,51 +82,33 @@ def test_a_mock_from_before_the_session():
     assert is_plain()
 
 
-# Registered functions
-
-
 @pytest.fixture
-def late_module(tmp_path, monkeypatch):
-    (tmp_path / "late_library.py").write_text("def dtype_of(x):\n    return x.dtype\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def library(monkeypatch):
+    """A module of the user's."""
+    library = types.ModuleType("late_library")
+    library.dtype_of = lambda x: x.dtype
+    monkeypatch.setitem(sys.modules, "late_library", library)
     with forgotten_afterwards():
-        yield "late_library"
-    sys.modules.pop("late_library", None)
+        yield library
 
 
 @pytest.mark.parametrize("how, when", [("string", "before"), ("module", "during")])
-def test_unregister(late_module, how, when):
-    import late_library
-
-    original = late_library.dtype_of
-    place = ("late_library.dtype_of",) if how == "string" else (late_library, "dtype_of")
-    ampatch.register_half_function("late_library.dtype_of")
+def test_unregister(library, how, when):
+    """Once for all times that it was registered."""
+    original = library.dtype_of
+    place = ("late_library.dtype_of",) if how == "string" else (library, "dtype_of")
     if when == "during":
         start()
-        assert late_library.dtype_of(torch.ones(1)) is H
+    for _ in range(2):
+        ampatch.register_half_function("late_library.dtype_of")
+    assert library.dtype_of(torch.ones(1)) is (H if when == "during" else torch.float32)
     ampatch.unregister_function(*place)
-    assert late_library.dtype_of is original
+    assert library.dtype_of is original
     if when == "before":
         start()
-    assert late_library.dtype_of is original and F.linear is not ORIGINALS["linear"]
+    assert library.dtype_of is original and F.linear is not ORIGINALS["linear"]
     with pytest.raises(ValueError, match="late_library.dtype_of is not registered.*nothing"):
         ampatch.unregister_function(*place)
-
-
-def test_registered_again_follows_the_new_rule(late_module):
-    import late_library
-
-    start()
-    ampatch.register_half_function("late_library.dtype_of")
-    ampatch.register_half_function(late_library, "dtype_of")
-    assert late_library.dtype_of(torch.ones(1)) is H
-    ampatch.register_float_function(late_library, "dtype_of")
-    assert late_library.dtype_of(torch.ones(1, dtype=H)) is torch.float32
-    ampatch.unregister_function("late_library.dtype_of")
-    assert late_library.dtype_of.__closure__ is None
-
-
-# A `deactivate` that fails
 
 
 def failing(name):

@@ -1,4 +1,4 @@
-"""Sessions: several at once, what `initialize` returns, failing, and told by the environment."""
+"""Sessions: what `initialize` returns, failing, and told by the environment."""
 
 from __future__ import annotations
 
@@ -6,28 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from session_pairs import build, hook_count, one_step, pair, values
-from torch_snapshot import changes, snapshot
 
 import ampatch
 from ampatch.session.registry import registry
 
 BF16 = torch.bfloat16
-
-
-def test_sessions_close_in_any_order():
-    before = snapshot()
-    first = pair()
-    options = {"opt_level": "O1", "patch_scope": "process", "verbosity": 0}
-    ampatch.initialize(*first, **options)
-    ampatch.initialize(*pair(1), dtype=BF16, **options)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16, "the latest rules"
-    registry.sessions[-1].close()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
-    assert one_step(*first, 0) > 0
-    registry.sessions[0].close()
-    assert changes(before, snapshot()) == []
-    ampatch.deactivate()
-    ampatch.deactivate()
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x,)])
@@ -81,9 +64,6 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level, event, first, monk
         assert [set(vars(module)) for module in model.modules()] == keys
     else:
         assert ampatch.loss_scale() == 1.0 and one_step(model, optimizer, 0) > 0
-
-
-# The environment
 
 
 @pytest.mark.parametrize("asked", ["O0", "O1", "O2", "O3"])

@@ -24,22 +24,6 @@ def pair():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_what_was_not_given_is_in_no_session():
-    model, optimizer = pair()
-    ampatch.initialize(*pair(), **SETTINGS)
-    assert registry.table.find(optimizer) is None
-    assert registry.table.session_of(optimizer) is registry.table.managed(optimizer) is None
-    assert registry.table.session_of(model) is registry.table.managed(model) is None
-
-
-def test_a_disabled_session_has_it_without_a_managed_counterpart():
-    model, optimizer = pair()
-    ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    assert registry.table.find(optimizer) == (registry.sessions[0], None)
-    ampatch.deactivate()
-    assert registry.table.find(optimizer) is None and len(registry.table) == 0
-
-
 def test_what_a_disabled_session_was_given_comes_back_after_a_failed_initialize(monkeypatch):
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
@@ -52,12 +36,17 @@ def test_what_a_disabled_session_was_given_comes_back_after_a_failed_initialize(
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
     model, optimizer = pair()
+    ampatch.initialize(*pair(), **SETTINGS)
+    assert registry.table.find(optimizer) is registry.table.session_of(model) is None
+    ampatch.deactivate()
     for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
         ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
         session, managed = registry.table.find(optimizer)
         assert session is registry.sessions[-1] and (managed is not None) is enabled
         assert (registry.table.session_of(model) is session) is enabled
         assert len(registry.table) == 1 + enabled and len(registry.sessions) == 1
+    ampatch.deactivate()
+    assert registry.table.find(optimizer) is None and len(registry.table) == 0
 
 
 def test_part_of_a_session_leaves_it():
@@ -127,9 +116,6 @@ def test_an_old_counterpart_that_dies_late_removes_no_new_row():
     assert things.find(thing) == (second, new)
     things.remove(id(thing), second)
     assert things.find(thing) is None and len(things) == 0
-
-
-# What opening many costs
 
 
 @pytest.mark.parametrize("level, together", [("O1", True), ("O1", False), ("O2", False)])

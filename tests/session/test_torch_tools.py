@@ -13,8 +13,7 @@ from torch import nn
 
 import ampatch
 from ampatch.casting.rebind import bound
-from ampatch.session.registry import registry
-from ampatch.session.torch_tools import Needs, Tool, TorchTools, Watch, tools, watches
+from ampatch.session.torch_tools import Needs, Tool, TorchTools
 
 NOTHING = Needs(*[False] * len(Needs._fields))
 MODULES = 500
@@ -72,20 +71,6 @@ def test_a_tool_that_cannot_be_replaced_does_not_keep_the_others_in(library):
         kept.put_in(NOTHING._replace(models=True))
     kept.take_out_unneeded(NOTHING)
     assert library.one is user.one is one
-
-
-def test_a_hook_is_told_each_time_whether_it_is_needed():
-    asked = []
-    kept = TorchTools([], [Watch("steps", lambda needs: needs.tables, asked.append)])
-    kept.put_in(NOTHING._replace(tables=True))
-    kept.put_in(NOTHING)
-    assert asked == [True, False]
-
-
-def test_rows_have_names_of_their_own_and_nothing_is_needed_without_sessions():
-    rows = [*tools(registry), *watches(registry)]
-    assert len({row.name for row in rows}) == len(rows)
-    assert not any(row.is_needed(NOTHING) for row in rows)
 
 
 def calls_for_modules(function, monkeypatch) -> int:

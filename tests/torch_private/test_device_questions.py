@@ -69,10 +69,3 @@ def test_a_machine_without_accelerators_has_none_to_tell_of(monkeypatch):
     assert devices.peak_memory() is None and devices.described() == []
     assert devices.count("npu") == 0  # torch has no such module
     devices.wait_for(torch.device("cpu"))
-
-
-def test_tensors_of_the_host_have_one_place_and_no_fused_kernels():
-    weight = torch.ones(2)
-    assert devices.place_of(weight) == weight.device
-    assert not devices.is_captured(weight)
-    assert not devices.have_fused_optimizers([weight])
