@@ -5,6 +5,7 @@ import errno
 import json
 
 import pytest
+from run_command import write
 
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
 from ampatch.sweep.execution import outcome
@@ -169,8 +170,10 @@ def test_given_rows_that_say_nothing_or_too_much(options, said, script):
 
 def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     make(script).run()
-    (tmp_path / "out/mine.txt").write_text("not the sweep's")
-    (tmp_path / "out/runs/mine.json").write_text("{}")
+    mine = ("mine.txt", "runs/mine.json", "plots/mine.txt")
+    of_a_report = ("report.html", "plots/speed.png", "tensorboard/O0.seed0.repeat0/events.1")
+    for name in (*mine, *of_a_report):
+        write(tmp_path / "out" / name, "")
     with pytest.raises(ValueError, match=r"holds a sweep of train.py .*, 4 of 4 runs.*--overwrite"):
         make(script)
     assert len(list((tmp_path / "out/runs").iterdir())) == 5
@@ -179,7 +182,7 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
 
     left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
     left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", ".lock"}
-    assert left == {"mine.txt", "runs/mine.json"}
+    assert left == set(mine)
     assert read_results("out").done == 0
 
 

@@ -36,11 +36,16 @@ def test_without_tensorboard_a_sweep_does_not_begin(no_tensorboard, tmp_path, mo
     assert not out.exists()
 
 
-def test_without_tensorboard_a_report_is_not_begun(no_tensorboard, tmp_path, capsys):
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_without_its_library_no_report_is_begun(
+    library, no_tensorboard, tmp_path, monkeypatch, capsys
+):
     made_sweep(tmp_path, [made_run(CASES[0])])
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), "--tensorboard"])
-    assert 'pip install "ampatch[tensorboard]"' in capsys.readouterr().err
+        main(["report", str(tmp_path), f"--{library}"])
+    error = capsys.readouterr().err
+    assert f"--{library}: " in error and f'pip install "ampatch[{library}]"' in error
     assert not (tmp_path / "report.html").exists()
 
 
@@ -82,16 +87,6 @@ def sweep_of_two(tmp_path):
     short.trial = Trial(CASES[1], repeat=1, short=True)
     made_sweep(tmp_path, [run, short])
     return tmp_path, run
-
-
-def test_without_its_library_no_report_is_begun(tmp_path, monkeypatch, capsys):
-    made_sweep(tmp_path, [made_run(CASES[0])])
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), "--wandb"])
-    assert "--wandb: " in (error := capsys.readouterr().err)
-    assert 'pip install "ampatch[wandb]"' in error
-    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
