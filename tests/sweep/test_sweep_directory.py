@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 
 import pytest
 from run_command import write
@@ -160,10 +159,11 @@ def test_a_recommendation_is_for_the_kind_of_script(script, machine, monkeypatch
     ("options", "said"),
     [
         ({"rows": []}, "nothing to run. Expected cases, such as Case"),
+        ({"levels": []}, "nothing to run.\nExpected some of"),
         ({"rows": [Case("O0")], "levels": "O0"}, "expected the cases alone, without levels"),
     ],
 )
-def test_given_rows_that_say_nothing_or_too_much(options, said, script):
+def test_rows_that_say_nothing_or_too_much(options, said, script):
     with pytest.raises(ValueError, match=said):
         Sweep(script, out="out", **options)
 
@@ -217,10 +217,3 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
         make(script).run()
     assert len(list(read_runs("out"))) == read_results("out").done == 1
     make(script, resume=True).close()  # the lock was let go
-
-
-def test_results_of_another_format_are_refused(script, machine, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ValueError, match=r"in format 1\. This version reads .*--overwrite"):
-        make(script, resume=True)

@@ -60,19 +60,6 @@ WHOLE = [Trial(case, seed) for seed in (0, 1) for case in (O0, O1)]
 SHORT = [Trial(case, repeat=1, short=True) for case in (O0, O1)]
 
 
-def test_whole_runs_go_side_by_side_and_then_each_short_one_alone():
-    engine = Engine()
-    run_all(engine, WHOLE, SHORT, proven=True)
-    assert engine.submitted == [
-        ("O0 seed 0", False, 0),
-        ("O1-float16 seed 0", False, 1),
-        ("O0 seed 1", False, 2),
-        ("O1-float16 seed 1", False, 3),
-        ("O0 seed 0 repeat 1 (timing)", True, 0),
-        ("O1-float16 seed 0 repeat 1 (timing)", True, 0),
-    ]
-
-
 @pytest.mark.parametrize(("happens", "beside"), [(["end"], 0), (["step", "end"], 1)])
 def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens, beside):
     engine = Engine({"O0 seed 0": happens})
@@ -80,10 +67,11 @@ def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens,
     assert [running for _, _, running in engine.submitted[:2]] == [0, beside]
 
 
-def test_no_more_run_at_a_time_than_there_is_room_for():
+def test_short_runs_are_alone_and_no_more_run_at_a_time_than_there_is_room_for():
     engine = Engine(room=2)
-    run_all(engine, WHOLE, proven=True)
-    assert max(running for _, _, running in engine.submitted) == 1
+    run_all(engine, WHOLE, SHORT, proven=True)
+    assert [running for _, _, running in engine.submitted] == [0, 1, 1, 1, 0, 0]
+    assert [alone for _, alone, _ in engine.submitted] == [False] * 4 + [True] * 2
 
 
 def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():

@@ -66,8 +66,7 @@ def printed(plan):
 
 
 def test_a_constant_seed_is_said_after_the_first_run(tmp_path):
-    plan, (first, note, second) = swept(tmp_path, CONSTANT)
-    assert (first, second) == ("O0 seed 0", "O0 seed 1")
+    plan, (_, note, _) = swept(tmp_path, CONSTANT)
     assert "train.py seeds itself: random.seed(42) at train.py:8. " in note
     for remedy in ("--override-seeds", "-- --seed {seed}", "AMPATCH_SEED"):
         assert remedy in note

@@ -79,21 +79,16 @@ def test_without_anything_to_compare_there_are_no_rounds():
         assert trials(rows, seeds=1, rounds=rounds) == [Trial(case) for case in rows]
 
 
-def test_a_short_run_takes_seconds_and_enough_steps():
+def test_short_runs_take_seconds_and_enough_steps_and_none_is_due_where_a_row_failed():
     first = Trial(BASE)
     assert short_steps([run_of(first, ms=10.0)]) == 300
     assert short_steps([run_of(first, ms=2000.0)]) == LEAST_STEPS
     assert short_steps([run_of(Trial(ROWS[1])), run_of(Trial(BASE, short=True))]) is None
-    assert short_steps([run_of(first, error="RuntimeError: no")]) is None
-
-
-def test_rows_that_failed_are_not_timed():
-    good, bad = run_of(Trial(BASE)), run_of(Trial(ROWS[1]), error="RuntimeError: no")
-    assert is_due(Trial(BASE, repeat=1, short=True), [good, bad])
-    assert not is_due(Trial(ROWS[1], repeat=1, short=True), [good, bad])
-    assert is_due(Trial(ROWS[1], seed=1), [good, bad])
-    without_base = [run_of(Trial(BASE), error="RuntimeError: no"), run_of(Trial(ROWS[1]))]
+    without_base = [run_of(first, error="RuntimeError: no"), run_of(Trial(ROWS[1]))]
+    assert short_steps(without_base) is None
     assert not is_due(Trial(ROWS[1], repeat=1, short=True), without_base)
+    without_row = [run_of(first), run_of(Trial(ROWS[1]), error="RuntimeError: no")]
+    assert is_due(Trial(ROWS[1], seed=1), without_row)
 
 
 # What is told apart
@@ -256,11 +251,9 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
     with pytest.raises(ValueError, match="rounds was 4, now 3"):  # would leave out measured rounds
         make(tmp_path, resume=True, rounds=3)
     make(tmp_path, resume=True).close()  # without a number it has those that it had
-
-
-def test_short_runs_are_no_longer_than_whole_ones(tmp_path, ran):
-    make(tmp_path, steps=50).run()
-    assert {steps for _, steps in ran} == {50}
+    ran.clear()
+    make(tmp_path, steps=50, overwrite=True).run()
+    assert {steps for _, steps in ran} == {50}  # a short run is no longer than a whole one
 
 
 # The machine
@@ -321,12 +314,9 @@ def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
 
 
 def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):
-    class Started(Exception):
-        pass
-
     def start(*command, env, **_):
         environment.update(env)
-        raise Started
+        raise KeyboardInterrupt
 
     for name in runner.KEEP_MEMORY:
         monkeypatch.delenv(name, raising=False)
@@ -334,7 +324,7 @@ def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypa
     environment = {}
     processes = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
     monkeypatch.setattr(runner, "subprocess", processes)
-    with pytest.raises(Started):
+    with pytest.raises(KeyboardInterrupt):
         make(tmp_path).run()
     expected = {**runner.KEEP_MEMORY, "MALLOC_TOP_PAD_": "1"}
     assert {name: environment.get(name) for name in expected} == expected

@@ -5,10 +5,10 @@ import math
 import textwrap
 
 import pytest
-from sweep_runs import Said
+from sweep_runs import Said, planned
 
 from ampatch.cli.main import main
-from ampatch.sweep import Sweep, read_runs
+from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import recommendation
@@ -86,35 +86,14 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     assert recommendation(rows).startswith("None")
 
 
-def swept_by_hand(folder, monkeypatch, measured):
-    """The texts said in a sweep whose runs measure what `measured(trial)` returns."""
-
-    def run(runner, trial, watch, place):
-        return Run(trial, 0, 1.0, measured(trial))
-
-    monkeypatch.setattr(Runner, "run", run)
-    (folder / "train.py").write_text("")
-    sweep = Sweep(folder / "train.py", rows=[O0, BFLOAT16], seeds=2, rounds=1, out=folder / "out")
-    said = Said()
-    sweep.run(said)
-    return said.events, sweep.results.notes
-
-
-def test_the_note_about_starts_is_said_once(tmp_path, monkeypatch):
-    def measured(trial):
-        return run_of(trial.case, 2.0 if trial.case == O0 else 0.5).measured
-
-    said, notes = swept_by_hand(tmp_path, monkeypatch, measured)
-    for texts in (said, notes):
-        assert len([text for text in texts if "do not start alike" in text]) == 1
-
-
-def test_steps_without_a_loss_are_said(tmp_path, monkeypatch):
+def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
     """As where gradients come by torch.autograd.grad: nothing can be judged by the loss."""
     without = Measured(opt_level="O0", skipped=[False] * 30)
-    said, notes = swept_by_hand(tmp_path, monkeypatch, lambda trial: without)
-    [text] = [text for text in said if "no loss was recorded" in text]
-    assert text in notes
+    monkeypatch.setattr(Runner, "run", lambda runner, trial, *_: Run(trial, 0, 1.0, without))
+    sweep, said = planned(tmp_path, "", levels=["O0"], seeds=2), Said()
+    sweep.run(said)
+    [text] = [text for text in said.events if "no loss was recorded" in text]
+    assert text in sweep.results.notes
     for remedy in ("--metric", "ampatch.log_metrics(loss=...)"):
         assert remedy in text
 
@@ -132,12 +111,12 @@ TRAINING = """
 """
 
 
-def swept(folder, monkeypatch, body):
+def swept(folder, monkeypatch, body, *options):
     """Run `ampatch sweep` in `folder`; returns the folder of its results."""
     (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
     monkeypatch.chdir(folder)
     fixed = ["--dtypes", "bfloat16", "--rounds", "1", "--no-autocast", "--out", "results"]
-    assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed]) == 0
+    assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed, *options]) == 0
     return folder / "results"
 
 
@@ -154,7 +133,7 @@ def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
             optimizer.step()
         torch.save(model.state_dict(), "w.pt")
     """
-    results = swept(tmp_path, monkeypatch, body)
+    results = swept(tmp_path, monkeypatch, body, "--seeds", "2")
     shown = capsys.readouterr()
     recommended = shown.out.partition("Recommendation: ")[2]
     assert recommended.startswith("None: the rows do not start alike")
