@@ -110,8 +110,8 @@ def run_plain(folder, *arguments):
     return json.loads(done.stdout)
 
 
-def run_auto(folder, *arguments, **variables):
-    done = ampatch_run(folder, "--auto", *arguments, **variables)
+def run_auto(folder, *arguments):
+    done = ampatch_run(folder, "--auto", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -123,18 +123,15 @@ def results(tmp_path_factory):
     write(folder / "plain.py", PLAIN)
     short = ["plain.py", "--epochs", "1"]
     calls = {
-        "python": (run_plain, ["plain.py"], {}),
-        "float16": (run_auto, ["--opt-level", "O1", "plain.py"], {}),
-        "bfloat16": (run_auto, ["--dtype", "bfloat16", "-m", "plain"], {}),
-        "spawn": (run_auto, [*short, "--workers", "spawn"], {}),
-        "fork": (run_auto, [*short, "--workers", "fork"], {}),
+        "python": (run_plain, "plain.py"),
+        "float16": (run_auto, "--opt-level", "O1", "plain.py"),
+        "bfloat16": (run_auto, "--dtype", "bfloat16", "-m", "plain"),
+        "spawn": (run_auto, *short, "--workers", "spawn"),
+        "fork": (run_auto, *short, "--workers", "fork"),
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
-        futures = {
-            name: pool.submit(call, folder, *arguments, **variables)
-            for name, (call, arguments, variables) in calls.items()
-        }
-        return {name: future.result() for name, future in futures.items()}
+        done = {name: pool.submit(run, folder, *words) for name, (run, *words) in calls.items()}
+        return {name: one.result() for name, one in done.items()}
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])

@@ -121,13 +121,6 @@ def test_what_noise_could_have_done_is_not_recommended(again, o1, said):
     assert said in advice and advice.startswith("Stay with O0")
 
 
-@pytest.mark.parametrize("again", [[7, 10, 10], [13, 10, 10]])
-def test_a_round_that_was_off_hides_no_row_that_is_further_away(again):
-    rows = swept([10] * 3, again, [5, 5, 5])
-    assert rows[1].pace == "faster" and "O1 in bfloat16 is 2.00 times" in recommendation(rows)
-    assert swept([10] * 3, again, [20, 20, 20])[1].pace == "slower"
-
-
 @pytest.mark.parametrize(
     ("again", "o1", "pace"),
     [
@@ -135,16 +128,15 @@ def test_a_round_that_was_off_hides_no_row_that_is_further_away(again):
         ([10, 14, 13], [3, 3, 3], "faster"),
         ([12, 12, 13, 12, 40], [4, 4, 4, 4, 4], "not told apart"),  # O0 was 0.25 of itself
         ([12, 12, 13, 12, 40], [2, 2, 2, 2, 2], "faster"),
+        *(([first, 10, 10], [5, 5, 5], "faster") for first in (7, 13)),  # one round was off
+        *(([first, 10, 10], [20, 20, 20], "slower") for first in (7, 13)),
     ],
 )
 def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(again, o1, pace):
     rows = swept([10] * len(o1), again, o1)
     assert rows[1].pace == pace
-    if pace == "slower":
-        assert recommendation(rows) == (
-            "Stay with O0: no row is 1.05 times as fast. The fastest, O1 bfloat16, is 0.029 times "
-            "as fast as O0 (0.025 to 0.033)."
-        )
+    slower = "Stay with O0: no row is 1.05 times as fast. The fastest, O1 bfloat16, is 0."
+    assert recommendation(rows).startswith(slower) == (pace == "slower")
 
 
 BUSY = [10, 14, 13], [9, 14, 8]

@@ -39,16 +39,6 @@ class Mixing(nn.Module):
         return x + torch.softmax(self.q(x) @ self.k(x).T, -1) @ x
 
 
-class Faint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1e-7
-
-
 class Vanishing(nn.Module):
     """The gradients of its weight are too small for float16 at loss scale 1."""
 
@@ -57,7 +47,9 @@ class Vanishing(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
-        return x + Faint.apply(self.linear(x))
+        faint = self.linear(x)
+        faint.register_hook(lambda gradient: gradient * 1e-7)
+        return x + faint
 
 
 class Holder(nn.Module):
