@@ -17,7 +17,6 @@ from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Start
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
 from ampatch.sweep.execution.runner import Reach
-from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 
 O0, O1 = Case("O0"), Case("O1", "float16")
@@ -83,13 +82,6 @@ def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
         "O0 seed 0 repeat 1 (timing)",
     ]
     assert [type(event) for event in events] == [Ended, Lost, Ended]
-
-
-def test_side_by_side_all_rounds_are_short():
-    planned = trials([O0, O1], seeds=3, rounds=2, apart=True)
-    assert [trial.short for trial in planned] == [False] * 6 + [True] * 6
-    assert sum(trial.again for trial in planned) == 2
-    assert len(set(planned)) == 12
 
 
 # The engine of one machine
