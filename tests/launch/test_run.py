@@ -230,11 +230,6 @@ def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_p
 
 def test_variables_count_without_the_command(monkeypatch):
     monkeypatch.setenv("AMPATCH_LOSS_SCALE", "32")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-    assert ampatch.loss_scale() == 32.0
-    ampatch.deactivate()
     ampatch.init(loss_scale="dynamic")
     assert ampatch.loss_scale() == 32.0
 

@@ -280,12 +280,10 @@ IN_THE_SCRIPT = {
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
     needs(framework)
-    script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
     *imports, _ = Kind(FRAMEWORK, framework).line(()).splitlines()
-    [run] = (
-        planned(tmp_path, "\n".join([*imports, script]), levels=["O0"], autocast=False).run().runs
-    )
-    kind = run.measured.kind
+    script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
+    plan = planned(tmp_path, "\n".join([*imports, script]), levels=["O0"], autocast=False)
+    kind = plan.run().runs[0].measured.kind
     assert (kind.name, kind.framework) == (AMPATCH, framework)
     assert Kind(AMPATCH).line(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
 
