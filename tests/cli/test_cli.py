@@ -33,9 +33,6 @@ def script(tmp_path):
     return write(tmp_path / "train.py", TRAINING)
 
 
-# sweep
-
-
 def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -208,9 +205,6 @@ def test_the_scripts_arguments(line, of_script, tmp_path, here):
     write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
     done = here(*line.split())
     assert f"{of_script.split()}\n" in done.stdout + done.stderr
-
-
-# Without torch
 
 
 @pytest.mark.parametrize(

@@ -141,15 +141,8 @@ def test_a_package_that_raises_on_the_way_to_its_module(tmp_path, here):
 
 
 def test_interrupted(tmp_path):
-    write(
-        tmp_path / "train.py",
-        """
-        import os, signal
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(10**9):
-            pass
-        """,
-    )
+    endless = "os.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    pass\n"
+    write(tmp_path / "train.py", f"import os, signal\n{endless}")
     done = ampatch_run(tmp_path, "train.py")
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"

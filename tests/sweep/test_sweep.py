@@ -19,9 +19,6 @@ from ampatch.sweep.report.provenance import called
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
 
-# A sweep in which all goes well
-
-
 @pytest.fixture(scope="module")
 def good(warm_trials, tmp_path_factory):
     """O0, O1 and O2 of a script that writes down for itself what a sweep should find."""
@@ -75,9 +72,6 @@ def test_the_files_say_what_the_rows_say(good):
     assert list(read_runs(good.directory, "O1-bfloat16")) == [good.runs[1]]
     assert read_results(good.directory) == good.results
     assert "the script says" in log_of(good, "O2-bfloat16")
-
-
-# Runs that end otherwise
 
 
 ENDINGS = """
@@ -143,7 +137,6 @@ def test_each_way_to_end_is_a_row(tmp_path):
             TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
             "no training: calls ampatch.initialize with enabled=False",
         ),
-        ("print('no training')", "no training: never steps an optimizer of torch.optim, nor calls"),
         (  # the forked process ends as Python does
             "import os\nif os.fork():\n    os.wait()\n    os._exit(0)",
             "no record: ended with code 0, as by os._exit; sys.exit leaves one",

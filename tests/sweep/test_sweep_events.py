@@ -76,9 +76,6 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     assert [event.value for event in events.Scalars("step ms")] == pytest.approx([5.0] * 119)
 
 
-# Weights & Biases
-
-
 @pytest.fixture
 def sweep_of_two(tmp_path):
     """A run that diverges and a short one, which is left out."""

@@ -87,9 +87,6 @@ def test_json_keeps_every_value(tmp_path):
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
 
-# The table
-
-
 def test_the_plain_table_is_aligned_and_has_the_metrics():
     figures = {"skipped": [False] * 2, "losses": losses(1.0, 0.5), "loss_scale": 65536.0}
     ok = run_of("O0", metrics={"test_accuracy": Series([2], [0.975])}, **figures)
@@ -135,9 +132,6 @@ def test_a_terminal_of_any_width_gets_the_table_in_parts_and_nothing_is_cut_off(
     assert terminal.getvalue().count("float32") == 1 and "status" not in terminal.getvalue()
 
 
-# Numbers as text
-
-
 @pytest.mark.parametrize(
     ("mean", "sd", "text"),
     [
@@ -160,9 +154,6 @@ def test_scatter_decides_the_decimals(mean, sd, text):
 def test_a_speed_far_from_1_shows_its_digits():
     speeds = (1.256, 0.104, 0.0152, 1.5e-4, 34.56, 591.6)
     assert [ratio(one) for one in speeds] == ["1.26", "0.10", "0.015", "1.5e-04", "34.6", "592"]
-
-
-# Reading a device
 
 
 def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeypatch):

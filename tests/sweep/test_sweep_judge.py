@@ -15,8 +15,6 @@ from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial
 
-# Verdicts
-
 
 def test_without_scipy_accuracy_is_not_tested(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -173,9 +171,6 @@ def test_with_nothing_to_compare_nothing_is_recommended():
         assert not any(row.speed for row in rows)
 
 
-# The plan
-
-
 def test_rows_beside_the_levels():
     found = cases(
         ["O0", "O2", "O0"],
@@ -202,9 +197,6 @@ def test_rows_beside_the_levels():
 def test_file_names_are_plain_and_differ():
     stems = [Trial(Case("O1", settings=(("overrides", text),))).file_stem for text in "/:"]
     assert stems[0] != stems[1] and not any(set(stem) & set("/: '") for stem in stems)
-
-
-# What a script prints and reports
 
 
 def test_metrics_are_found_in_the_output(tmp_path):

@@ -84,9 +84,6 @@ def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
     assert [type(event) for event in events] == [Ended, Lost, Ended]
 
 
-# The engine of one machine
-
-
 class Runner:
     """Stands for a runner: notes who runs beside whom."""
 
@@ -118,9 +115,6 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     assert [running for _, running, _ in whole] == [2, 2, 2, 2]
     assert {place.devices for _, _, place in whole} == {("cuda:0",), ("cuda:1",)}
     assert [(running, place.devices) for _, running, place in short] == [(1, ("cuda:0",))] * 2
-
-
-# Devices and variables
 
 
 @pytest.mark.parametrize(
@@ -178,9 +172,6 @@ def test_an_engine_without_its_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else 1)
     with pytest.raises(ValueError, match=r"needs the package ray.*ampatch\[ray\]"):
         SweepOptions(engine="ray")
-
-
-# What is said of runs beside others
 
 
 def test_only_runs_that_ran_alone_count_for_speed():

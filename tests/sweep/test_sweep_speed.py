@@ -54,9 +54,6 @@ def swept(o0, again, o1, seeds=1, cpu=None):
     return summarize(runs)
 
 
-# The plan
-
-
 @pytest.mark.parametrize(("seeds", "whole", "short"), [(1, 2, 7), (2, 4, 5), (3, 6, 3), (4, 8, 4)])
 def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
     plan = trials(ROWS, seeds)
@@ -89,9 +86,6 @@ def test_short_runs_take_seconds_and_enough_steps_and_none_is_due_where_a_row_fa
     assert not is_due(Trial(ROWS[1], repeat=1, short=True), without_base)
     without_row = [run_of(first), run_of(Trial(ROWS[1]), error="RuntimeError: no")]
     assert is_due(Trial(ROWS[1], seed=1), without_row)
-
-
-# What is told apart
 
 
 def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
@@ -195,9 +189,6 @@ def test_short_runs_count_for_times_alone():
     assert not seeds_matter([*same, *runs[2:]])
 
 
-# A sweep with runs made by hand
-
-
 @pytest.fixture
 def ran(monkeypatch):
     """Stands for the processes; the trials that ran, and after how many steps they end."""
@@ -246,9 +237,6 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
     ran.clear()
     make(tmp_path, steps=50, overwrite=True).run()
     assert {steps for _, steps in ran} == {50}  # a short run is no longer than a whole one
-
-
-# The machine
 
 
 @pytest.mark.parametrize(
