@@ -2,10 +2,9 @@
 
 import json
 import math
-import textwrap
 
 import pytest
-from sweep_runs import Said, planned
+from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
@@ -100,20 +99,10 @@ def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
 
 # Real scripts
 
-TRAINING = """
-    import os
-    import torch
-    import ampatch as amp
-
-    inputs, targets = torch.randn(64, 8), torch.randint(4, (64,))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01))
-"""
-
 
 def swept(folder, monkeypatch, body, *options):
     """Run `ampatch sweep` in `folder`; returns the folder of its results."""
-    (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
+    written(folder, TRAINING, INITIALIZE, body)
     monkeypatch.chdir(folder)
     fixed = ["--dtypes", "bfloat16", "--rounds", "1", "--no-autocast", "--out", "results"]
     assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed, *options]) == 0
@@ -126,11 +115,7 @@ def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
         if os.path.exists("w.pt"):
             model.load_state_dict(torch.load("w.pt"))
         for _ in range(30):
-            loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step()
         torch.save(model.state_dict(), "w.pt")
     """
     results = swept(tmp_path, monkeypatch, body, "--seeds", "2")
@@ -151,6 +136,8 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
         from torch.cuda.amp import autocast as of_cuda
         from torch.cpu.amp import autocast as of_cpu
 
+        inputs = torch.randn(64, 8)
+
         @autocast("cpu", dtype=torch.bfloat16)
         def decorated():
             return inputs @ inputs.T
@@ -170,11 +157,7 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
         scaler = torch.amp.GradScaler("cpu")
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+                step()
     """
     results = swept(tmp_path, monkeypatch, body)
     base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))

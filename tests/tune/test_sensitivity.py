@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import random
+import types
 
 import numpy
 import pytest
@@ -78,10 +79,7 @@ class Net(nn.Module):
         return self.body(self.holder(self.vanishing(x)))
 
 
-class Off:
-    """The script's torch.autocast, which a trial switches off."""
-
-    lifted = contextlib.nullcontext
+OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # of the script's torch.autocast
 
 
 def trained(
@@ -104,7 +102,7 @@ def trained(
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if probe:
         options = ProbeOptions(str(file), steps, opt_level, dtype, scale)
-        stop = ampatch.observe(Probe(options, Off(), writes))
+        stop = ampatch.observe(Probe(options, OFF, writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
     for _ in range(taken or steps + 2):
