@@ -5,6 +5,7 @@ import errno
 
 import pytest
 from run_command import write
+from sweep_made import trained
 
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
 from ampatch.sweep.execution import outcome
@@ -12,7 +13,6 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import NO_AMP, Kind
-from ampatch.sweep.measure.record import Measured, Run, Series
 
 SCRIPT = "print('never run here')\n"
 
@@ -29,12 +29,8 @@ class Machine:
         self.ran.append(trial.label)
         if isinstance(failure, BaseException):
             raise failure
-        measured = Measured(
-            opt_level=trial.case.opt_level,
-            skipped=[False] * 4,
-            losses={"0": Series([0], [1.0 + trial.seed])},
-        )
-        run = Run(trial, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
+        made = trained(trial, [1.0 + trial.seed])
+        run = dataclasses.replace(made, ended_by=failure or "", timeout=runner.timeout)
         write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
         return run
 

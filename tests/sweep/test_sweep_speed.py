@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from sweep_made import trained
 
 from ampatch import native
 from ampatch.diagnose.speed import HalfTypes
@@ -17,7 +18,6 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure import machine
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
@@ -27,17 +27,8 @@ from ampatch.sweep.trial import BASE, Trial
 ROWS = cases(["O0", "O1"], ["bfloat16"])
 
 
-def run_of(trial, ms=10.0, steps=40, **fields):
-    """A run whose steps take `ms` milliseconds, or those of a list."""
-    each = ms if isinstance(ms, list) else [ms] * (steps - 1)
-    measured = Measured(
-        opt_level=trial.case.opt_level,
-        skipped=[False] * (len(each) + 1),
-        step_seconds=[None, *(one / 1000 for one in each)],
-    )
-    for name, value in fields.items():
-        setattr(measured, name, value)
-    return Run(trial, 0, 1.0, measured)
+def run_of(trial, ms=10.0, **more):
+    return trained(trial, ms=ms, **more)
 
 
 def swept(o0, again, o1, seeds=1, cpu=None):
@@ -171,13 +162,13 @@ def test_one_round_recommends_nothing():
 
 def test_short_runs_count_for_times_alone():
     """A short O0 beside a whole one is compared over its own steps, which may be others' longer."""
-    whole = {"losses": {"0": Series([0], [1.0])}, "metrics": {"accuracy": Series([40], [0.9])}}
+    whole = {"losses": [1.0], "accuracy": 0.9}
     later = [10.0] * 39 + [30.0] * 60
     runs = [
         run_of(Trial(BASE), later, **whole),
         run_of(Trial(ROWS[1]), 5.0, **whole, memory_bytes=7, cpu_seconds=[None, *[0.02] * 40]),
-        run_of(Trial(BASE, short=True, again=True), 10.0, losses={"0": Series([0], [9.0])}),
-        run_of(Trial(BASE, repeat=1, short=True), 10.0, losses={"0": Series([0], [9.0])}),
+        run_of(Trial(BASE, short=True, again=True), losses=[9.0]),
+        run_of(Trial(BASE, repeat=1, short=True), losses=[9.0]),
         run_of(Trial(ROWS[1], repeat=1, short=True), 15.0, memory_bytes=9),
     ]
     base, row = summarize(runs)
@@ -185,7 +176,7 @@ def test_short_runs_count_for_times_alone():
     assert (row.step_ms, row.cpu_ms, row.steps, row.memory_bytes) == (10.0, 20.0, 40, 7)
     assert (row.last_loss, row.metrics) == (1.0, {"accuracy": 0.9})
     assert {one.name: one.base_mean for one in row.comparisons} == {"last loss": 1, "accuracy": 0.9}
-    same = [run_of(Trial(BASE, seed), losses={"0": Series([0], [1.0])}) for seed in (0, 1)]
+    same = [run_of(Trial(BASE, seed), losses=[1.0]) for seed in (0, 1)]
     assert not seeds_matter([*same, *runs[2:]])
 
 

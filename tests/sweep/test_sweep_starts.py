@@ -4,12 +4,12 @@ import json
 import math
 
 import pytest
+from sweep_made import trained
 from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.report.summary import summarize
@@ -18,11 +18,8 @@ from ampatch.sweep.trial import Case, Trial
 O0, BFLOAT16, FLOAT16 = Case("O0"), Case("O1", "bfloat16"), Case("O1", "float16")
 
 
-def run_of(case, first, then=(1.0,) * 30, seed=0, loss_id="0", steps=None, **kind):
-    values = [first, *then]
-    losses = {loss_id: Series(steps or list(range(len(values))), values)}
-    measured = Measured(opt_level=case.opt_level, skipped=[False] * 30, losses=losses)
-    return Run(Trial(case, seed, **kind), 0, 1.0, measured)
+def run_of(case, first, then=(1.0,) * 30, seed=0, **kind):
+    return trained(Trial(case, seed, **kind), [first, *then])
 
 
 def starts_apart(case, first, base=2.0, **options):
@@ -71,8 +68,14 @@ def test_an_overflow_is_no_other_start(lost):
 
 def test_losses_behind_a_step_say_nothing_of_the_start():
     """A generator's first loss comes behind the discriminator's step, which float16 may skip."""
-    assert not starts_apart(FLOAT16, 0.7, steps=list(range(1, 32)), loss_id="1")
-    assert not other_starts([run_of(O0, 2.0), run_of(FLOAT16, 0.7, loss_id="1")])
+    base, row = run_of(O0, 2.0), run_of(FLOAT16, 0.7)
+    of_base, of_row = base.measured.losses, row.measured.losses
+    of_row["1"] = of_row.pop("0")
+    assert not other_starts([base, row])
+    of_base["1"] = of_base.pop("0")
+    assert other_starts([base, row])
+    of_base["1"].steps = of_row["1"].steps = list(range(1, 32))
+    assert not other_starts([base, row])
 
 
 def test_nothing_is_recommended_where_a_row_starts_elsewhere():
@@ -87,8 +90,7 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
 
 def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
     """As where gradients come by torch.autograd.grad: nothing can be judged by the loss."""
-    without = Measured(opt_level="O0", skipped=[False] * 30)
-    monkeypatch.setattr(Runner, "run", lambda runner, trial, *_: Run(trial, 0, 1.0, without))
+    monkeypatch.setattr(Runner, "run", lambda runner, trial, *_: trained(trial))
     sweep, said = planned(tmp_path, "", levels=["O0"], seeds=2), Said()
     sweep.run(said)
     [text] = [text for text in said.events if "no loss was recorded" in text]
