@@ -22,9 +22,8 @@ MODEL = """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(4, 32, 8)
 """
-SCRIPT = (
-    MODEL
-    + """
+SCRIPT = f"""
+    {MODEL}
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     step, seen = 0, []
     for layer in (model[0], model[1]):
@@ -41,7 +40,6 @@ SCRIPT = (
         if step == 6:
             print("accuracy: 0.25", *seen[-2:])
 """
-)
 
 
 @pytest.fixture(scope="module")

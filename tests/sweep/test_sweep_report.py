@@ -124,9 +124,8 @@ def test_the_page_needs_nothing_else(page, source):
 
 
 def test_the_page_suits_a_phone_and_a_reader(page):
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all(
-        "meta"
-    )
+    viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+    assert viewport in page.all("meta")
     assert page.all("html") == [{"lang": "en"}]
     around = [attrs for attrs in page.all("div") if attrs.get("class") == "scroll"]
     assert len(around) == len(page.all("table")) == 1

@@ -43,11 +43,9 @@ class Engine:
             steps.pop(0)
             return [Started(trial), Reached(trial, Reach(1, 0.5))]
         self.running.pop(0)
-        return (
-            [Lost(trial, "gone")]
-            if steps == ["lost"]
-            else [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
-        )
+        if steps == ["lost"]:
+            return [Lost(trial, "gone")]
+        return [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
 
 
 def run_all(engine, others, timed=(), proven=False, due=lambda trial: True):

@@ -82,16 +82,7 @@ class Net(nn.Module):
 OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # of the script's torch.autocast
 
 
-def trained(
-    folder,
-    steps=30,
-    taken=None,
-    opt_level="O3",
-    dtype="float16",
-    scale=None,
-    probe=True,
-    writes=True,
-):
+def trained(folder, steps=30, taken=None, probe=True, writes=True, **asked):
     """A training at O0, and what the probe found in it."""
     file = folder / "sensitivity.json"
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
@@ -101,8 +92,8 @@ def trained(
     first.register_forward_hook(lambda *_: calls.append(1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     if probe:
-        options = ProbeOptions(str(file), steps, opt_level, dtype, scale)
-        stop = ampatch.observe(Probe(options, OFF, writes))
+        asked = {"opt_level": "O3", "dtype": "float16", "scale": None, **asked}
+        stop = ampatch.observe(Probe(ProbeOptions(str(file), steps, **asked), OFF, writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
     for _ in range(taken or steps + 2):
