@@ -62,6 +62,7 @@ def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
     script, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    script.write_text(script.read_text().replace("manual_seed(0)", "manual_seed(5)"))
     monkeypatch.setenv("TERM", "xterm")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -72,7 +73,7 @@ def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
     moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
     assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
     told = " ".join(text.split())
-    assert told.count("train.py seeds itself: torch.manual_seed(0)") == 1
+    assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
     assert told.count("The seed does not reach the script") == 1
 
 
