@@ -48,7 +48,7 @@ class Vanishing(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
-        faint = self.linear(x)
+        faint = self.linear(x) * 1.0
         faint.register_hook(lambda gradient: gradient * 1e-7)
         return x + faint
 
