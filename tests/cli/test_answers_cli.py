@@ -31,31 +31,11 @@ TRAINING = """
     amp.deactivate()
     print("done")
 """
-OVERFLOWING = """
-    import torch
-    import ampatch as amp
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(4, 4)
-
-        def forward(self, x):
-            return torch.exp(self.fc(x)).sum()
-
-    amp.deactivate()  # a leftover; it does not end the watch
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
-    with amp.scale_loss(net(torch.full((1, 4), 1e5)), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-"""
-
 ABSORBED = """
     import torch
     import ampatch as amp
 
+    amp.deactivate()  # a leftover; it does not end the watch
     model = torch.nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -142,17 +122,6 @@ def test_the_answer_where_a_script_fails_never_steps_or_has_no_ampatch(tmp_path,
     assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
 
 
-def test_run_under_debug(tmp_path):
-    write(tmp_path / "net.py", OVERFLOWING)
-    done = python("-m", "ampatch", "run", "--debug", "net.py", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert done.stderr.count("First non-finite value") == 1
-    assert "made by aten._to_copy in torch.float16, in Net.fc (Linear)" in last
-    assert "return torch.exp(self.fc(x)).sum()" in last and "net.py:" in last
-    assert "Largest finite input: 100000." in last
-
-
 def test_debug_of_a_healthy_run(tmp_path, here):
     write(tmp_path / "fine.py", PLAIN + "    raise SystemExit(3)\n")
     done = here("run", "--debug", "fine.py")
@@ -176,6 +145,7 @@ def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
     done = here("run", "--debug", "--stop-at", stop_at, "net.py")
     assert (done.returncode, done.stdout.split()) == (1, [str(step) for step in range(steps)])
     *listed, last = done.stderr.splitlines()
+    assert done.stderr.count("First non-finite value") == 1
     assert found in last and "net.py:" in last
     passed = [line.split(":")[0] for line in listed if line.startswith("  step")]
     scales = (f"  step {n}, loss scale {2.0 ** (16 - n):g}" for n in range(steps - 1))

@@ -21,7 +21,7 @@ def initialized(model, level="O1", **settings):
     return ampatch.initialize(model, opt_level=level, dtype=HALF, **settings)
 
 
-def test_a_linear_at_o1():
+def test_a_linear_at_o1_in_numbers_text_and_json():
     """First forward: input, weight and bias are cast; in the second the input alone."""
     model = initialized(nn.Linear(4, 8))
     x = torch.ones(2, 4)
@@ -34,6 +34,13 @@ def test_a_linear_at_o1():
     assert calls.to == {HALF: 6}
     batches = found.batches
     assert (batches.batches, batches.weights, batches.bytes) == (1, 2, 2 * (4 * 8 + 8))
+    text = str(found)
+    line = next(line for line in text.splitlines() if line.startswith("torch.nn.functional.linear"))
+    assert line.split()[1:5] == ["2", "4", "2", str(calls.bytes)]
+    assert "Nothing was found" in text
+    as_json = json.loads(json.dumps(found.as_dict()))
+    assert as_json["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 6}
+    assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
 
 
 class Tied(nn.Module):
@@ -158,19 +165,6 @@ def test_nothing_in_half_is_said():
         model(torch.ones(1, 8))
     assert len(found.advice()) == 1 and "Nothing ran in a half type" in found.advice()[0]
     assert "No patched function was called" in str(found)
-
-
-def test_text_and_json():
-    model = initialized(nn.Linear(8, 8))
-    with ampatch.report(model) as found:
-        model(torch.ones(2, 8))
-    text = str(found)
-    line = next(line for line in text.splitlines() if line.startswith("torch.nn.functional.linear"))
-    assert line.split()[1:5] == ["1", "3", "0", str(2 * (16 + 64 + 8))]
-    assert "Nothing was found" in text
-    as_json = json.loads(json.dumps(found.as_dict()))
-    assert as_json["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 3}
-    assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
 
 
 def test_an_exception_in_a_call_does_not_shift_the_counts():

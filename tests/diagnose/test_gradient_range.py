@@ -59,7 +59,7 @@ def test_the_edges_of_float16():
     }  # fmt: skip
 
 
-def test_the_static_scale():
+def test_the_static_scale_and_a_range_too_wide_for_any():
     found = counted([2.0**-30] * 10 + [1.0] * 990)
     kept = found.static_scale(0.0)
     assert (kept.scale, kept.lost, kept.fits) == (2.0**6, 0.0, True)
@@ -67,9 +67,6 @@ def test_the_static_scale():
     assert (torch.tensor(2.0**-30) * kept.scale / 2).half() == 0
     assert found.static_scale(0.01).scale == 1.0
     assert "keeps all but" in str(kept)
-
-
-def test_a_range_too_wide_for_any_scale():
     found = counted([2.0**-40, 1000.0])
     best = found.static_scale(0.0)
     assert (best.scale, best.lost, best.fits) == (64.0, 0.5, False)
@@ -158,15 +155,8 @@ def test_skipped_steps_are_left_out():
 def test_closures_plain_optimizers_and_sparse_gradients():
     model = Constant([0.5, 0.5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.tensor(1.0))
-        loss.backward()
-        return loss
-
     with ampatch.gradient_range(model) as gradients:
-        optimizer.step(closure)
+        optimizer.step(lambda: model(torch.tensor(1.0)).backward())
     assert gradients.report().total.bins == {-1: 2}
     model = nn.Embedding(100, 4, sparse=True)
     report = counted_steps(model, loss=lambda model: model(torch.tensor([3, 5])).sum())
@@ -213,12 +203,8 @@ def test_other_models_are_not_counted_and_none_counts_all():
     assert everything.report().total.bins == {0: 1, -1: 1}
 
 
-@pytest.fixture
-def report():
-    return counted_steps(Constant([2.0**-e for e in range(40)]))
-
-
-def test_the_text_names_float16s_limits(report):
+def test_the_text_names_float16s_limits_and_json_has_the_same():
+    report = counted_steps(Constant([2.0**-e for e in range(40)]))
     lines = str(report).splitlines()
     zones = [line for line in lines if line.startswith("2^")]
     assert len(zones) <= 30
@@ -227,6 +213,11 @@ def test_the_text_names_float16s_limits(report):
         assert ("zero in float16" in line) == (upper < -24)
         assert ("subnormal in float16" in line) == (-24 <= upper <= -14)
     assert sum(float(line.split("%")[0].split()[-1]) for line in zones) == pytest.approx(100, abs=1)
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["counted"] == 40 and found["bins"]["-39"] == 1
+    assert found["flushed_share"] == 15 / 40
+    assert found["suggestion"]["fits"] and found["suggestion"]["scale"] == 2.0**15
+    assert list(found["parameters"]) == ["weight"]
 
 
 def test_nothing_counted():
@@ -235,23 +226,6 @@ def test_nothing_counted():
     assert "0 gradients" in str(report)
 
 
-def test_json_round_trip(report):
-    found = json.loads(json.dumps(report.as_dict()))
-    assert found["counted"] == 40 and found["bins"]["-39"] == 1
-    assert found["flushed_share"] == 15 / 40
-    assert found["suggestion"]["fits"] and found["suggestion"]["scale"] == 2.0**15
-    assert list(found["parameters"]) == ["weight"]
-
-
-@pytest.mark.parametrize(
-    "share, text",
-    [
-        (0, "0.00 %"),
-        (1e-9, "under 0.01 %"),
-        (0.5, "50.00 %"),
-        (1 - 1e-9, "over 99.99 %"),
-        (1, "100.00 %"),
-    ],
-)
-def test_shares_are_never_rounded_away(share, text):
-    assert percent(share) == text
+def test_shares_are_never_rounded_away():
+    shown = {0: "0.00 %", 1e-9: "under 0.01 %", 0.5: "50.00 %", 1 - 1e-9: "over 99.99 %"}
+    assert [percent(share) for share in (*shown, 1)] == [*shown.values(), "100.00 %"]

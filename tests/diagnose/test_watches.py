@@ -98,13 +98,15 @@ def test_a_watch_of_every_model_outlives_deactivate():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ampatch.debug() as debugger, ampatch.gradient_range() as gradients:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
         with ampatch.report() as casts:
             ampatch.deactivate()
             ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
             with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
-    assert debugger.step == 1 and gradients.steps == 1
+    assert debugger.step == 2 and gradients.steps == 2  # a plain one, and a managed one
     assert casts.functions["torch.nn.functional.linear"].calls == 1
 
 

@@ -47,11 +47,12 @@ def made_run(case, seed=0, steps=120, diverges=False, kind=None, **fields):
 
 
 def trained(trial, losses=(), steps=40, ms=1.0, accuracy=None, **fields):
-    """A run that has these losses, and whose steps take `ms` milliseconds."""
+    """A run that has these losses, and whose steps take `ms` milliseconds, or those of a list."""
+    each = ms if isinstance(ms, list) else [ms] * (steps - 1)
     measured = Measured(
         opt_level=trial.case.opt_level,
-        skipped=[False] * steps,
-        step_seconds=[None, *[ms / 1000] * (steps - 1)],
+        skipped=[False] * (len(each) + 1),
+        step_seconds=[None, *(one / 1000 for one in each)],
         losses={"0": Series(list(range(len(losses))), list(losses))} if losses else {},
         metrics={} if accuracy is None else {"accuracy": Series([steps], [accuracy])},
         **fields,

@@ -82,34 +82,28 @@ def both(tmp_path, here):
             text=True,
         )  # fmt: skip
         ours = here("run", *arguments)
-        runpys = re.compile(r'  File "<frozen runpy>".*\n')  # python -m shows its own frames
-        return (
-            (ours.returncode, ours.stdout, without_note(ours.stderr).replace(f"{tmp_path}/", "")),
-            (
-                theirs.returncode,
-                theirs.stdout,
-                runpys.sub("", theirs.stderr).replace(f"{tmp_path}/", ""),
-            ),
-        )
+        ours.stderr = without_note(ours.stderr)
+        # python -m shows its own frames
+        theirs.stderr = re.sub(r'  File "<frozen runpy>".*\n', "", theirs.stderr)
+        return [
+            (done.returncode, done.stdout, done.stderr.replace(f"{tmp_path}/", ""))
+            for done in (ours, theirs)
+        ]
 
     return compare
 
 
-ENDINGS = {
-    "exit": "sys.exit()",
-    "code": "sys.exit(3)",
-    "message": "sys.exit('no data')",
-    "tuple": "sys.exit((1, 2))",
-    "true": "raise SystemExit(True)",
-    "exception": "raise KeyError('gone')",
-}
+ENDINGS = (
+    *("sys.exit()", "sys.exit(3)", "sys.exit('no data')", "sys.exit((1, 2))"),
+    *("raise SystemExit(True)", "raise KeyError('gone')"),
+)
 
 
 @pytest.mark.parametrize(
     ("text", "how"),
     [
         *((f"import sys\n\ndef f():\n    {ending}\n\nf()\n", "train.py --x 1")
-          for ending in ENDINGS.values()),
+          for ending in ENDINGS),
         ("import sys\n\n1 / 0\n", "-m train --x 1"),
         ("import sys\nsys.exit('no data')\n", "-m train"),
         ("def f(:\n", "train.py"),
@@ -127,19 +121,12 @@ def test_it_ends_as_python_would(text, how, tmp_path, both):
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "out", "err"),
-    [
-        ("import sys\nsys.exit('no data')\n", 1, "", "no data\n"),
-        ("import atexit\natexit.register(lambda: print(__file__[-8:]))\n", 0, "train.py\n", ""),
-    ],
-    ids=["message", "atexit"],
-)  # fmt: skip
-def test_endings_from_a_shell(text, code, out, err, tmp_path):
-    write(tmp_path / "train.py", text)
+def test_an_ending_from_a_shell(tmp_path):
+    bye = "import atexit, sys\natexit.register(lambda: print(__file__[-8:]))\nsys.exit('no data')"
+    write(tmp_path / "train.py", bye)
     done = ampatch_run(tmp_path, "train.py")
-    assert (done.returncode, done.stdout) == (code, out)
-    assert without_note(done.stderr).replace(f"{tmp_path}/", "") == err
+    assert (done.returncode, done.stdout) == (1, "train.py\n")
+    assert without_note(done.stderr) == "no data\n"
 
 
 def test_a_package_that_raises_on_the_way_to_its_module(tmp_path, here):
@@ -154,15 +141,8 @@ def test_a_package_that_raises_on_the_way_to_its_module(tmp_path, here):
 
 
 def test_interrupted(tmp_path):
-    write(
-        tmp_path / "train.py",
-        """
-        import os, signal
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(10**9):
-            pass
-        """,
-    )
+    endless = "os.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    pass\n"
+    write(tmp_path / "train.py", f"import os, signal\n{endless}")
     done = ampatch_run(tmp_path, "train.py")
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
@@ -243,11 +223,6 @@ def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_p
 
 def test_variables_count_without_the_command(monkeypatch):
     monkeypatch.setenv("AMPATCH_LOSS_SCALE", "32")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
-    assert ampatch.loss_scale() == 32.0
-    ampatch.deactivate()
     ampatch.init(loss_scale="dynamic")
     assert ampatch.loss_scale() == 32.0
 
@@ -413,12 +388,10 @@ DDP = """
     seen = set()
     model.register_forward_pre_hook(lambda module, args: seen.add(module.weight.dtype))
     model = DistributedDataParallel(model)
-    for step in range(3):
-        loss = model(torch.full((8, 4), float(rank + 1))).pow(2).mean()
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    loss = model(torch.full((8, 4), float(rank + 1))).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
     weights = [torch.empty(8) for _ in range(2)]
     torch.distributed.all_gather(weights, model.module.weight.float().flatten())
     if rank == 0:

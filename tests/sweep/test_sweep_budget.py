@@ -74,8 +74,7 @@ def whole(runs):
     [
         (FAST, 50, 10, (5, 5)),  # all there is to plan
         (FAST, 50, 2, (2, 2)),
-        (SLOW, 1200, 4, (1, 0)),  # the README's command, where half is slow
-        (SLOW, 2600, 4, (1, 0)),
+        (SLOW, 2600, 4, (1, 0)),  # the README's command, where half is slow
         (SLOW, 2600, 60, (3, 3)),
         (SLOW, 87, 10, (5, 5)),  # a tiny model, whose half is not slow at all
     ],
@@ -165,8 +164,7 @@ def test_a_resumed_sweep_has_the_plan_of_its_directory(most, monkeypatch):
         ({"seeds": 7, "budget": 60}, 7),
         ({"rounds": 3}, 1),
         ({"jobs": 2}, 1),
-        ({"levels": ["O0"]}, 1),  # nothing to compare
-        ({"levels": ["O1"]}, 1),
+        ({"levels": ["O1"]}, 1),  # nothing to compare
     ],
 )
 def test_what_is_planned_by_default(options, expected, monkeypatch):
@@ -174,7 +172,7 @@ def test_what_is_planned_by_default(options, expected, monkeypatch):
     plan = machine.plan(**options)
     assert {trial.seed for trial in plan.trials} == set(range(expected))
     has_budget = not options or "budget" in options
-    assert ("budget" in plan.in_words()) is False  # nothing is known yet
+    assert "budget" not in plan.in_words()  # nothing is known yet
     assert (plan.made_of()["budget"] is not None) is has_budget
     if not has_budget:  # an hour's seeds, if they are asked for
         machine.ms = 10000

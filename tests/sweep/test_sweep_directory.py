@@ -2,9 +2,10 @@
 
 import dataclasses
 import errno
-import json
 
 import pytest
+from run_command import write
+from sweep_made import trained
 
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
 from ampatch.sweep.execution import outcome
@@ -12,7 +13,6 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import NO_AMP, Kind
-from ampatch.sweep.measure.record import Measured, Run, Series
 
 SCRIPT = "print('never run here')\n"
 
@@ -29,12 +29,8 @@ class Machine:
         self.ran.append(trial.label)
         if isinstance(failure, BaseException):
             raise failure
-        measured = Measured(
-            opt_level=trial.case.opt_level,
-            skipped=[False] * 4,
-            losses={"0": Series([0], [1.0 + trial.seed])},
-        )
-        run = Run(trial, 0, 1.0, measured, ended_by=failure or "", timeout=runner.timeout)
+        made = trained(trial, [1.0 + trial.seed])
+        run = dataclasses.replace(made, ended_by=failure or "", timeout=runner.timeout)
         write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
         return run
 
@@ -159,18 +155,21 @@ def test_a_recommendation_is_for_the_kind_of_script(script, machine, monkeypatch
     ("options", "said"),
     [
         ({"rows": []}, "nothing to run. Expected cases, such as Case"),
+        ({"levels": []}, "nothing to run.\nExpected some of"),
         ({"rows": [Case("O0")], "levels": "O0"}, "expected the cases alone, without levels"),
     ],
 )
-def test_given_rows_that_say_nothing_or_too_much(options, said, script):
+def test_rows_that_say_nothing_or_too_much(options, said, script):
     with pytest.raises(ValueError, match=said):
         Sweep(script, out="out", **options)
 
 
 def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     make(script).run()
-    (tmp_path / "out/mine.txt").write_text("not the sweep's")
-    (tmp_path / "out/runs/mine.json").write_text("{}")
+    mine = ("mine.txt", "runs/mine.json", "plots/mine.txt")
+    of_a_report = ("report.html", "plots/speed.png", "tensorboard/O0.seed0.repeat0/events.1")
+    for name in (*mine, *of_a_report):
+        write(tmp_path / "out" / name, "")
     with pytest.raises(ValueError, match=r"holds a sweep of train.py .*, 4 of 4 runs.*--overwrite"):
         make(script)
     assert len(list((tmp_path / "out/runs").iterdir())) == 5
@@ -179,17 +178,14 @@ def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
 
     left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
     left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", ".lock"}
-    assert left == {"mine.txt", "runs/mine.json"}
+    assert left == set(mine)
     assert read_results("out").done == 0
 
 
 def test_without_a_directory_each_sweep_gets_its_own(script, machine):
     plans = [make(script, out=None).run() for _ in range(3)]
-    assert [str(plan.directory) for plan in plans] == [
-        "ampatch-sweep/train",
-        "ampatch-sweep/train-2",
-        "ampatch-sweep/train-3",
-    ]
+    assert [plan.directory.name for plan in plans] == ["train", "train-2", "train-3"]
+    assert {str(plan.directory.parent) for plan in plans} == {"ampatch-sweep"}
     assert make(script, out=None, resume=True).directory == plans[2].directory
 
 
@@ -214,10 +210,3 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
         make(script).run()
     assert len(list(read_runs("out"))) == read_results("out").done == 1
     make(script, resume=True).close()  # the lock was let go
-
-
-def test_results_of_another_format_are_refused(script, machine, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/summary.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ValueError, match=r"in format 1\. This version reads .*--overwrite"):
-        make(script, resume=True)

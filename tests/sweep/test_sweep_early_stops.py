@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sweep_runs import log_of, planned
+from sweep_runs import TRAINING, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory
@@ -20,19 +20,13 @@ PLAIN = """
         optimizer.step()
         print("after", step)
 """
-RESUMING = """
-    import json, os, sys
+RESUMING = f"""
+    {TRAINING}
     from pathlib import Path
-    import torch
-    import ampatch as amp
-
     saved = Path(eval(sys.argv[1])) / "checkpoint.json"
-    model = torch.nn.Linear(4, 2)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    model, optimizer = amp.initialize(model, optimizer)
     for _ in range(json.loads(saved.read_text()) if saved.exists() else 0, 9):
-        with amp.scale_loss(model(torch.ones(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step()
     saved.write_text("9")
 """
 OF_TWO = {"levels": ["O0", "O1"], "autocast": False}

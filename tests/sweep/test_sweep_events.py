@@ -12,36 +12,25 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep import Sweep
 from ampatch.sweep.measure.record import Run, Series
 from ampatch.sweep.report import trackers
 from ampatch.sweep.trial import Trial
 
 
-@pytest.fixture
-def no_tensorboard(monkeypatch):
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_without_its_library_no_sweep_and_no_report_is_begun(
+    library, tmp_path, monkeypatch, capsys
+):
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-
-
-def test_without_tensorboard_a_sweep_does_not_begin(no_tensorboard, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Sweep, "run", lambda *rest: pytest.fail("began"))
-    script, out = tmp_path / "train.py", tmp_path / "out"
-    script.write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        main(["sweep", str(script), "--out", str(out), "--tensorboard"])
-    error = capsys.readouterr().err
-    assert "--tensorboard: " in error and 'pip install "ampatch[tensorboard]"' in error
-    assert not out.exists()
-
-
-def test_without_tensorboard_a_report_is_not_begun(no_tensorboard, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, library, None)
     made_sweep(tmp_path, [made_run(CASES[0])])
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), "--tensorboard"])
-    assert 'pip install "ampatch[tensorboard]"' in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
+    for command in (["sweep", __file__, "--out", str(tmp_path / "out")], ["report", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, f"--{library}"])
+        error = capsys.readouterr().err
+        assert f"--{library}: " in error and f'pip install "ampatch[{library}]"' in error
+    assert not (tmp_path / "out").exists() and not (tmp_path / "report.html").exists()
 
 
 def test_events_read_back_are_the_runs_series(tmp_path):
@@ -71,9 +60,6 @@ def test_events_read_back_are_the_runs_series(tmp_path):
     assert [event.value for event in events.Scalars("step ms")] == pytest.approx([5.0] * 119)
 
 
-# Weights & Biases
-
-
 @pytest.fixture
 def sweep_of_two(tmp_path):
     """A run that diverges and a short one, which is left out."""
@@ -82,16 +68,6 @@ def sweep_of_two(tmp_path):
     short.trial = Trial(CASES[1], repeat=1, short=True)
     made_sweep(tmp_path, [run, short])
     return tmp_path, run
-
-
-def test_without_its_library_no_report_is_begun(tmp_path, monkeypatch, capsys):
-    made_sweep(tmp_path, [made_run(CASES[0])])
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path), "--wandb"])
-    assert "--wandb: " in (error := capsys.readouterr().err)
-    assert 'pip install "ampatch[wandb]"' in error
-    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(

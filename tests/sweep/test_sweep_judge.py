@@ -12,12 +12,8 @@ from ampatch.sweep.plan import cases
 from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.results import Results
 from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import as_csv, as_markdown
 from ampatch.sweep.trial import Case, Trial
-
-# Verdicts
 
 
 def test_without_scipy_accuracy_is_not_tested(monkeypatch):
@@ -162,22 +158,6 @@ def test_losses_of_both_infinities_end_no_sweep():
     assert summarize([run_of("O0", 0), run])[1].status == "diverged at step 39: loss inf"
 
 
-def test_the_fastest_that_is_as_good_is_recommended():
-    base = [run_of("O0", seed, 0.9 + seed / 100, ms=1.0, loss=seed) for seed in range(3)]
-    base += [again(seed, ms=1.02) for seed in range(3)]
-    good = [run_of("O1", seed, 0.9 + seed / 100, ms=0.5) for seed in range(3)]
-    bad = [run_of("O2", seed, 0.5 + seed / 100, ms=0.1) for seed in range(3)]
-    advice = recommendation(summarize([*base, *good, *bad]))
-    assert advice.startswith(
-        "Use O1 in bfloat16: 2.00 times as fast as O0 (2.00 to 2.00); accuracy"
-    )
-    assert "memory" not in advice  # it takes as much
-    for run in good:
-        run.measured.memory_bytes = 2**19
-    advice = recommendation(summarize([*base, *good, *bad]))
-    assert advice.endswith("It takes 50 % less memory than O0.")
-
-
 def test_with_nothing_to_compare_nothing_is_recommended():
     base, row = run_of("O0", 0, 0.9), run_of("O1", 0, error="RuntimeError: no")
     for runs, lacking in (
@@ -186,10 +166,9 @@ def test_with_nothing_to_compare_nothing_is_recommended():
         ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),
     ):
-        assert recommendation(summarize(runs)) == f"Nothing to compare yet: {lacking}."
-
-
-# The plan
+        rows = summarize(runs)
+        assert recommendation(rows) == f"Nothing to compare yet: {lacking}."
+        assert not any(row.speed for row in rows)
 
 
 def test_rows_beside_the_levels():
@@ -220,9 +199,6 @@ def test_file_names_are_plain_and_differ():
     assert stems[0] != stems[1] and not any(set(stem) & set("/: '") for stem in stems)
 
 
-# What a script prints and reports
-
-
 def test_metrics_are_found_in_the_output(tmp_path):
     log = tmp_path / "log"
     log.write_bytes("accuracy 0.1 \u00e4\nbetween\naccuracy 0.5\naccuracy 1e-1\n".encode())
@@ -231,22 +207,3 @@ def test_metrics_are_found_in_the_output(tmp_path):
     assert read_metrics(log, patterns) == {"acc": expected, "mantissa": expected}
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"})
-
-
-# Files
-
-
-def test_csv_and_markdown_have_every_row_and_verdict():
-    rows = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.821])
-    results = Results(
-        "a|b.py", ["<x>"], "now", 6, {}, {"torch": "2"}, {"threads": "2 on 2 cores"},
-        rows, 6, "Use O1.", ["Note."],
-    )  # fmt: skip
-    head, *lines = as_csv(results).splitlines()
-    assert [line.split(",")[0] for line in lines] == ["O0", "O1-bfloat16"]
-    assert "metric:accuracy" in head and "worse than O0: " in lines[1]
-    text = as_markdown(results)
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(table) == 4 and len({line.count("|") for line in table}) == 1
-    assert rows[1].verdict in text and "Use O1." in text and "accuracy - O0" in text
-    assert Results.from_json(results.to_json()) == results

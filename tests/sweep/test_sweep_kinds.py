@@ -217,13 +217,9 @@ LOOPS = {
         import os, torch
         from transformers import Trainer, TrainingArguments
 
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(8, 1)
-
+        class Model(torch.nn.Linear):
             def forward(self, x, labels):
-                return {"loss": (self.layer(x) - labels).pow(2).mean()}
+                return {"loss": (super().forward(x) - labels).pow(2).mean()}
 
         torch.manual_seed(0)
         rows = [{"x": torch.randn(8), "labels": torch.zeros(1)} for _ in range(96)]
@@ -231,7 +227,7 @@ LOOPS = {
             os.environ["AMPATCH_TRIAL_DIR"], num_train_epochs=1, per_device_train_batch_size=16,
             bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
         )
-        Trainer(Model(), arguments, train_dataset=rows).train()
+        Trainer(Model(8, 1), arguments, train_dataset=rows).train()
     """,
 }
 
@@ -269,29 +265,21 @@ IN_THE_SCRIPT = {
         'accelerate.Accelerator(\n            cpu=True, mixed_precision="bf16",',
         "AmpatchAccelerator(\n            cpu=True,",
     ),
-    "fabric": ('precision="bf16-mixed"', "plugins=[AmpatchFabricPrecision()]"),
     "lightning": ('precision="bf16-true"', "plugins=[AmpatchPrecision()]"),
-    "transformers": ("        Trainer(Model(),", "        MyTrainer(Model(),"),
 }
 """What of `LOOPS` is replaced where a script has the integration already."""
 
 
 @pytest.mark.parametrize(
-    "framework",
-    [
-        "accelerate",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in LOOPS if one != "accelerate"),
-    ],
+    "framework", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)]
 )
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
     needs(framework)
-    script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
     *imports, _ = Kind(FRAMEWORK, framework).line(()).splitlines()
-    imports.insert(0, "from transformers import Trainer" * (framework == "transformers"))
-    script = "\n".join([*imports, script.replace("bf16=True, ", "")])
-    [run] = planned(tmp_path, script, levels=["O0"], autocast=False).run().runs
-    kind = run.measured.kind
+    script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
+    plan = planned(tmp_path, "\n".join([*imports, script]), levels=["O0"], autocast=False)
+    kind = plan.run().runs[0].measured.kind
     assert (kind.name, kind.framework) == (AMPATCH, framework)
     assert Kind(AMPATCH).line(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
 

@@ -19,7 +19,7 @@ from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, write_report
-from ampatch.sweep.measure.machine import command_line, repository
+from ampatch.sweep.measure.machine import repository
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.pictures import (
     COLOURS,
@@ -78,8 +78,13 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(made):
-    return Page((made[0] / "report.html").read_text(encoding="utf-8"))
+def source(made):
+    return (made[0] / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(source):
+    return Page(source)
 
 
 # The page
@@ -90,23 +95,14 @@ def test_the_page_holds_everything(made, page):
     assert page.text.count("train & <test>.py at several opt levels") == 2  # title and headline
     assert "'a <b> c'" in page.text
     assert results.recommendation in page.text and "Few seeds." in page.text
-    for row in results.rows:
-        assert row.verdict in page.text
-    for fact in (
-        "ampatch 1.2.3",
-        "torch 2.9",
-        "cpu Some CPU, 2 cores",
-        "seeds 2",
-        "device cpu",
-        "-dirty",
-    ):
-        assert fact in page.text
+    facts = ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "device cpu")
+    for text in (*facts, *(row.verdict for row in results.rows)):
+        assert text in page.text
     assert page.text.count("O2-loss_scale=<b>$1$</b>") == 2  # a setting is text, never markup
     assert not page.all("b")
 
 
-def test_the_order_of_the_page_and_settings_are_folded(made, page):
-    source = (made[0] / "report.html").read_text(encoding="utf-8")
+def test_the_order_of_the_page_and_settings_are_folded(made, page, source):
     verdict = html.escape(made[1].rows[0].verdict)
     table = 'aria-label="Figures per row"'
     order = ["Recommendation.", "Few seeds.", table, verdict, "Pictures</h2>", "<details>"]
@@ -116,9 +112,8 @@ def test_the_order_of_the_page_and_settings_are_folded(made, page):
     assert not any("open" in attrs for attrs in page.all("details"))
 
 
-def test_the_page_needs_nothing_else(made, page):
+def test_the_page_needs_nothing_else(page, source):
     """No script, no other file, and a browser is told to load none."""
-    source = (made[0] / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"(src|href|action|data|srcset)\s*=\s*[\"']?\s*(https?:)?//", source)
     assert "url(" not in source and "@import" not in source
     assert not page.all("script") and not page.all("iframe")
@@ -129,9 +124,8 @@ def test_the_page_needs_nothing_else(made, page):
 
 
 def test_the_page_suits_a_phone_and_a_reader(page):
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all(
-        "meta"
-    )
+    viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+    assert viewport in page.all("meta")
     assert page.all("html") == [{"lang": "en"}]
     around = [attrs for attrs in page.all("div") if attrs.get("class") == "scroll"]
     assert len(around) == len(page.all("table")) == 1
@@ -341,23 +335,16 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{40}-dirty", repository(script))
 
 
-def test_the_command_can_be_typed_again():
-    assert command_line(["/v/bin/python", "/v/bin/ampatch", "sweep", "a b.py"]) == (
-        "ampatch sweep 'a b.py'"
-    )
-    assert command_line(["/v/bin/python3", "-m", "ampatch", "sweep"]) == "python3 -m ampatch sweep"
-
-
-def test_a_sweep_keeps_where_it_began_and_how_it_went_on(tmp_path, monkeypatch):
+def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out"}
-    monkeypatch.setattr(sys, "orig_argv", ["python", "ampatch", "sweep", "first"])
+    monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python", "/v/bin/ampatch", "sweep", "a b.py"])
     Sweep(**options).close()
-    monkeypatch.setattr(sys, "orig_argv", ["python", "ampatch", "sweep", "second"])
+    monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python3", "-m", "ampatch", "sweep"])
     Sweep(**options, resume=True).close()
     kept = read_results(tmp_path / "out").provenance
-    assert kept["command"] == "ampatch sweep first"
-    assert kept["command, resumed"] == "ampatch sweep second"
+    assert kept["command"] == "ampatch sweep 'a b.py'"
+    assert kept["command, resumed"] == "python3 -m ampatch sweep"
 
 
 # The command, and what can be read back
@@ -379,19 +366,6 @@ def test_report_makes_again_what_was_lost(made, capsys):
     assert f"Recommendation: {results.recommendation}" in capsys.readouterr().out
 
 
-def test_another_sweep_takes_pictures_and_page_away(tmp_path):
-    made_sweep(tmp_path, [made_run(CASES[0])])
-    write_report(tmp_path)
-    events = tmp_path / "tensorboard" / "O0.seed0.repeat0" / "events.out.tfevents.1"
-    foreign = tmp_path / "plots" / "mine.txt"
-    events.parent.mkdir(parents=True)
-    for path in (events, foreign):
-        path.write_text("")
-    Sweep(__file__, out=tmp_path, overwrite=True).close()
-    assert not (tmp_path / "report.html").exists() and not events.exists()
-    assert list((tmp_path / "plots").iterdir()) == [foreign]
-
-
 def test_report_wants_a_sweep(tmp_path, capsys):
     for wrong, message in [
         (None, "there are no results of a sweep in this directory"),
@@ -406,7 +380,7 @@ def test_report_wants_a_sweep(tmp_path, capsys):
         assert not (tmp_path / "report.html").exists()
 
 
-def test_json_and_csv_say_the_same(made):
+def test_json_csv_and_markdown_say_the_same(made):
     directory, results = made
     assert read_results(directory) == results
     with (directory / "summary.csv").open(newline="", encoding="utf-8") as file:
@@ -422,6 +396,11 @@ def test_json_and_csv_say_the_same(made):
         assert (float(line["speed_low"]), float(line["speed_high"])) == (
             row["speeds"]["low"], row["speeds"]["high"],
         )  # fmt: skip
+    text = as_markdown(results).replace("&lt;", "<")
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(CASES) and len({line.count("|") for line in table}) == 1
+    assert all(row.verdict in text for row in results.rows)
+    assert "accuracy - O0" in text and results.recommendation in text
 
 
 # The table as LaTeX
@@ -457,6 +436,9 @@ def test_the_table_is_whole(tmp_path):
     assert {line.count("&") for line in lines} == {len(sides) - 1}
     assert r"0.9050 $\pm$ 0.0071" in text and r"2.00x$^{\dagger}$" in text
     assert "% \N{DAGGER} speed not told apart" in text
+    head = text.partition(r"\midrule")[0]  # the main columns alone
+    assert "last loss" in head and "accuracy" in head
+    assert "first" not in head and "scale" not in head and "status" not in head
 
 
 def test_differences_have_their_mark_in_every_file(tmp_path):
@@ -469,12 +451,6 @@ def test_differences_have_their_mark_in_every_file(tmp_path):
     assert r"$^{\ddagger}$" in as_latex(results) and "differs from O0" in as_latex(results)
     assert "\N{DOUBLE DAGGER} differs from O0" in as_csv(results)
     assert "\N{DOUBLE DAGGER}" in as_markdown(results)
-
-
-def test_the_table_has_the_main_columns_only(tmp_path):
-    head = as_latex(results_of(tmp_path)).partition(r"\midrule")[0]
-    assert "last loss" in head and "accuracy" in head
-    assert "first" not in head and "scale" not in head and "status" not in head
 
 
 @pytest.mark.slow

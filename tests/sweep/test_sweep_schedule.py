@@ -17,7 +17,6 @@ from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Start
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
 from ampatch.sweep.execution.runner import Reach
-from ampatch.sweep.plan import trials
 from ampatch.sweep.report.summary import summarize
 
 O0, O1 = Case("O0"), Case("O1", "float16")
@@ -44,11 +43,9 @@ class Engine:
             steps.pop(0)
             return [Started(trial), Reached(trial, Reach(1, 0.5))]
         self.running.pop(0)
-        return (
-            [Lost(trial, "gone")]
-            if steps == ["lost"]
-            else [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
-        )
+        if steps == ["lost"]:
+            return [Lost(trial, "gone")]
+        return [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
 
 
 def run_all(engine, others, timed=(), proven=False, due=lambda trial: True):
@@ -60,19 +57,6 @@ WHOLE = [Trial(case, seed) for seed in (0, 1) for case in (O0, O1)]
 SHORT = [Trial(case, repeat=1, short=True) for case in (O0, O1)]
 
 
-def test_whole_runs_go_side_by_side_and_then_each_short_one_alone():
-    engine = Engine()
-    run_all(engine, WHOLE, SHORT, proven=True)
-    assert engine.submitted == [
-        ("O0 seed 0", False, 0),
-        ("O1-float16 seed 0", False, 1),
-        ("O0 seed 1", False, 2),
-        ("O1-float16 seed 1", False, 3),
-        ("O0 seed 0 repeat 1 (timing)", True, 0),
-        ("O1-float16 seed 0 repeat 1 (timing)", True, 0),
-    ]
-
-
 @pytest.mark.parametrize(("happens", "beside"), [(["end"], 0), (["step", "end"], 1)])
 def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens, beside):
     engine = Engine({"O0 seed 0": happens})
@@ -80,10 +64,11 @@ def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens,
     assert [running for _, _, running in engine.submitted[:2]] == [0, beside]
 
 
-def test_no_more_run_at_a_time_than_there_is_room_for():
+def test_short_runs_are_alone_and_no_more_run_at_a_time_than_there_is_room_for():
     engine = Engine(room=2)
-    run_all(engine, WHOLE, proven=True)
-    assert max(running for _, _, running in engine.submitted) == 1
+    run_all(engine, WHOLE, SHORT, proven=True)
+    assert [running for _, _, running in engine.submitted] == [0, 1, 1, 1, 0, 0]
+    assert [alone for _, alone, _ in engine.submitted] == [False] * 4 + [True] * 2
 
 
 def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
@@ -95,16 +80,6 @@ def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
         "O0 seed 0 repeat 1 (timing)",
     ]
     assert [type(event) for event in events] == [Ended, Lost, Ended]
-
-
-def test_side_by_side_all_rounds_are_short():
-    planned = trials([O0, O1], seeds=3, rounds=2, apart=True)
-    assert [trial.short for trial in planned] == [False] * 6 + [True] * 6
-    assert sum(trial.again for trial in planned) == 2
-    assert len(set(planned)) == 12
-
-
-# The engine of one machine
 
 
 class Runner:
@@ -140,9 +115,6 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     assert [(running, place.devices) for _, running, place in short] == [(1, ("cuda:0",))] * 2
 
 
-# Devices and variables
-
-
 @pytest.mark.parametrize(
     ("devices", "visible", "expected"),
     [
@@ -156,11 +128,8 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
 def test_a_trial_sees_its_devices_only(devices, visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert Place(devices=devices).apply(environment) == expected
-
-
-def test_a_variable_can_be_removed():
-    place = Place(variables=(("A", None), ("B", "2")))
-    assert place.apply({"A": "1", "C": "3"}) == {"B": "2", "C": "3"}
+    place = Place(devices=devices, variables=(("A", None), ("B", "2")))
+    assert place.apply({**environment, "A": "1", "C": "3"}) == {**expected, "B": "2", "C": "3"}
 
 
 def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
@@ -183,9 +152,7 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
         ({"devices": "cuda:0,cuda:1", "nproc_per_node": 3}, "Expected a multiple of 3"),
         ({"devices": "cuda:0", "jobs": 2}, "--jobs and --devices: give one of them"),
         ({"address": "auto"}, "--address: has no meaning with --engine local, only with ray"),
-        ({"gpus_per_trial": 1}, "only with ray"),
         ({"jobs": 0}, "--jobs 0: expected at least 1"),
-        ({"nproc_per_node": 0}, "--nproc-per-node 0: expected at least 1"),
     ],
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch):
@@ -203,9 +170,6 @@ def test_an_engine_without_its_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else 1)
     with pytest.raises(ValueError, match=r"needs the package ray.*ampatch\[ray\]"):
         SweepOptions(engine="ray")
-
-
-# What is said of runs beside others
 
 
 def test_only_runs_that_ran_alone_count_for_speed():

@@ -2,15 +2,14 @@
 
 import json
 import math
-import textwrap
 
 import pytest
-from sweep_runs import Said
+from sweep_made import trained
+from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 
 from ampatch.cli.main import main
-from ampatch.sweep import Sweep, read_runs
+from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.report.summary import summarize
@@ -19,11 +18,8 @@ from ampatch.sweep.trial import Case, Trial
 O0, BFLOAT16, FLOAT16 = Case("O0"), Case("O1", "bfloat16"), Case("O1", "float16")
 
 
-def run_of(case, first, then=(1.0,) * 30, seed=0, loss_id="0", steps=None, **kind):
-    values = [first, *then]
-    losses = {loss_id: Series(steps or list(range(len(values))), values)}
-    measured = Measured(opt_level=case.opt_level, skipped=[False] * 30, losses=losses)
-    return Run(Trial(case, seed, **kind), 0, 1.0, measured)
+def run_of(case, first, then=(1.0,) * 30, seed=0, **kind):
+    return trained(Trial(case, seed, **kind), [first, *then])
 
 
 def starts_apart(case, first, base=2.0, **options):
@@ -72,8 +68,14 @@ def test_an_overflow_is_no_other_start(lost):
 
 def test_losses_behind_a_step_say_nothing_of_the_start():
     """A generator's first loss comes behind the discriminator's step, which float16 may skip."""
-    assert not starts_apart(FLOAT16, 0.7, steps=list(range(1, 32)), loss_id="1")
-    assert not other_starts([run_of(O0, 2.0), run_of(FLOAT16, 0.7, loss_id="1")])
+    base, row = run_of(O0, 2.0), run_of(FLOAT16, 0.7)
+    of_base, of_row = base.measured.losses, row.measured.losses
+    of_row["1"] = of_row.pop("0")
+    assert not other_starts([base, row])
+    of_base["1"] = of_base.pop("0")
+    assert other_starts([base, row])
+    of_base["1"].steps = of_row["1"].steps = list(range(1, 32))
+    assert not other_starts([base, row])
 
 
 def test_nothing_is_recommended_where_a_row_starts_elsewhere():
@@ -86,58 +88,26 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     assert recommendation(rows).startswith("None")
 
 
-def swept_by_hand(folder, monkeypatch, measured):
-    """The texts said in a sweep whose runs measure what `measured(trial)` returns."""
-
-    def run(runner, trial, watch, place):
-        return Run(trial, 0, 1.0, measured(trial))
-
-    monkeypatch.setattr(Runner, "run", run)
-    (folder / "train.py").write_text("")
-    sweep = Sweep(folder / "train.py", rows=[O0, BFLOAT16], seeds=2, rounds=1, out=folder / "out")
-    said = Said()
-    sweep.run(said)
-    return said.events, sweep.results.notes
-
-
-def test_the_note_about_starts_is_said_once(tmp_path, monkeypatch):
-    def measured(trial):
-        return run_of(trial.case, 2.0 if trial.case == O0 else 0.5).measured
-
-    said, notes = swept_by_hand(tmp_path, monkeypatch, measured)
-    for texts in (said, notes):
-        assert len([text for text in texts if "do not start alike" in text]) == 1
-
-
-def test_steps_without_a_loss_are_said(tmp_path, monkeypatch):
+def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
     """As where gradients come by torch.autograd.grad: nothing can be judged by the loss."""
-    without = Measured(opt_level="O0", skipped=[False] * 30)
-    said, notes = swept_by_hand(tmp_path, monkeypatch, lambda trial: without)
-    [text] = [text for text in said if "no loss was recorded" in text]
-    assert text in notes
+    monkeypatch.setattr(Runner, "run", lambda runner, trial, *_: trained(trial))
+    sweep, said = planned(tmp_path, "", levels=["O0"], seeds=2), Said()
+    sweep.run(said)
+    [text] = [text for text in said.events if "no loss was recorded" in text]
+    assert text in sweep.results.notes
     for remedy in ("--metric", "ampatch.log_metrics(loss=...)"):
         assert remedy in text
 
 
 # Real scripts
 
-TRAINING = """
-    import os
-    import torch
-    import ampatch as amp
 
-    inputs, targets = torch.randn(64, 8), torch.randint(4, (64,))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01))
-"""
-
-
-def swept(folder, monkeypatch, body):
+def swept(folder, monkeypatch, body, *options):
     """Run `ampatch sweep` in `folder`; returns the folder of its results."""
-    (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
+    written(folder, TRAINING, INITIALIZE, body)
     monkeypatch.chdir(folder)
     fixed = ["--dtypes", "bfloat16", "--rounds", "1", "--no-autocast", "--out", "results"]
-    assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed]) == 0
+    assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed, *options]) == 0
     return folder / "results"
 
 
@@ -147,14 +117,10 @@ def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
         if os.path.exists("w.pt"):
             model.load_state_dict(torch.load("w.pt"))
         for _ in range(30):
-            loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step()
         torch.save(model.state_dict(), "w.pt")
     """
-    results = swept(tmp_path, monkeypatch, body)
+    results = swept(tmp_path, monkeypatch, body, "--seeds", "2")
     shown = capsys.readouterr()
     recommended = shown.out.partition("Recommendation: ")[2]
     assert recommended.startswith("None: the rows do not start alike")
@@ -171,6 +137,8 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
         from torch.amp import autocast
         from torch.cuda.amp import autocast as of_cuda
         from torch.cpu.amp import autocast as of_cpu
+
+        inputs = torch.randn(64, 8)
 
         @autocast("cpu", dtype=torch.bfloat16)
         def decorated():
@@ -191,11 +159,7 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
         scaler = torch.amp.GradScaler("cpu")
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+                step()
     """
     results = swept(tmp_path, monkeypatch, body)
     base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))

@@ -19,15 +19,8 @@ def answer():
     modules = [Sensitivity(path, "Linear", (SAMPLE,)) for path in ("head", "stem")]
     refused = Sensitivity("layers.0.attention", "Cell", (), "it does not run in half: no", True)
     once = Sensitivity("layers.1.attention", "Cell", (), "it does not run a second time: no")
-    return Answer(
-        "train.py",
-        "O3",
-        "float16",
-        "cured",
-        needed=["head"],
-        line="initialize(...)",
-        modules=[refused, once, *modules],
-    )
+    found = {"needed": ["head"], "line": "initialize(...)", "modules": [refused, once, *modules]}
+    return Answer("train.py", "O3", "float16", "cured", **found)
 
 
 def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):

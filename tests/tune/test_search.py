@@ -11,15 +11,26 @@ import pytest
 from ampatch.tune.search import most_trials, smallest
 
 
+def noting(tried, needed):
+    """Whether a candidate has what is `needed`; notes each in `tried`."""
+
+    def passes(chosen):
+        tried.append(chosen)
+        return needed <= chosen
+
+    return passes
+
+
 @pytest.mark.parametrize("size", (1, 2, 7, 64, 300))
 @pytest.mark.parametrize("faults", (1, 2, 3))
 def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     choose = random.Random(size * faults)
     for _ in range(40):
-        needed = set(choose.sample(range(size), min(faults, size)))
-        found = smallest(range(size), needed.issubset, most=size + 99)
+        needed, tried = set(choose.sample(range(size), min(faults, size))), []
+        found = smallest(range(size), noting(tried, needed), most=size + 99)
         assert found.passes and found.is_decided
         assert set(found.needed) == needed
+        assert len(set(tried)) == len(tried) == found.trials  # none twice
 
 
 @pytest.mark.parametrize("size", (10, 100, 1000))
@@ -30,17 +41,6 @@ def test_likely_remedies_are_found_within_the_default_number(size):
         found = smallest(range(size), needed.issubset, most_trials(size))
         assert set(found.needed) == needed and found.is_decided
         assert found.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
-
-
-def test_no_candidate_is_tried_twice():
-    tried = []
-
-    def passes(chosen):
-        tried.append(chosen)
-        return {3, 17, 20} <= chosen
-
-    found = smallest(range(30), passes, most=99)
-    assert len(set(tried)) == len(tried) == found.trials
 
 
 def test_where_not_even_all_pass_there_is_nothing_needed():
@@ -54,8 +54,5 @@ def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
     found = smallest(range(100), needed.issubset, most=12)
     assert found.passes and not found.is_decided and found.trials == 12
     assert needed < set(found.needed) and len(found.needed) < 100
-
-
-def test_where_the_trials_end_before_one_has_passed_nothing_is_known():
-    found = smallest(range(100), lambda chosen: 99 in chosen, most=3)
+    found = smallest(range(100), needed.issubset, most=3)  # none has passed
     assert not found.passes and not found.is_decided

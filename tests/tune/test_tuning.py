@@ -94,12 +94,15 @@ def tuned(monkeypatch, tmp_path):
     return made
 
 
-def test_one_module_is_the_answer(tuned, tmp_path):
+def test_one_module_is_the_answer_which_has_all_seeds(tuned, tmp_path):
     said = []
-    answer, _ = tuned(["head"], say=said.append)
+    answer, trials = tuned(["head"], say=said.append)
     assert said[0] == "O3-float16 fails: diverged at step 1: loss nan"
     assert (answer.outcome, answer.needed, answer.settings) == ("cured", ["head"], {})
     assert answer == read_answer(tmp_path / "out")
+    seeds = {case.label: count for case, count in trials.seeds.items()}
+    assert seeds.pop("O0") == seeds.pop('O3-float16-overrides={"head": "float"}') == 6
+    assert set(seeds.values()) == {3}  # of what was only tried
 
 
 @pytest.mark.parametrize("where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "ray"}))
@@ -118,19 +121,10 @@ def test_a_setting_is_the_answer_where_no_module_is(tuned):
 def test_a_level_that_passes_is_answered_at_once_and_leaves_no_older_answer(tuned, tmp_path):
     tuned(["head"])
     assert (tmp_path / "out/overrides.json").exists()
-    answer, trials = tuned(["O3"])
-    assert answer.outcome == "passes" and answer.candidates == 0 and not trials.probed
-    assert not (tmp_path / "out/overrides.json").exists()
-
-
-def test_what_is_answered_has_all_seeds_and_what_was_only_tried_has_half(tuned):
-    answer, trials = tuned(["head"])
-    seeds = {case.label: count for case, count in trials.seeds.items()}
-    cure = 'O3-float16-overrides={"head": "float"}'
-    assert answer.needed == ["head"] and seeds.pop("O0") == seeds.pop(cure) == 6
-    assert set(seeds.values()) == {3}
     answer, trials = tuned(["O3"], seeds=4)
-    assert answer.outcome == "passes" and set(trials.seeds.values()) == {4}
+    assert answer.outcome == "passes" and answer.candidates == 0 and not trials.probed
+    assert set(trials.seeds.values()) == {4}
+    assert not (tmp_path / "out/overrides.json").exists()
 
 
 @pytest.mark.parametrize("lucky", ("O3", "body"))
