@@ -8,7 +8,6 @@ numbers are compared bit by bit.  What reads, writes and averages weights are si
 from __future__ import annotations
 
 import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from drivers import SGD, Ampatch, ByHand, Driver
 from situations import Situation, batches, look, mlp, mse, plain_loop, trained
-from situations_saved import through_a_file
 from small_training import step
 from test_situations import check
 from torch import Tensor, nn
@@ -47,35 +45,7 @@ def test_a_scale_for_an_optimizer_that_was_not_given(half):
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
-# Copies and checkpoints
-
-
-THROUGH = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
-    "torch.save": through_a_file,
-}
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_model_and_its_optimizer_apart_and_together(level):
-    """What comes back is plain FP32; together, the optimizer holds the model's parameters."""
-    driver = Ampatch(level, torch.float16)
-    model, optimizer = trained(driver, mlp(), partial(torch.optim.AdamW, lr=0.01))
-    for through in THROUGH.values():
-        alone, own = through(model), through(optimizer)
-        first, second = through((model, optimizer))
-        assert second.param_groups[0]["params"][0] is first[0].weight
-        for made in (alone, first):
-            assert type(made) is nn.Sequential and not made._forward_hooks
-            assert all(map(torch.equal, made.parameters(), model.parameters()))
-        for made in (own, second):
-            assert type(made) is torch.optim.AdamW and "step" not in vars(made)
-            params = made.param_groups[0]["params"]
-            assert all(map(torch.equal, params, model.parameters()))
-            for ours, theirs in zip(params, model.parameters(), strict=True):
-                for key, value in optimizer.state[theirs].items():
-                    assert torch.equal(made.state[ours][key], value), key
+# Checkpoints
 
 
 def checkpointed(amp: Any, way: str, folder: str) -> None:
