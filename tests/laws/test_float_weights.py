@@ -31,7 +31,7 @@ needs_distributed = pytest.mark.skipif(
 def test_a_scale_for_an_optimizer_that_was_not_given():
     """Only managed optimizers unscale; the cure is one call, also in the middle."""
     model = mlp()
-    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    ampatch.initialize(model, opt_level="O2", init_scale=64.0, verbosity=0)
     optimizer = SGD(model.parameters())
     [(x, y)] = batches(1)
     with pytest.raises(AmpatchError, match=r"not given to ampatch.*add_optimizers"):
