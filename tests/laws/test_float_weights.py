@@ -1,8 +1,8 @@
-"""Outside of forwards O0 to O2 have FP32 weights, which the optimizer holds: what copies, saves and
-shares them does what it does in FP32 training.
+"""Outside of forwards O0 to O2 have FP32 weights, which the optimizer holds: what saves and shares
+them does what it does in FP32 training.
 
 The oracle's weights are plain FP32 parameters; at O2 its forwards get half copies of them.  All
-numbers are compared bit by bit.  What reads, writes and averages weights are situations.
+numbers are compared bit by bit.  What reads, writes, copies and averages weights are situations.
 """
 
 from __future__ import annotations
