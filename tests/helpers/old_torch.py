@@ -13,17 +13,11 @@ import torch
 LACKING = {
     (2, 4): {
         "torch 2.4's Dynamo cannot trace isinstance with an abstract base class": {
-            "test_compile": r"test_compiled_equals_eager\[.*-O[23]\]",
             "test_overrides": r"test_overrides_of_functions_at_every_level\[O[23]\]",
         },
         "torch 2.4's Dynamo cannot trace a list in a threading.local, nor a dataclass": {
             "test_compile": r"test_another_model_beside_one_at_o1.*",
             "test_overrides": r"test_a_part_of_an_override_that_the_models_own_code_calls.*",
-            "test_ways_of_running": r"test_compile_of_a_model\[.*eager-after\]",
-        },
-        "torch 2.4's AOTAutograd calls torch's functions below autograd, where casts act": {
-            "test_compile": r"test_compiled_equals_eager\[aot_eager-before-O1\]",
-            "test_ways_of_running": r"test_compile_of_a_model\[aot_eager-before\]",
         },
         "torch 2.4's Dynamo compiles hooks, and asks the weight cache at run time": {
             "test_compile": r"test_hooks_are_not_compiled_as_frames_of_their_own",

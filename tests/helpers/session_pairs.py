@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import small_training
 import torch
-import torch.nn.functional as F
 from small_training import data
 from torch import nn
 
@@ -21,19 +21,12 @@ def pair(seed=0):
 
 
 def backward(model, optimizer, step, **options):
-    inputs, targets = data(step)
-    loss = F.mse_loss(model(inputs).float(), targets)
-    with ampatch.scale_loss(loss, optimizer, **options) as scaled:
-        scaled.backward()
-    return loss.item()
+    return small_training.backward(model, optimizer, data(step), **options).item()
 
 
 def one_step(model, optimizer, step):
     """A step on the batch of that number, and its loss."""
-    optimizer.zero_grad()
-    loss = backward(model, optimizer, step)
-    optimizer.step()
-    return loss
+    return small_training.train(model, optimizer, data(step))
 
 
 def values(model, optimizer):

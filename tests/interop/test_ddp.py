@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ddp_training import batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,11 +38,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, heads: int = 2) -> torch.Tensor:
         hidden = self.norm(self.body(x)).relu()
         return sum(head(hidden) for head in self.heads[:heads])
-
-
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    data = torch.Generator().manual_seed(number)
-    return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
 
 
 def train(

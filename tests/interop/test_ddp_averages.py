@@ -1,4 +1,4 @@
-"""Two gloo ranks at O2: DDP averages FP32 gradients, and wrapping rounds no weight."""
+"""Two gloo ranks at O2: DDP averages FP32 gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import inspect
 import pickle
 
-import ddp_training
 import pytest
 import small_training
 import torch
@@ -141,43 +140,9 @@ def test_sparse_gradients(ranks):
         torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
 
 
-# Weights
-
-
-WAYS = ["built", "loaded by one", "trained"]
-
-
-def wrapping(rank: int) -> dict:
-    """The weights then."""
-    found = {}
-    for name in WAYS:
-        model, optimizer = ddp_training.build(seed=rank)
-        amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
-        if name == "loaded by one" and rank == 0:
-            model.load_state_dict(ddp_training.build(seed=7)[0].state_dict())
-        if name == "trained":
-            ddp_training.backward(model, optimizer, rank)
-            optimizer.step()
-        DistributedDataParallel(model)
-        found[name] = [value.clone() for value in model.state_dict().values()]
-        amp.deactivate()
-    return found
-
-
-def test_wrapping_gives_all_ranks_the_float_weights_of_rank_0(ranks):
-    one, two = ranks(wrapping)
-    for name in WAYS:
-        assert all(map(torch.equal, one[name], two[name])), name
-    fresh, loaded = (ddp_training.build(seed)[0].state_dict().values() for seed in (0, 7))
-    assert all(map(torch.equal, one["built"], fresh))
-    assert all(map(torch.equal, one["loaded by one"], loaded))
-    assert not any(torch.equal(value, value.bfloat16().float()) for value in one["trained"])
-
-
 def test_the_constructor_keeps_its_signature_and_is_given_back():
     before = DistributedDataParallel.__init__
-    model, optimizer = ddp_training.build(seed=0)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    initialized()
     assert DistributedDataParallel.__init__ is not before
     assert inspect.signature(DistributedDataParallel.__init__) == inspect.signature(before)
     amp.deactivate()

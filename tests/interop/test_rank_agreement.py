@@ -10,6 +10,7 @@ import small_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ddp_training import build
 from repository import HELPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,11 +26,6 @@ BF16 = torch.bfloat16
 PLAIN = {"opt_level": "O1", "verbosity": 0}
 DYNAMIC = {**PLAIN, "dtype": torch.bfloat16, "loss_scale": "dynamic"}
 APEX = "apex"
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def wrap(model, kind="torch", group=None):
@@ -49,8 +45,7 @@ def train(model, optimizer, steps):
 
 def prepared(kind, settings, group=None):
     """A model and an optimizer under these settings, and its wrapper."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build(0)
     ampatch.initialize(model, optimizer, **settings)
     return wrap(model, kind, group), optimizer
 
@@ -108,7 +103,7 @@ def test_parts_of_a_model_that_are_wrapped_are_compared(ranks):
 
 
 def _told_of_parts(rank):
-    model = build()
+    model, _ = build(0)
     ampatch.initialize(model, **{**DYNAMIC, "dtype": (torch.float16, BF16)[rank]})
     return message_of(lambda: DistributedDataParallel(model[0]))
 
@@ -186,7 +181,7 @@ def test_scales_that_one_rank_has_loaded_are_told(ranks, kind):
 
 
 def _loaded(rank, kind, loading):
-    model = build()
+    model, _ = build(0)
     ampatch.initialize(model, **DYNAMIC)
     if rank in loading:
         ampatch.load_state_dict(LOADED)
@@ -199,8 +194,8 @@ def test_a_model_that_was_wrapped_before_is_not_compared(ranks):
 
 
 def _wrapped_before(rank):
-    model = wrap(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner, optimizer = build(0)
+    model = wrap(inner)
     ampatch.initialize(model, optimizer, **[PLAIN, {**PLAIN, "opt_level": "O0"}][rank])
     return message_of(lambda: train(model, optimizer, 1))
 
@@ -228,7 +223,7 @@ def test_models_that_ampatch_does_not_manage_are_nobodys_business(ranks):
 
 
 def _beside_a_session(rank):
-    own = build()
+    own, _ = build(0)
     if rank == 0:
         ampatch.initialize(own, **PLAIN)
     return message_of(lambda: wrap(nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward())

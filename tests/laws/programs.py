@@ -60,7 +60,6 @@ class Run:
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
         self.accumulated: list[list[Tensor]] = [[] for _ in range(8)]  # in no order among weights
-        self.kept = self.state()
         self.mean = self.state()
         self.joined = False
 
@@ -117,11 +116,6 @@ class Actions(Run):
         with self.amp.scaled(loss, self.optimizer) as scaled:
             scaled.backward(retain_graph=True)
             scaled.backward()
-
-    def backward_in_two_blocks(self, number: int) -> None:
-        loss = self.loss(number)
-        self.amp.backward(loss, self.optimizer, retain_graph=True)
-        self.amp.backward(loss, self.optimizer)
 
     def backward_for_one_weight(self, number: int) -> None:
         self.amp.backward(self.loss(number), self.optimizer, inputs=[self.model.head.weight])
@@ -195,9 +189,6 @@ class Actions(Run):
         for p, value in zip(self.model.parameters(), was):
             p.data.copy_(value)
 
-    def evaluate_a_copy(self, number: int) -> None:
-        self.amp.record(*copy.deepcopy(self.model).state_dict().values())
-
     def train_a_copy(self, number: int) -> None:
         model, optimizer = self.amp.pair(self.model, self.optimizer)
         x, y = batch(number)
@@ -243,9 +234,6 @@ class Actions(Run):
     def change_learning_rate(self, number: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * (1 + number % 5)
-
-    def change_weight_decay(self, number: int) -> None:
-        self.optimizer.param_groups[0]["weight_decay"] = 0.05 * (number % 3)
 
     def reload_optimizer(self, number: int) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -325,13 +313,6 @@ class Actions(Run):
     def update_mean(self, number: int) -> None:
         for key, value in self.model.state_dict().items():
             self.mean[key].lerp_(value.to(self.mean[key].dtype), 0.5)
-
-    def keep(self, number: int) -> None:
-        self.kept = self.state()
-
-    def roll_back(self, number: int) -> None:
-        self.moves_weights()
-        self.model.load_state_dict(self.kept)
 
     def load_others(self, number: int) -> None:
         self.moves_weights()

@@ -82,23 +82,6 @@ def gradient_penalties_on_weights_and_on_inputs(amp):
 
 
 @situation()
-def two_models_two_optimizers_two_losses(amp):
-    """Each loss has a scale of its own."""
-    (first, second), (one, two) = amp.start(
-        [mlp(0), mlp(1)], [SGD, partial(SGD, lr=0.01)], num_losses=2
-    )
-    for x, y in batches(4):
-        one.zero_grad()
-        two.zero_grad()
-        a, b = first(x), second(x)
-        amp.backward(mse(2 * a + 3 * b, y), [one, two], retain_graph=True)
-        amp.backward(mse(3 * a.detach() - 5 * b, y), two, {"loss_id": 1})
-        one.step()
-        one.zero_grad()
-        two.step()
-
-
-@situation()
 def a_gan(amp):
     """The generator's loss reaches the discriminator, whose gradients are then zeroed."""
     (maker, judge), (one, two) = amp.start(
@@ -245,11 +228,3 @@ def a_whole_loop_inside_autocast(amp):
         with torch.autocast("cpu", dtype=amp.half):
             out = model(x)
         amp.step(mse(out, y), optimizer)
-
-
-@situation("O1")
-def casts_switched_off_for_one_forward(amp):
-    model, optimizer = amp.start(mlp())
-    for call in (model, lambda x: amp.uncast(model, x), model):
-        x, y = next(batches(1))
-        amp.step(mse(call(x), y), optimizer)

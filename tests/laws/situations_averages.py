@@ -1,4 +1,4 @@
-"""Situations: averages of the weights, kept by hand and by torch, swapped in and stepped from."""
+"""Situations: averages of the weights, kept by hand and by torch, and stepped from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from functools import partial
 
 import torch
-from situations import batches, each, look, mlp, mse, plain_loop, situation
+from situations import batches, look, mlp, mse, plain_loop, situation
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
     SWALR,
@@ -100,48 +100,12 @@ def averaged_models(amp):
         uncast_outputs(amp, again)
 
 
-def swap_by_data(model, values):
-    for p, value in zip(model.parameters(), values, strict=True):
-        p.data = value
-
-
-def swap_by_copy(model, values):
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), values, strict=True):
-            p.copy_(value)
-
-
-def swap_by_loading(model, values):
-    names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(zip(names, values, strict=True)), strict=False)
-
-
-SWAPS = {"data": swap_by_data, "copy_": swap_by_copy, "load_state_dict": swap_by_loading}
-
-
-@situation("O0 O1 O2 O3")
-def an_average_swapped_in_and_back(amp):
-    """The half forward has the average meanwhile, and what trained before goes on."""
-    model, optimizer = amp.start(mlp())
-    mean = [p.detach().clone() for p in model.parameters()]
-    for swap in each(amp, SWAPS):
-        for _ in range(3):
-            plain_loop(amp, model, optimizer, 1)
-            torch._foreach_lerp_(mean, [p.detach() for p in model.parameters()], 1 - D)
-            kept = [p.detach().clone() for p in model.parameters()]
-            swap(model, [value.clone() for value in mean])
-            look(amp, model)
-            swap(model, kept)
-            look(amp, model)
-
-
-@situation(cases={"model": lambda model: model})
-@situation("O1 O2", cases={"submodule": lambda model: model[0]})
-def averaged(amp, case):
-    """`AveragedModel` of the model or a part: in bfloat16 it would stand still."""
+@situation("O1 O2")
+def averaged_submodule(amp):
+    """In bfloat16 the average would stand still."""
     model, optimizer = amp.start(nn.Sequential(mlp(), nn.Linear(2, 2)))
-    mean = AveragedModel(case(model), multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    plain_loop(amp, model, optimizer, 4, after=lambda: mean.update_parameters(case(model)))
+    mean = AveragedModel(model[0], multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    plain_loop(amp, model, optimizer, 4, after=lambda: mean.update_parameters(model[0]))
     amp.record(*mean.module.state_dict().values())
 
 

@@ -9,17 +9,6 @@ from situations import PLAIN, Block, batches, mlp, mse, situation, trained
 from torch import nn
 
 
-@situation("O2 O3", refuses="initialize", cases={"double": nn.Module.double})
-@situation(
-    "O3",
-    refuses="initialize",
-    cases={"float": nn.Module.float, "to": lambda model: model.to(torch.float32)},
-)
-def another_dtype_after_initialize(amp, case):
-    model, _optimizer = amp.start(mlp())
-    case(model)
-
-
 class Doubles(nn.Module):
     """An FP64 part: a physics term, with its own weights, buffer and input."""
 

@@ -1,4 +1,4 @@
-"""Situations: torch's functions under O1: who sees the calls, and mixed dtypes."""
+"""Situations: torch's functions under O1, given mixed dtypes.  Who sees calls: tests/casting."""
 
 from __future__ import annotations
 
@@ -9,63 +9,6 @@ import torch.nn.functional as F
 from situations import Block, batches, mlp, mse, situation
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.overrides import TorchFunctionMode
-
-HANDLERS = {F.linear: lambda *args: torch.ops.aten.linear(*args) * 3}
-
-
-class Tagged(torch.Tensor):
-    """Answers some functions by identity, as libraries of tensor kinds do."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in HANDLERS:
-            args = [a.as_subclass(torch.Tensor) if isinstance(a, Tagged) else a for a in args]
-            return HANDLERS[func](*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@situation("O1")
-def functions_known_by_identity(amp):
-    """By handlers from before the session, and by handlers that are registered during it."""
-    model, optimizer = amp.start(mlp())
-    HANDLERS[torch.mm] = lambda a, b: torch.ops.aten.mm(a, b) * 5
-    HANDLERS[F.conv1d] = lambda *args: torch.ops.aten.conv1d(*args) * 7
-    ones, eye = torch.ones(1, 1, 4, dtype=amp.half), torch.eye(4, dtype=amp.half)
-    try:
-        for x, y in batches(3):
-            with torch.no_grad():
-                found = [F.linear(x.to(amp.half).as_subclass(Tagged), eye[:2])]
-            found += [torch.mm(eye.as_subclass(Tagged), eye)]
-            found += [F.conv1d(ones.as_subclass(Tagged), ones[..., :2])]
-            amp.record(*[out.as_subclass(torch.Tensor) for out in found])
-            amp.step(mse(model(x), y), optimizer)
-    finally:
-        HANDLERS.pop(torch.mm), HANDLERS.pop(F.conv1d)
-
-
-class Triples(TorchFunctionMode):
-    """Counts the calls of a function, asked for by identity, and changes its results."""
-
-    def __init__(self):
-        super().__init__()
-        self.linears = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.linears += func is F.linear
-        return out * 3 if func is F.linear else out
-
-
-@situation("O1")
-def a_mode_sees_each_call_once_and_changes_results(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        with Triples() as mode:
-            out = model(x)
-            out.float().softmax(-1)
-        amp.record(mode.linears)
-        amp.step(mse(out, y), optimizer)
 
 
 class Causal(Block):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from functools import partial
 
@@ -63,17 +62,6 @@ def gradients_asked_for_with_autograd_grad(amp):
         amp.step(mse(model(x), y), optimizer)
 
 
-@situation("O1")
-def a_scripted_loss(amp):
-    @torch.jit.script
-    def loss_of(out, y):
-        return (out.float() - y).square().mean()
-
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        amp.step(loss_of(model(x), y), optimizer)
-
-
 @situation()
 def several_forwards_before_their_backwards(amp):
     """Of each pair one pass is for some inputs only."""
@@ -85,18 +73,6 @@ def several_forwards_before_their_backwards(amp):
         amp.backward(second, optimizer)
         optimizer.step()
         amp.step(sum(mse(model(x * k), y) for k in range(10)), optimizer)
-
-
-@situation("O1")
-def a_graph_that_outlives_a_step(amp):
-    """The gradient of an earlier forward, taken after the weights have moved on."""
-    model, optimizer = amp.start(mlp()[:1], partial(torch.optim.SGD, lr=0.1))
-    (x, _y), (u, v) = batches(2)
-    kept = model(x).float().sum()
-    amp.step(mse(model(u)[:, :2], v), optimizer)
-    optimizer.zero_grad()
-    amp.backward(kept, optimizer)
-    optimizer.step()
 
 
 class Checkpointed(Block):
@@ -284,41 +260,6 @@ def a_fake_tensor_mode_before_a_real_step(amp):
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(torch.empty(6, 4))
     plain_loop(amp, model, optimizer)
-
-
-@situation("O1 O2")
-def an_exception_in_the_middle_of_a_forward(amp):
-    class Fails(Block):
-        fails = False
-
-        def encode(self, x):
-            if self.fails:
-                raise KeyboardInterrupt
-            return super().encode(x)
-
-    model, optimizer = amp.start(Fails())
-    for number, (x, y) in enumerate(batches(4)):
-        model.fails = number == 1
-        with contextlib.suppress(KeyboardInterrupt):
-            amp.step(mse(model(x), y), optimizer)
-
-
-def fails(grad):
-    raise ZeroDivisionError
-
-
-@situation("O1 O2")
-def an_exception_in_the_middle_of_a_backward(amp):
-    """What the broken pass left is thrown away by zero_grad."""
-    model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(4)):
-        loss = mse(model(x), y)
-        handle = model[0].weight.register_hook(fails if number == 1 else torch.clone)
-        with contextlib.suppress(ZeroDivisionError):
-            amp.backward(loss, optimizer)
-            optimizer.step()
-        handle.remove()
-        optimizer.zero_grad()
 
 
 @situation("O1")

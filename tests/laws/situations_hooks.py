@@ -19,7 +19,8 @@ def full_backward_hooks_see_gradients(amp):
 
 
 @situation("O1")
-def full_backward_hooks_read_their_weights_gradients(amp):
+@situation("O2", halves="bf16", against="FP32", within=2e-2, cases={"at_o2": None})
+def full_backward_hooks_read_their_weights_gradients(amp, case=None):
     model, optimizer = trained(amp, count=1)
     model[2].register_full_backward_hook(lambda *_: amp.record(model[2].weight.grad))
     plain_loop(amp, model, optimizer, 2)

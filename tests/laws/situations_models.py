@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
-
 import torch
 import torch.nn.functional as F
-from drivers import SGD
-from situations import PLAIN, Block, batches, mlp, mse, network, plain_loop, situation, trained
+from situations import PLAIN, Block, batches, mlp, mse, network, plain_loop, situation
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-
-Pair = namedtuple("Pair", "out hidden")
 
 
 @situation()
@@ -99,82 +94,15 @@ def a_model_that_returns_its_loss(amp):
 
 
 @situation()
-def outputs_of_many_kinds(amp):
-    class Many(Block):
-        def forward(self, x, kind):
-            hidden = self.encode(x)
-            out = self.head(hidden)
-            return {
-                "dict": OrderedDict(out=out, hidden=hidden),
-                "tuple": Pair(out, hidden),
-                "list": [out, (hidden, None, "text", 3)],
-            }[kind]
-
-    model, optimizer = amp.start(Many())
-    for x, y in batches(3):
-        pair = model(x, kind="tuple")
-        assert type(pair) is Pair
-        if amp.is_half_model:
-            assert model(x, "dict")["hidden"].dtype is model(x, "list")[1][0].dtype is torch.float32
-        amp.record(model(x, "dict")["out"], model(x, "list")[1][0])
-        amp.step(mse(pair.out, y) + pair.hidden.float().mean(), optimizer)
-
-
-@situation("O2 O3")
-def a_dict_that_the_forward_writes_to(amp):
-    """A cache: what the forward puts there is there."""
-
-    class Caches(Block):
-        def forward(self, x, cache):
-            if "hidden" in cache:
-                x = x + cache["hidden"].to(x.dtype)
-            cache["hidden"] = self.encode(x).detach()
-            return super().forward(x)
-
-    model, optimizer = amp.start(Caches())
-    cache = {}
-    forward = model
-    if amp.by_hand:
-        original = type(model).__mro__[1].forward
-
-        def forward(x, cache):
-            with amp.half_weights(model):
-                return original(model, x.to(amp.half), cache).float()
-
-    for x, y in batches(3):
-        amp.step(mse(forward(x, cache), y), optimizer)
-        amp.record(cache["hidden"])
-
-
-@situation()
-def a_method_called_from_outside(amp):
+def a_method_and_a_part_called_from_outside(amp):
     model, optimizer = amp.start(Block())
     for x, y in batches(3):
         is_half = amp.by_hand and amp.level == "O3"
         with amp.parts(model):
             hidden = model.encode(x.to(amp.half) if is_half else x)
+            out = model.head(hidden)
         amp.record(hidden)
-        amp.step(hidden.float().square().mean() + mse(model(x), y), optimizer)
-
-
-@situation()
-def submodules_called_from_outside(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        x = x.to(amp.half) if amp.by_hand and amp.level == "O3" else x
-        with amp.parts(model):
-            for layer in model:
-                x = layer(x)
-        amp.step(mse(x, y), optimizer)
-
-
-@situation("O1")
-def a_lazy_model(amp):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2))
-    with torch.no_grad():
-        net(torch.zeros(1, 4))
-    trained(amp, net)
+        amp.step(mse(out, y) + mse(model(x), y), optimizer)
 
 
 class Saves(nn.Linear):
@@ -223,17 +151,6 @@ def weight_decay_in_the_loss(amp):
     for x, y in batches(3):
         decay = sum(p.float().square().sum() for p in model.parameters())
         amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
-
-
-@situation()
-def two_models_in_one_forward(amp):
-    """A teacher without an optimizer, and its student."""
-    torch.manual_seed(0)
-    (teacher, student), (_, optimizer) = amp.start([mlp(1), mlp(0)], [None, SGD])
-    for x, y in batches(3):
-        with torch.no_grad():
-            goal = teacher(x)
-        amp.step(mse(student(x), goal.float()) + mse(student(-x), y), optimizer)
 
 
 @network("O1 O2", PLAIN)

@@ -44,13 +44,6 @@ def tied_weights(amp):
     trained(amp, net, count=4)
 
 
-@situation("O1")
-def weight_norm_exactly(amp):
-    net = mlp()
-    parametrizations.weight_norm(net[2])
-    trained(amp, net, count=4)
-
-
 CLOSE_TO_FP32 = {"within": 1e-2, "against": "FP32", "halves": "fp16"}
 
 

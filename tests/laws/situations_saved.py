@@ -7,7 +7,7 @@ import io
 import pickle
 
 import torch
-from situations import batches, look, mlp, mse, plain_loop, situation, trained
+from situations import batches, look, mlp, mse, situation, trained
 
 
 @situation("O1 O2")
@@ -25,17 +25,6 @@ def state_dicts_that_are_kept(amp):
         amp.record(*kept.values())
         kept["0.weight"].mul_(0.5)
         look(amp, model, x)
-
-
-@situation("O1 O2")
-def saved_and_resumed(amp):
-    model, optimizer = trained(amp, count=2)
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again = amp.another()
-    model, optimizer = again.start(mlp(7))
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
-    plain_loop(again, model, optimizer, 2, seed=3)
 
 
 def through_a_file(pair):

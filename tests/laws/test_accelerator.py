@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import operator
 from contextlib import nullcontext
 
 import pytest
@@ -237,21 +236,6 @@ def test_large_weights_are_compared_in_few_kernels():
     assert launches(4, 1100, "O2") - launches(2, 1100, "O2") <= 2 * 8
 
 
-@pytest.mark.parametrize("width", [8, 1100])
-def test_what_is_written_into_half_weights_reaches_their_masters(width):
-    model = linears(1, width).to(NAME)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for x, _ in batches(2):
-        train(model(x.to(NAME)).sum(), optimizer)
-        weight, [master, *_] = model[1].weight, list(ampatch.master_params(optimizer))[2:]
-        exact = master.detach().clone()
-        weight.data[0, 0], weight.data[0, 1] = 3.0, math.nan
-    train(model(torch.zeros(1, 4, device=NAME)).sum() * 0, optimizer)
-    assert master[0, 0].item() == 3.0 and math.isnan(master[0, 1].item())
-    assert torch.equal(master[1:], exact[1:]) and not torch.equal(exact[1:], exact[1:].half())
-
-
 # The device itself
 
 
@@ -335,20 +319,3 @@ def test_a_model_on_two_devices(level, half):
     assert [param.device.type for param in ours] == ["cpu", "cpu", NAME, NAME]
     for one, other in zip(plain, ours, strict=True):
         torch.testing.assert_close(one, other, atol=0.02, rtol=0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_managed_model_stays_where_torch_would_make_new_parameters(level, half):
-    """The optimizer would keep those of the host.  Nothing is changed, and training goes on."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"opt_level": level, "dtype": half, "loss_scale": 128.0, "verbosity": 0}
-    ampatch.initialize(model, optimizer, **settings)
-    before = list(model.parameters())
-    with pytest.raises(ampatch.AmpatchError, match=r"Move the model before ampatch.initialize\."):
-        model.to(NAME)
-    assert all(map(operator.is_, model.parameters(), before))
-    assert {param.device.type for param in before} == {"cpu"}
-    x, y = next(iter(batches(1)))
-    train(mse(model(x).float(), y), optimizer)
-    assert all(param.grad is not None for param in before)

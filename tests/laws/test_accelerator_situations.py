@@ -22,7 +22,6 @@ NOT_THERE = {
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
 }
 MOVES_ITSELF = {
-    "averaged_model": "torch copies the average's counter to the device",
     "averaged_submodule": "torch copies the average's counter to the device",
     "a_pair_trains_saved": "torch.save and torch.load go through the host",
     "a_pair_trains_pickled_optimizer_first": "pickle goes through the host",

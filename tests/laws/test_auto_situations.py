@@ -23,8 +23,8 @@ NOT_HERE = {
     **dict.fromkeys(
         (
             *("Block", "tied_weights", "sam_with_two_half_steps"),
-            *("gradients_asked_for_with_autograd_grad", "an_exception_in_the_middle_of_a_forward"),
-            *("clamped_before_the_use_in_a_forward_by_data", "a_method_called_from_outside"),
+            *("gradients_asked_for_with_autograd_grad", "a_method_and_a_part_called_from_outside"),
+            "clamped_before_the_use_in_a_forward_by_data",
             "clamped_before_the_use_in_a_forward_late_under_no_grad",
         ),
         USED_TWICE,

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch_snapshot import changes, snapshot
 
 
-def test_it_sees_a_replaced_function():
-    before, original = snapshot(), torch.mm
-    torch.mm = lambda *args: original(*args)
-    try:
-        assert [line.split(":")[0] for line in changes(before, snapshot())] == ["torch.mm"]
-    finally:
-        torch.mm = original
-    assert changes(before, snapshot()) == []
-
-
-def test_it_sees_a_copy_of_an_inherited_method():
+@pytest.mark.parametrize(
+    "title, value", [("torch.mm", torch.bmm), ("torch.Tensor.mul", torch.Tensor.mul)]
+)
+def test_it_sees_a_replaced_function_and_a_copy_of_an_inherited_method(title, value, monkeypatch):
     before = snapshot()
-    torch.Tensor.mul = torch.Tensor.mul
-    try:
-        assert [line.split(":")[0] for line in changes(before, snapshot())] == ["torch.Tensor.mul"]
-    finally:
-        del torch.Tensor.mul
+    monkeypatch.setattr(title, value)
+    assert [line.split(":")[0] for line in changes(before, snapshot())] == [title]
+    monkeypatch.undo()
     assert changes(before, snapshot()) == []

@@ -7,7 +7,6 @@ where less is done, lower the numbers in `MORE`.
 from __future__ import annotations
 
 import functools
-import types
 
 import pytest
 import torch
@@ -82,26 +81,3 @@ def test_a_step_grows_linearly_with_the_parameters(level):
     first, second, third = found
     for small, middle, large in zip(first, second, third, strict=True):
         assert large - middle == middle - small > 0
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_step_does_not_care_how_many_functions_are_patched(level):
-    before = counted_with(0, level)
-    assert counted_with(100, level) == before
-
-
-def counted_with(functions, level):
-    """The calls of a step, with so many registered functions of the user's."""
-    users = types.ModuleType("users_own")
-    own = {f"function{index}": lambda x: x for index in range(functions)}
-    for name, function in own.items():
-        setattr(users, name, function)
-        ampatch.register_half_function(users, name)
-    step = step_of(4, level)
-    assert all(getattr(users, name) is not own[name] for name in own) or level == "O2"
-    operators = counts.count_step(step).operators
-    found = operators, counts.calls(step)
-    ampatch.deactivate()
-    for name in own:
-        ampatch.unregister_function(users, name)
-    return found

@@ -51,17 +51,6 @@ def step_all(optimizers):
     return [ampatch.step_was_skipped(optimizer) for optimizer in optimizers]
 
 
-def test_two_optimizers_have_one_master_for_a_parameter_of_both():
-    amp, model, optimizers = start("O2", tied)
-    first, second = (list(ampatch.master_params(optimizer)) for optimizer in optimizers)
-    assert first[2] is second[0] and first[3] is second[1]
-    amp.backward(loss_of(model), optimizers[0])
-    step_all(optimizers)
-    assert torch.equal(model.state_dict()["2.weight"], first[2])
-    ampatch.deactivate()
-    assert optimizers[1].param_groups[0]["params"][0] is model[2].weight
-
-
 @pytest.mark.parametrize(
     "where, skipped", [(0, [True, False, True, False]), (2, [True, True, False, True])]
 )

@@ -102,25 +102,3 @@ def test_closing_one_leaves_the_others(closed):
             assert same(found[index], expected[index]), PLANS[index]
     with torch.no_grad():
         assert model(trainings[closed].inputs).dtype is FP32
-
-
-class Student(nn.Module):
-    def __init__(self, teacher):
-        super().__init__()
-        self.teachers, self.layer = [teacher], nn.Linear(4, 2)  # in a list: not its submodule
-
-    def forward(self, x):
-        return self.layer(x), self.teachers[0](x), self.layer(x)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_one_model_inside_another(level):
-    """A frozen teacher, called inside an O1 student's forward, computes as by itself."""
-    x = torch.randn(3, 4)
-    settings = {"patch_scope": "model", "verbosity": 0}
-    teacher = ampatch.initialize(nn.Linear(4, 2), opt_level=level, dtype=FP16, **settings)
-    alone = teacher(x)
-    student = ampatch.initialize(Student(teacher), dtype=H, **settings)
-    before, taught, after = student(x)
-    assert before.dtype is after.dtype is H and torch.equal(before, after)
-    assert taught.dtype is (FP16 if level == "O1" else FP32) and torch.equal(taught, alone)

@@ -1,7 +1,10 @@
-"""What a release hands out: a wheel and a source archive, and both install."""
+"""What a release hands out: a wheel and a source archive, with all that belongs there, and both
+install.  Type checkers know each setting.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -14,6 +17,10 @@ import pytest
 from repository import ROOT
 
 import ampatch
+from ampatch import types
+from ampatch.compat.apex import amp
+from ampatch.compat.apex.packages import VERSION
+from ampatch.config.scale_settings import ScaleSettings
 
 NOT_RELEASED = re.compile(r"\.git.*|\.ci/.*")  # what serves this repository alone
 
@@ -29,6 +36,7 @@ def git_files() -> list[str]:
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory) -> tuple[Path, Path]:
     """The wheel and the source archive, built from a copy of the checkout."""
+    pytest.importorskip("setuptools")
     copy = tmp_path_factory.mktemp("release") / "checkout"
     for name in git_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +51,6 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     return wheel, source
 
 
-@pytest.mark.slow
 def test_the_source_archive_has_what_a_packager_needs(archives):
     _, source = archives
     with tarfile.open(source) as archive:
@@ -52,15 +59,18 @@ def test_the_source_archive_has_what_a_packager_needs(archives):
     assert [name for name in found if NOT_RELEASED.fullmatch(name)] == []
 
 
-@pytest.mark.slow
-def test_the_wheel_has_the_package_alone_and_its_license(archives):
+def test_the_wheel_has_the_whole_package_alone_and_its_license(archives):
+    """Modules, `py.typed`, the sources of the native part, templates, and apex's stand-in."""
     with zipfile.ZipFile(archives[0]) as wheel:
-        names = wheel.namelist()
-        metadata = wheel.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    folders = {name.partition("/")[0] for name in names}
-    assert folders == {"ampatch", f"ampatch-{ampatch.__version__}.dist-info"}
-    assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+        files = {name: wheel.read(name) for name in wheel.namelist()}
+    described = f"ampatch-{ampatch.__version__}.dist-info/"
+    package = {name: files[name] for name in files if not name.startswith(described)}
+    names = [name for name in git_files() if name.startswith("ampatch/")]
+    assert package == {name: (ROOT / name).read_bytes() for name in names}
+    assert b"\nLicense-Expression: BSD-3-Clause\n" in files[f"{described}METADATA"]
+    assert f"{described}licenses/LICENSE" in files
+    apex = package["ampatch/compat/apex_path/apex.dist-info/METADATA"].decode()
+    assert f"\nVersion: {VERSION}\n" in apex
 
 
 @pytest.mark.slow
@@ -91,3 +101,26 @@ def test_what_is_released_installs_and_trains(archives, kind, tmp_path):
     file, dtype = done.stdout.split()
     assert Path(file).is_relative_to(tmp_path)
     assert dtype == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    "function, settings, spelled_out",
+    [
+        (
+            ampatch.initialize,
+            types.Settings,
+            {"models", "optimizers", "enabled", "opt_level", "num_losses", "dtype"},
+        ),
+        (
+            amp.initialize,
+            types.ApexSettings,
+            {"models", "optimizers", "enabled", "opt_level", "num_losses"},
+        ),
+        (ScaleSettings, types.ScaleSettings, set()),
+    ],
+    ids=["initialize", "apex", "loss scale"],
+)
+def test_type_checkers_know_each_setting(function, settings, spelled_out):
+    """`tests/types/calls.py` tries the types."""
+    names = set(inspect.signature(function).parameters)
+    assert settings.__optional_keys__ == names - spelled_out

@@ -305,23 +305,6 @@ def test_deactivate_or_another_level_inside(pair, level):
     assert torch.equal(after, copy.deepcopy(model)(X))
 
 
-def test_a_generator_that_is_left(pair):
-    """Streams tokens; whoever drops it ends the block."""
-    model, _ = pair
-
-    def stream():
-        with ampatch.cached_weights(model), torch.no_grad():
-            while True:
-                yield model(X)
-
-    tokens = stream()
-    assert torch.equal(next(tokens), next(tokens)) and len(copies_of_second()) == 1
-    del tokens
-    gc.collect()
-    assert not copies_of_second()
-    train(*pair)
-
-
 def test_threads_share_the_copies(pair):
     model, _ = pair
     expected = fresh(model)

@@ -154,24 +154,6 @@ def test_gradients_arrive_while_earlier_layers_are_computed():
     assert [grad is not None for grad in there[:4]] == [False] * 4
 
 
-def test_a_layers_backward_hook_finds_the_gradients_that_it_finds_in_float():
-    """A node of many weights would give them all at its end: below such hooks each has its own."""
-    found = []
-    for is_managed in (False, True):
-        model, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
-        if is_managed:
-            start(model)
-
-        def note(*call, model=model, seen=seen):
-            seen.append([weight.grad is not None for weight in model.parameters()])
-
-        for layer in model:
-            layer.register_full_backward_hook(note)
-        model(inputs().requires_grad_()).sum().backward()
-        found.append(seen)
-    assert found[0] == found[1] and len(found[0]) == 4
-
-
 @pytest.mark.parametrize("how", ["a part", "a method that calls parts"])
 def test_a_compiled_function_that_calls(how):
     """As eager, to the bit, in one graph; parts get half weights and inputs there too."""

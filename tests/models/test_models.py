@@ -83,8 +83,7 @@ def test_of_a_half_model_with_fp32_buffers_only_mixed_calls_are_cast(level, half
     assert seen["angles"].dtype is torch.float32 and seen["half"].dtype is half
 
 
-# Copies; averages, and what copies compute and train: tests/laws/test_float_weights.py; files:
-# tests/session/test_copies.py
+# Copies; averages and what copies train: situations of laws; files: tests/session/test_copies.py
 
 
 def hooks_of(module):

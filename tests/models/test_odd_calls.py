@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -21,19 +22,28 @@ def net(seed=0):
 
 
 def initialize(model, level, **settings):
-    ampatch.initialize(model, opt_level=level, dtype=HALF, verbosity=0, **settings)
+    ampatch.initialize(model, opt_level=level, **{"dtype": HALF, "verbosity": 0, **settings})
 
 
-@pytest.mark.parametrize("inner", LEVELS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_models_of_two_levels(level, inner):
-    teacher, x = net(1), data()[0]
-    student = Made(lambda self, x: self.head(self.body(x) + teacher(x)), body=net(), head=net(2))
-    expected = student(x)
+@pytest.mark.parametrize("level, inner", [("O1", "O0"), *itertools.product(LEVELS, LEVELS)])
+def test_a_teacher_of_another_level_and_half_type(level, inner):
+    """In its student's forward it computes as by itself; what it gives fits there."""
+    teacher, x = net(1), data()[0].to(HALF).float()
+
+    def forward(self, x):
+        taught = teacher(x)
+        return self.head(self.body(x) + taught), taught
+
+    student = Made(forward, body=net(), head=net(2))
+    expected = student(x)[0]
     initialize(student, level)
-    initialize(teacher, inner)
-    torch.testing.assert_close(student(x).float(), expected, rtol=0.05, atol=0.05)
-    assert teacher(x).dtype is (HALF if inner == "O1" else torch.float32)
+    initialize(teacher, inner, dtype=torch.float16)
+    out, taught = student(x)
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    alone, rounding = teacher(x), 0 if level == "O1" else 0.01
+    torch.testing.assert_close(taught.float(), alone.float(), rtol=rounding, atol=rounding)
+    assert out.dtype is (HALF if level == "O1" else torch.float32)
+    assert alone.dtype is (torch.float16 if inner == "O1" else torch.float32)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

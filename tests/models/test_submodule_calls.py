@@ -226,26 +226,19 @@ def test_moving_a_model_with_gradients_keeps_them(level):
 # A framework's step: code around a half model that calls its parts
 
 
-class Sent(nn.Module):
-    """A framework sends its step through the call of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 4)
-        self.step: object = None
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        step, self.step = self.step, None
-        return self.net(inputs) if step is None else step(inputs)
-
-
 @HALF_LEVELS
 def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
     """After one that raised, calls are forwards again."""
-    model = ampatch.initialize(Sent(), opt_level=level, dtype=torch.bfloat16, verbosity=0)
+
+    def forward(self, inputs):
+        step, self.step = self.step, None
+        return self.net(inputs) if step is None else step(inputs)
+
+    model = Made(forward, net=nn.Linear(4, 4), step=None)
+    ampatch.initialize(model, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     seen = []
 
-    def step(inputs: torch.Tensor) -> torch.Tensor:
+    def step(inputs):
         seen.extend((inputs.dtype, model.net(inputs).dtype, model(inputs).dtype))
         return inputs.double()
 
