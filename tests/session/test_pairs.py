@@ -1,6 +1,6 @@
 """A model and its optimizer copied together, in whatever holds them: the copies belong together.
 
-How such a pair trains on at O0 to O2: situations_saved.py and test_float_weights.py in tests/laws.
+How such a pair trains on at O0 to O2: `tests/laws/situations_saved.py`.
 """
 
 from __future__ import annotations
