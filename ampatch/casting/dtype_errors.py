@@ -106,19 +106,26 @@ def _package(frame: FrameType) -> str:
 def _tensors(frame: FrameType, line: int) -> dict[str, Tensor]:
     """A frame's floating tensors by their names: those of its line, if one of them is half.
 
-    Of modules their own parameters and buffers too, such as `self.weight`.
+    In the line modules' own tensors have names too, such as `self.weight`.  They are taken from the
+    modules' dictionaries: no code of the user's runs, which could raise.
     """
-    known: dict[str, object] = dict(frame.f_locals)
-    for name, module in frame.f_locals.items():
+    found = dict(frame.f_locals)
+    members: dict[str, object] = {}
+    for name, module in found.items():
         if isinstance(module, nn.Module):
-            for own in (module.named_parameters, module.named_buffers):
-                known.update({f"{name}.{key}": value for key, value in own(recurse=False)})
-    found = {
-        name: value
-        for name, value in known.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
+            own = vars(module)
+            for table in (own, *(one for one in own.values() if isinstance(one, dict))):
+                members.update({f"{name}.{key}": value for key, value in table.items()})
     text = linecache.getline(frame.f_code.co_filename, line)
     words = {*re.findall(r"\w+", text), *re.findall(r"\b\w+\.\w+", text)}
-    named = {name: value for name, value in found.items() if name in words}
-    return named if any(value.dtype in HALF_TYPES for value in named.values()) else found
+    named = {name: one for name, one in _floating(found | members).items() if name in words}
+    is_told = any(value.dtype in HALF_TYPES for value in named.values())
+    return named if is_told else _floating(found)
+
+
+def _floating(values: dict[str, object]) -> dict[str, Tensor]:
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }

@@ -57,7 +57,7 @@ class RunningStatistics:
     def after_step(self, skipped: bool | Tensor) -> None:
         """A step was taken or skipped; a tensor is not waited for."""
         first = getattr(self._norms[0](), "running_mean", None)
-        if first is not None and first is not self._alike[0][0]:  # the model has moved
+        if type(first) is Tensor and first is not self._alike[0][0]:  # the model has moved
             self._alike = self._by_kind()
             if len(self._alike) != len(self._noted):
                 self._note()

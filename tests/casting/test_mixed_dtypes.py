@@ -150,6 +150,36 @@ def test_a_parameter_that_a_forward_makes_and_uses_is_named(level):
     assert "self.weight is torch.float32. Cast one of them yourself" in said(caught.value)
 
 
+class Bare(nn.Module):
+    def __init__(self):
+        """Without torch's tables."""
+
+
+class Own(nn.Module):
+    def named_parameters(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("kind", [Bare, Own])
+def test_no_module_in_the_frame_keeps_the_note_away_or_half_copies_in_place(kind):
+    odd = kind()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            module = odd
+            return self.linear(x) @ torch.eye(4), module
+
+    model = Model()
+    ampatch.initialize(model, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 4))
+    assert "Model is at O2" in said(caught.value) and model.linear.weight.dtype is torch.float32
+
+
 CONSTANTS = {
     "masked_fill": lambda x, value: x.masked_fill(x > 0, value),
     "masked_fill_": lambda x, value: x.clone().masked_fill_(x > 0, value),

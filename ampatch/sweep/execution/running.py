@@ -65,9 +65,7 @@ class Course:
                     shown.said(f"{self._program} {self._plan.kind.in_words()}.")
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
-                if (
-                    self._plan.has_budget
-                ):  # then nothing else has been submitted, and waits to start
+                if self._plan.has_budget:  # then nothing else has been submitted, and waits
                     schedule.plan(*self._by_turn())
                     self._outcome.write()
                 if self._plan.in_words():

@@ -1,7 +1,7 @@
 """The page, the pictures and the tables of a sweep, from what lies in its directory.
 
     DIR/report.html              all of it on one page, the pictures inside
-    DIR/plots/NAME.svg .pdf .png loss-by-step, speed
+    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed
 
 They are made when a sweep has ended, and by `ampatch report` from the stored results.  The page has
 no script and needs no other file; how it looks: `templates/page.html.j2`.
