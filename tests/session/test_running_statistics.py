@@ -198,3 +198,15 @@ def test_operators_of_a_step_do_not_grow_with_the_norms(skipped):
         counts.append(len(operators.seen) - views)
         statistics.close()
     assert counts[0] == counts[1]
+
+
+def test_statistics_that_are_no_plain_tensors_any_more_are_left_alone():
+    model, optimizer = start("O1")
+    for norm in (model.norm, model.head[2]):
+        for name in ("running_mean", "running_var"):
+            value = getattr(norm, name)
+            delattr(norm, name)
+            setattr(norm, name, nn.Parameter(value, requires_grad=False))
+    for number in range(3):
+        step(model, optimizer, (number,))
+    assert not ampatch.step_was_skipped(optimizer)
