@@ -27,10 +27,15 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         if name in FACTORIES:
-            return functools.partial(getattr(torch, name), device=self._device)
+            return functools.partial(self._made, getattr(torch, name))
         if name == "autocast":
             return self._autocast
         return getattr(torch, name)
+
+    def _made(self, factory: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "generator" in kwargs:  # one of the host, whose numbers CUDA does not take
+            return factory(*args, **kwargs).to(self._device)
+        return factory(*args, **{"device": self._device, **kwargs})
 
     def _autocast(self, device: str, *args: Any, **kwargs: Any) -> torch.autocast:
         return torch.autocast(self._device if device == "cpu" else device, *args, **kwargs)
