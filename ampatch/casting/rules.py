@@ -18,6 +18,8 @@ from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
 from ..torch_private.dtensors import is_dtensor
+from ..torch_private.modules import are_one_block
+from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
 from .arguments import tensors_in
@@ -64,6 +66,8 @@ def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
+        if type(value) is list and _is_block(value, to, policy):
+            return list(policy.cache.cast_block(value, to))
         inside, changed = [], False
         for item in value:
             new = item if type(item) in SCALARS else cast(item, to, policy)
@@ -83,6 +87,18 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if wants_to_see(value):
         raise Handled
     return value
+
+
+def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
+    """Whether these are the weights of an RNN as cuDNN wants them, and become half."""
+    return (
+        to is not torch.float32
+        and not is_dynamo_compiling()
+        and are_one_block(values)
+        and not is_recording()
+        and values[0].dtype is torch.float32
+        and policy.casts_on(values[0].device.type)
+    )
 
 
 def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.nn import Parameter
 
 from .. import native
+from ..torch_private.modules import share_block
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import computes_with_fakes, is_recording
-from .batched_casts import Copies, LastForward, cast_into
+from .batched_casts import Copies, LastForward, cast_in_one_block, cast_into
 from .cast_observers import note_copies, observers
 from .kept_copies import KeptCopies
 
@@ -186,21 +189,40 @@ class WeightCache:
                 return half
         return self._make(forward, copies, weight, dtype)
 
+    def cast_block(self, weights: list[Parameter], dtype: torch.dtype) -> Sequence[Tensor]:
+        """As `cast`, for the weights of an RNN, which share one block of memory: so do the copies.
+
+        cuDNN wants them so, else it copies them, and warns, at every call.  They are cast at their
+        use, and never as a forward begins.
+        """
+        forward, versions = self._thread.forward, list(map(_version_of, weights))
+        in_graph = is_grad_enabled() and any(map(_wants_grad, weights))
+        if forward is None:
+            return _noted(cast_in_one_block(weights, dtype))
+        copies = forward.graphed if in_graph else forward.plain
+        found = [copies.get(id(weight), (None, None)) for weight in weights]
+        halves = [half for half, _ in found if half is not None and half.dtype is dtype]
+        if (
+            len(halves) == len(weights)
+            and [version for _, version in found] == versions
+            and share_block(halves)
+            and not (forward.in_inference and not torch.is_inference_mode_enabled())
+        ):
+            self.hits += len(weights)
+            return halves
+        self.misses += len(weights)
+        made = _noted(cast_in_one_block(weights, dtype))
+        if all(self._may_keep(forward, weight) for weight in weights):
+            copies.update(zip(map(id, weights), zip(made, versions)))
+            forward.kept.append(weights)
+        return made
+
     def _make(
         self, forward: _Forward, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A new copy of `weight`.
-
-        It is not kept where it would leak out of a trace or a transform, or could not be
-        saved for a backward pass.
-        """
+        """A new copy of `weight`."""
         self.misses += 1
-        if (
-            id(weight) in forward.touched
-            or is_recording()
-            or weight.is_inference()
-            or forward.in_inference is not torch.is_inference_mode_enabled()
-        ):
+        if not self._may_keep(forward, weight):
             return _cast_alone(weight, dtype)
         version = weight._version  # before the cast: another thread may write meanwhile
         copies[id(weight)] = half, _ = _cast_alone(weight, dtype), version
@@ -208,12 +230,34 @@ class WeightCache:
         forward.used.setdefault(id(weight), weight)
         return half
 
+    @staticmethod
+    def _may_keep(forward: _Forward, weight: Tensor) -> bool:
+        """Whether a copy may serve again.
+
+        Not where it would leak out of a trace or a transform, or could not be saved for a backward
+        pass.
+        """
+        return not (
+            id(weight) in forward.touched
+            or is_recording()
+            or weight.is_inference()
+            or forward.in_inference is not torch.is_inference_mode_enabled()
+        )
+
 
 def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    half = weight.to(dtype)
-    if observers:
-        note_copies((half,))
+    [half] = _noted([weight.to(dtype)])
     return half
+
+
+def _noted(halves: Sequence[Tensor]) -> Sequence[Tensor]:
+    if observers:
+        note_copies(halves)
+    return halves
+
+
+_version_of = operator.attrgetter("_version")
+_wants_grad = operator.attrgetter("requires_grad")
 
 
 if native.part is not None:  # it casts weights at their use, unless there are observers

@@ -370,7 +370,7 @@ class LentWeights:
     def is_end_of(self, part: nn.Module, is_traced: bool) -> bool:
         """Whether a call of a part from outside ends."""
         if is_traced:
-            return bool(self.traced) and self.traced[-1][0] is part
+            return len(self.traced) > 0 and self.traced[-1][0] is part
         roots = self._roots_here()
         if not roots or roots[-1] is not part:
             return False

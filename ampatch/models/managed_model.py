@@ -10,7 +10,6 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Collection, Iterator
@@ -244,12 +243,16 @@ class ManagedModel:
         )
 
     def uninstall(self) -> None:
-        """Take hooks and conversions out."""
+        """Take hooks and conversions out.  No reference to the model stays in a cycle.
+
+        Else its weights, and their gradients, would stay in memory until Python looks for cycles.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if self._parts is not None:
             self._parts.forget()
+            self._parts = None
         self.kept.end()
         self._copies.uninstall()
         if self.lent is not None:
@@ -265,7 +268,12 @@ class ManagedModel:
         """What casts the inputs of the model, or of a part."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
-        mix = functools.partial(self._owner.mix, self)
+        owner, me = self._owner, weakref.ref(self)
+
+        def mix() -> None:
+            if (managed := me()) is not None:
+                owner.mix(managed)
+
         return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
 
     def enter_part(self, part: nn.Module, is_traced: bool) -> None:
@@ -322,15 +330,16 @@ class ManagedModel:
 
         At levels without half weights it changes nothing.
         """
-        if self._parts is None:
+        parts = self._parts
+        if parts is None:
             yield
             return
         before, self._step = self._step, step
-        results = self._parts.results_are(self.out_dtype)
+        results = parts.results_are(self.out_dtype)
         try:
             yield
         finally:
-            self._parts.results_are(results)
+            parts.results_are(results)
             self._step = before
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:

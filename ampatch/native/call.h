@@ -46,7 +46,7 @@ class Caster {
   static bool is_usual(PyObject* value, int deepest = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
-    if (!is_sequence(value) || deepest == 0) return false;
+    if (!is_sequence(value) || deepest == 0 || is_block(value)) return false;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
       if (!is_usual(PySequence_Fast_GET_ITEM(value, i), deepest - 1)) return false;
     }
@@ -93,6 +93,18 @@ class Caster {
       made = tensor.to(to_);
     }
     return THPVariable_Wrap(std::move(made));
+  }
+
+  // Whether a list begins with two parameters in one block of memory: an RNN's, as cuDNN wants them.
+  static bool is_block(PyObject* sequence) {
+    if (!PyList_CheckExact(sequence) || PyList_GET_SIZE(sequence) < 2) return false;
+    PyObject *first = PyList_GET_ITEM(sequence, 0), *second = PyList_GET_ITEM(sequence, 1);
+    if (Py_TYPE(first) != Py_TYPE(second) ||
+        reinterpret_cast<PyObject*>(Py_TYPE(first)) != ParameterClass) {
+      return false;
+    }
+    const Tensor &one = THPVariable_Unpack(first), &other = THPVariable_Unpack(second);
+    return one.has_storage() && other.has_storage() && one.is_alias_of(other);
   }
 
   // The same object where nothing inside changes; the caller's is left as it is.

@@ -59,11 +59,12 @@ using EdgeTarget = decltype(torch::autograd::Edge::function);
 // Half copies of weights, each with an edge to the node that leads back to them.
 // Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
 // keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
-template <typename Target>
+// Both are parameters, so that a torch which keeps nodes otherwise does not compile the first part.
+template <typename Target, typename Node>
 variable_list in_graph(const variable_list& weights, ScalarType dtype) {
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
     auto halves = copies_of(weights, dtype);
-    auto node = c10::make_intrusive<CastNode>();
+    auto node = c10::make_intrusive<Node>();
     node->ctx_.set_materialize_grads(false);
     node->is_variable_input_.assign(weights.size(), true);
     node->set_ctx_grad_fn(node);
@@ -79,7 +80,7 @@ variable_list in_graph(const variable_list& weights, ScalarType dtype) {
 std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype) {
   const std::vector<Tensor> weights = tensors_of(list);
   pybind11::gil_scoped_release no_gil;
-  return in_graph<EdgeTarget>(weights, dtype);
+  return in_graph<EdgeTarget, CastNode>(weights, dtype);
 }
 
 // The same outside the graph.

@@ -14,10 +14,23 @@ def _one_by_one(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
         grad.mul_(inverse)
 
 
-check_and_unscale_ = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
-"""(grads, found_inf, inverse): multiply by `inverse`, in place; set `found_inf` to 1 where an inf
-or NaN was met.
-"""
+_kernel = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
+
+
+def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients of one device by `inverse`, in place; set `found_inf` to 1 where an inf or
+    NaN was met.
+
+    torch's kernel takes bfloat16 on the CPU, and not on CUDA.
+    """
+    if not found_inf.is_cpu:
+        unknown = [grad for grad in grads if grad.dtype is torch.bfloat16]
+        if unknown:
+            _one_by_one(unknown, found_inf, inverse)
+            grads = [grad for grad in grads if grad.dtype is not torch.bfloat16]
+    if grads:
+        _kernel(grads, found_inf, inverse)
+
 
 update_scale_ = of_torch("torch._amp_update_scale_", None)
 """(scale, clean, found, growth, backoff, interval): the rule of the scale, in place; None: this

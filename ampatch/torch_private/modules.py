@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.utils.parametrize
-from torch import nn
+from torch import Tensor, nn
 
 from .lookup import of_torch
 
@@ -57,11 +57,21 @@ def list_weights(rnn: nn.RNNBase) -> None:
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     """The weights of an RNN that lie in one block of memory, as cuDNN wants them; else none."""
     weights = getattr(rnn, FLAT_WEIGHTS, [])
+    return list(weights) if are_one_block(weights) else []
+
+
+def are_one_block(weights: Sequence) -> bool:
+    """Whether these are several parameters in one block of memory."""
     if len(weights) < 2 or any(type(one) is not nn.Parameter for one in weights):
-        return []
-    storages = {one.untyped_storage().data_ptr() for one in weights}
+        return False
     alike = {(one.dtype, one.device, one.layout) for one in weights}
-    return list(weights) if len(storages) == len(alike) == 1 and 0 not in storages else []
+    return len(alike) == 1 and share_block(weights)
+
+
+def share_block(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors lie in one block of memory."""
+    blocks = {one.untyped_storage().data_ptr() for one in tensors}
+    return len(blocks) == 1 and 0 not in blocks
 
 
 _parametrize: Any = torch.nn.utils.parametrize

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from autocast_oracle import dtypes, to
+from flat_rnns import in_one_block
 from matrix_kernels import Kernels
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -184,3 +185,78 @@ def test_states_of_either_dtype(kind, half):
             found = model(given, state)[0]
             assert found.dtype is half
             torch.testing.assert_close(found.detach().float(), reference, rtol=0.1, atol=0.1)
+
+
+class Twice(nn.Module):
+    """Two calls of an RNN in a forward, as a loop over time makes them."""
+
+    def __init__(self, make: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = make(8, 4, 2, bidirectional=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.rnn(x)[0])[0])
+
+
+def blocks_in(calls: list[Any]) -> list[int]:
+    """The addresses of the weights' blocks of memory in each call; all are half."""
+    found = []
+    for args in calls:
+        [weights] = [arg for arg in args if isinstance(arg, list)]
+        assert len(weights) == 16 and {one.dtype for one in weights} == {torch.float16}
+        [block] = {one.untyped_storage().data_ptr() for one in weights}
+        places = [0, *itertools.accumulate(one.numel() for one in weights)][:-1]
+        assert [one.storage_offset() for one in weights] == places
+        found.append(block)
+    return found
+
+
+@pytest.mark.parametrize("name", ["rnn_tanh", "gru", "lstm"])
+def test_copies_lie_in_memory_as_the_weights_do(name, monkeypatch):
+    """cuDNN takes them as they are then; else it copies them at every call, and warns."""
+    calls: list[Any] = []
+    original = getattr(torch._VF, name)
+
+    def watched(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(torch._VF, name, watched)
+    x, results = torch.randn(5, 3, 8), []
+    for flat in (False, True):
+        model = Twice(KINDS[name.removesuffix("_tanh")])
+        if flat:
+            in_one_block(model.rnn)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ampatch.initialize(model, optimizer, verbosity=0)
+        losses = []
+        for _ in range(3):
+            calls.clear()
+            loss = model(x).float().square().mean()
+            if flat:
+                first, second = blocks_in(calls)
+                assert first == second, "the second call casts anew"
+            with ampatch.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append([*losses, *(weight.detach() for weight in model.parameters())])
+        ampatch.deactivate()
+    assert all(map(torch.equal, *results))
+
+
+def test_copies_in_one_block_serve_all_forwards_of_cached_weights(monkeypatch):
+    model = Twice(nn.LSTM)
+    in_one_block(model.rnn)
+    ampatch.initialize(model, verbosity=0)
+    x, calls = torch.randn(5, 3, 8), []
+    original = torch._VF.lstm
+    monkeypatch.setattr(torch._VF, "lstm", lambda *args: calls.append(args) or original(*args))
+    with ampatch.cached_weights(model), torch.no_grad():
+        before = model(x)
+        assert torch.equal(model(x), before)
+        model.rnn.weight_hh_l0.mul_(2.0)
+        assert not torch.equal(model(x), before)
+    assert len(calls) == 6

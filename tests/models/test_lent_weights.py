@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from flat_rnns import in_one_block
 from small_training import Made, Net, in_threads, managed, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -262,16 +263,6 @@ def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, mo
             assert copied[name].dtype is torch.float32 and torch.equal(copied[name], weight)
             assert not copied[name].requires_grad or "kept" in how
             assert "kept" not in how or copied[name] is weight
-
-
-def in_one_block(rnn):
-    """Lay its weights out in one block of memory, as `flatten_parameters` does on CUDA."""
-    block = torch.cat([weight.detach().flatten() for weight in rnn._flat_weights])
-    start = 0
-    for weight in rnn._flat_weights:
-        weight.data = block[start : start + weight.numel()].view_as(weight)
-        start += weight.numel()
-    return rnn
 
 
 RNNS = {

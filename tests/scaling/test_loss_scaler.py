@@ -91,6 +91,24 @@ def test_the_rule_is_that_of_the_paper_to_the_bit(rule):
     assert rule in EXTREME or {settings["min_loss_scale"], settings["max_loss_scale"]} <= seen
 
 
+def test_gradients_that_cudas_kernel_does_not_take_are_unscaled_without_it(monkeypatch):
+    """It has no bfloat16, at which it raises; the fake device has no values."""
+    taken = []
+    monkeypatch.setattr(amp_kernels, "_kernel", lambda grads, *_: taken.extend(grads))
+    for device, left in (("cpu", 3), ("meta", 2)):
+        grads = [
+            torch.ones(2, dtype=dtype, device=device)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ]
+        versions = [grad._version for grad in grads]
+        numbers = torch.zeros(2, device=device)
+        amp_kernels.check_and_unscale_(grads, numbers[0], numbers[1])
+        assert len(taken) == left
+        written = [grad._version > version for grad, version in zip(grads, versions)]
+        assert written == [False, device == "meta", False]
+        taken.clear()
+
+
 def test_it_is_the_rule_of_torchs_gradscaler():
     theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     ours = DynamicScaler(init_scale=1024.0, growth_interval=4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import session_pairs
 import torch
@@ -109,3 +112,28 @@ def test_twice_is_once_and_without_a_session_nothing():
         ampatch.deactivate()
         assert session_pairs.hook_count(model) == session_pairs.hook_count(build())
         assert all(map(torch.equal, build().state_dict().values(), model.state_dict().values()))
+
+
+def test_afterwards_memory_is_free_at_once(opt_level):
+    """No cycle holds weights and gradients until Python looks for cycles."""
+    session_pairs.one_step(*start_pair(opt_level), 0)  # torch keeps the first optimizer that steps
+    ampatch.deactivate()
+    model, optimizer = start_pair(opt_level)
+    session_pairs.one_step(model, optimizer, 0)
+    held = [weakref.ref(one) for one in (model, optimizer, *model.parameters())]
+    held += [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        ampatch.deactivate()
+        del model, optimizer
+        assert [one() for one in held if one() is not None] == []
+    finally:
+        gc.enable()
+
+
+def start_pair(level):
+    model = session_pairs.build()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
