@@ -251,6 +251,7 @@ class Session:
         """FP32 meets half in a model's forward: have calls that mix them follow the tables."""
         if managed.policy is None:
             managed.policy = self.policies.mixed
+            self.policies.cast_on({one.device.type for one in managed.model.parameters()})
             if self.is_open:
                 registry.refresh()
 

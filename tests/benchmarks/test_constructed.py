@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -62,7 +63,7 @@ def trained(problem, level, dtype="float16", **settings):
     scaler = torch.amp.GradScaler("cpu", enabled=settings.get("scaling", False))
     for _ in range(problem.steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=not is_ours):
+        with nullcontext() if is_ours else torch.autocast("cpu", dtype=getattr(torch, dtype)):
             loss = problem.weight * F.mse_loss(model(inputs), targets)
         if is_ours:
             with amp.scale_loss(loss, optimizer) as scaled_loss:

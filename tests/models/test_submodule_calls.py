@@ -14,7 +14,7 @@ from torch import nn
 
 import ampatch
 from ampatch.integrations.framework_step import Step
-from ampatch.session import facade
+from ampatch.session import facade, policies
 
 HALF_LEVELS = pytest.mark.parametrize("level", ["O2", "O3"])
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -81,7 +81,9 @@ def test_parts_and_methods_take_float_inputs(level, name, half):
 
 
 @HALF_LEVELS
-def test_large_inputs_of_a_part_count(level):
+@pytest.mark.parametrize("beside", [None, {"meta"}], ids=["no GPU", "a GPU in the machine"])
+def test_large_inputs_of_a_part_count(level, beside, monkeypatch):
+    monkeypatch.setattr(policies, "devices_to_start_from", lambda: beside)
     (model, _), plain = start(level, torch.float16), Net()
     mask = torch.full((3, 3), -1e9).triu(1)
     torch.testing.assert_close(
