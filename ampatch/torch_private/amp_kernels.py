@@ -14,7 +14,7 @@ def _one_by_one(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
         grad.mul_(inverse)
 
 
-_kernel = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
+kernel = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -29,7 +29,7 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
             _one_by_one(unknown, found_inf, inverse)
             grads = [grad for grad in grads if grad.dtype is not torch.bfloat16]
     if grads:
-        _kernel(grads, found_inf, inverse)
+        kernel(grads, found_inf, inverse)
 
 
 update_scale_ = of_torch("torch._amp_update_scale_", None)
