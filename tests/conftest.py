@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+# Frameworks would train on a GPU that they see, and sweeps have more rows. `-m gpu` sees it; workers
+# of xdist inherit what the first process sees.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in arg for arg in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # Tiny tensors on shared cores: threads that wait for each other cost far more than they save.
 os.environ["OMP_NUM_THREADS"] = "1"
 

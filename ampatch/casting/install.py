@@ -184,7 +184,19 @@ class Installation:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
             uncast = special_ops.float_inside(CHOOSERS[_AT_EVERY_LEVEL[row.where, name]])
+        by_itself = self._float_by_itself(row, name)
+        if by_itself is not None:
+            choose, uncast = by_itself.parts(choose, uncast, self._state)
         return self._maker(choose, uncast=uncast)
+
+    @staticmethod
+    def _float_by_itself(row: Row, name: str) -> special_ops.FloatByItself | None:
+        if row not in BLACKLIST:
+            return None
+        if row.rule is Rule.FLOAT_UNLESS_DTYPE and row.where != "torch._VF":  # `norm` has its own
+            return special_ops.BY_DTYPE
+        is_loss = (row.where, name) == ("torch._C._nn", "cross_entropy_loss")
+        return special_ops.CROSS_ENTROPY if is_loss else None
 
     def _maker(
         self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .contexts import PolicyContext
 from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import Choose, cast, cast_call, castable, widest
+from .rules import TENSORS, Choose, cast, cast_call, castable, widest
 from .stack import FOLLOW
 
 Make = Callable[[Callable], Callable]
@@ -50,6 +50,89 @@ def float_inside(choose: Choose) -> Callable:
         return cast(call(*cast_args, **cast_kwargs), wide, _EVERYWHERE)
 
     return uncast
+
+
+class FloatByItself(NamedTuple):
+    """How an accelerator computes a function in FP32 from a half tensor, without a copy of it.
+
+    `takes(*args, **kwargs)` says whether `compute(call, *args, **kwargs)` can make this call.
+    """
+
+    takes: Callable[..., bool]
+    compute: Callable[..., Any]
+
+    def parts(
+        self, choose: Choose, uncast: Callable | None, state: CastState
+    ) -> tuple[Choose, Callable]:
+        """`choose` and `uncast` of `wrapper.replacement`; other calls are cast as `choose` says."""
+
+        def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
+            value = args[0] if args else kwargs.get("input")
+            return (
+                type(value) in TENSORS
+                and value.dtype in HALF_TYPES
+                and not value.is_cpu
+                and value.layout is torch.strided
+                and policy.float_to is torch.float32
+                and policy.casts_on(value.device.type)
+                and not is_dynamo_compiling()  # a compiler fuses the cast
+                and self.takes(*args, **kwargs)
+            )
+
+        def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+            return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
+
+        def made(call: Callable, *args: Any, **kwargs: Any) -> Any:
+            policy = state.current()
+            if (
+                policy is not None
+                and policy.follows_tables
+                and kwargs.get("out") is None
+                and (policy.gate is None or policy.gate(args, kwargs))
+                and is_taken(args, kwargs, policy)
+            ):
+                return self.compute(call, *args, **kwargs)
+            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
+
+        return chosen, made
+
+
+def _leaves_dtype_open(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    return dtype is None and not any(arg is None or type(arg) is torch.dtype for arg in args)
+
+
+def _with_dtype(call: Callable, *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **{**kwargs, "dtype": torch.float32})
+
+
+def _has_classes(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> bool:
+    is_index = not target.is_floating_point() and target.shape != input.shape
+    return is_index and weight is None and not label_smoothing
+
+
+def _cross_entropy_of_classes(
+    call: Callable,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    aten = torch.ops.aten
+    log_probabilities = aten.log_softmax(input, min(1, input.dim() - 1), torch.float32)
+    return aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
+
+
+BY_DTYPE = FloatByItself(_leaves_dtype_open, _with_dtype)
+CROSS_ENTROPY = FloatByItself(_has_classes, _cross_entropy_of_classes)
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
