@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Frameworks would train on a GPU that they see, and sweeps have more rows. `-m gpu` sees it; workers
-# of xdist inherit what the first process sees.
+# Frameworks would train on a GPU that they see, and sweeps have more rows.  `-m gpu` sees it.
+# Workers of xdist inherit what the first process sees.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in arg for arg in sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

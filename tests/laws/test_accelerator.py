@@ -319,3 +319,29 @@ def test_a_model_on_two_devices(level, half):
     assert [param.device.type for param in ours] == ["cpu", "cpu", NAME, NAME]
     for one, other in zip(plain, ours, strict=True):
         torch.testing.assert_close(one, other, atol=0.02, rtol=0)
+
+
+CLASSES = torch.tensor([1, 2, 3, -100])
+CROSS_ENTROPIES = {
+    "mean": ((4, 8), CLASSES, {}),
+    "none": ((4, 8), CLASSES, {"reduction": "none"}),
+    "sum": ((4, 8), torch.arange(4), {"reduction": "sum", "ignore_index": 2}),
+    "bytes": ((4, 8), CLASSES.abs().to(torch.uint8), {"ignore_index": 100}),
+    "one row": ((8,), torch.tensor(3), {}),
+    "pictures": ((2, 8, 2), torch.tensor([[1, 2], [3, 4]]), {}),
+    "smooth": ((4, 8), CLASSES, {"label_smoothing": 0.1}),
+    "probabilities": ((4, 8), torch.rand(4, 8), {}),
+}
+
+
+@pytest.mark.parametrize("case", CROSS_ENTROPIES)
+def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
+    shape, target, options = CROSS_ENTROPIES[case]
+    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
+    x, target, found = torch.randn(shape, device=NAME).half(), target.to(NAME), []
+    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
+        logits = given.float() if found else given
+        loss = torch.nn.functional.cross_entropy(logits, target, **options)
+        loss.sum().backward()
+        found.append((loss.detach().cpu(), given.grad.cpu()))
+    assert all(map(torch.equal, *found))
