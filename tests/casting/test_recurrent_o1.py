@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -188,7 +189,9 @@ def test_states_of_either_dtype(kind, half):
 
 
 class Twice(nn.Module):
-    """Two calls of an RNN in a forward, as a loop over time makes them."""
+    """Two calls of an RNN in a forward, as a loop over time makes them; `between` them."""
+
+    between: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, make: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
@@ -196,7 +199,14 @@ class Twice(nn.Module):
         self.rnn, self.head = make(8, 4, 2, bidirectional=True), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(self.rnn(x)[0])[0])
+        x = self.rnn(x)[0]
+        self.between()
+        return self.head(self.rnn(x)[0])
+
+
+@torch.no_grad()
+def halve(weight: Tensor) -> None:
+    weight.mul_(0.5)
 
 
 def blocks_in(calls: list[Any]) -> list[int]:
@@ -231,18 +241,22 @@ def test_copies_lie_in_memory_as_the_weights_do(name, monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         ampatch.initialize(model, optimizer, verbosity=0)
         losses = []
-        for _ in range(3):
+        for number in range(3):
             calls.clear()
+            if number == 2:  # a copy of what was there before would be a stale weight
+                model.between = functools.partial(halve, model.rnn.weight_hh_l0)
             loss = model(x).float().square().mean()
             if flat:
                 first, second = blocks_in(calls)
-                assert first == second, "the second call casts anew"
+                assert (first == second) is (model.between is Twice.between), "cast anew or not"
             with ampatch.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        results.append([*losses, *(weight.detach() for weight in model.parameters())])
+            if number == 1:
+                weights = [weight.detach().clone() for weight in model.parameters()]
+        results.append([*losses, *weights])
         ampatch.deactivate()
     assert all(map(torch.equal, *results))
 
