@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
+from .cast_observers import observers
 from .cast_state import CastState
 from .contexts import PolicyContext
 from .handlers import unseen_where_modes_are
@@ -113,6 +114,8 @@ def _has_classes(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> bool:
+    if observers:  # they are to see the call, and the cast
+        return False
     is_index = not target.is_floating_point() and target.shape != input.shape
     return is_index and weight is None and not label_smoothing
 
