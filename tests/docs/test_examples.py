@@ -159,7 +159,8 @@ def test_digits_reaches_its_accuracy(tmp_path):
     assert row.metrics["test_accuracy"] >= 0.97
 
 
-@pytest.mark.parametrize("example", ["digits", pytest.param("char_lm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["digits", "char_lm"])
 def test_the_seeds_of_a_sweep_reach_an_example(example, tmp_path):
     """Without `{seed}` in its arguments, and without a note on seeds: not even on generators
     that scikit-learn and a DataLoader make for themselves."""

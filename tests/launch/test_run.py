@@ -269,7 +269,11 @@ def with_apex_path(folder, *arguments, behind=()):
 
 @pytest.mark.parametrize(
     ("start", "how"),
-    [(ampatch_run, "train.py"), (ampatch_run, "-m train"), (with_apex_path, "train.py")],
+    [
+        (ampatch_run, "train.py"),
+        pytest.param(ampatch_run, "-m train", marks=pytest.mark.slow),
+        pytest.param(with_apex_path, "train.py", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_of_the_script_find_apex_too(start, how, tmp_path):
     write(tmp_path / "train.py", CHILDREN)
@@ -279,6 +283,7 @@ def test_processes_of_the_script_find_apex_too(start, how, tmp_path):
     assert done.stdout.splitlines() == [f"{batches}", "(0, 'apex.amp', '__mp_main__')"]
 
 
+@pytest.mark.slow
 def test_an_apex_without_amp_gives_way_in_processes_of_the_script_too(tmp_path):
     """Today's apex, whose other modules stay reachable."""
     for name, text in {"__init__": "", "contrib/kernels": "found = 'behind'\n"}.items():
@@ -357,7 +362,7 @@ OWN = """
 """
 
 
-@pytest.mark.parametrize("is_package", [False, True])
+@pytest.mark.parametrize("is_package", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_module_apex_of_the_users_own_stays(is_package, tmp_path):
     package = {
         "apex/__init__": "from .core import Own\n",

@@ -238,9 +238,12 @@ def needs(framework):
         pytest.skip(f"{package} is not installed")
 
 
+SLOW = ("fabric", "transformers")
+
+
 @pytest.mark.parametrize(
     "framework",
-    [pytest.param(one, marks=pytest.mark.slow) if one == "fabric" else one for one in LOOPS],
+    [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in LOOPS],
 )
 def test_a_framework_trains_through_its_integration(framework, tmp_path):
     """Its own mixed precision is off at O0 and beside ampatch."""

@@ -112,6 +112,7 @@ def swept(folder, monkeypatch, body, *options):
 
 
 @pytest.mark.usefixtures("warm_trials")
+@pytest.mark.slow
 def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
     body = """
         if os.path.exists("w.pt"):
