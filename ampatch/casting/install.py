@@ -193,10 +193,9 @@ class Installation:
     def _float_by_itself(row: Row, name: str) -> special_ops.FloatByItself | None:
         if row not in BLACKLIST:
             return None
-        if row.rule is Rule.FLOAT_UNLESS_DTYPE and row.where != "torch._VF":  # `norm` has its own
+        if row.rule is Rule.FLOAT_UNLESS_DTYPE:
             return special_ops.BY_DTYPE
-        is_loss = (row.where, name) == ("torch._C._nn", "cross_entropy_loss")
-        return special_ops.CROSS_ENTROPY if is_loss else None
+        return special_ops.CROSS_ENTROPY if name == "cross_entropy_loss" else None
 
     def _maker(
         self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None

@@ -68,7 +68,7 @@ class FloatByItself(NamedTuple):
         """`choose` and `uncast` of `wrapper.replacement`; other calls are cast as `choose` says."""
 
         def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
-            value = args[0] if args else kwargs.get("input")
+            value: Any = args[0] if args else kwargs.get("input")
             return (
                 type(value) in TENSORS
                 and value.dtype in HALF_TYPES
