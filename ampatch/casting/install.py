@@ -191,11 +191,7 @@ class Installation:
 
     @staticmethod
     def _float_by_itself(row: Row, name: str) -> special_ops.FloatByItself | None:
-        if row not in BLACKLIST:
-            return None
-        if row.rule is Rule.FLOAT_UNLESS_DTYPE:
-            return special_ops.BY_DTYPE
-        return special_ops.CROSS_ENTROPY if name == "cross_entropy_loss" else None
+        return special_ops.FLOAT_BY_ITSELF.get(name) if row in BLACKLIST else None
 
     def _maker(
         self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None

@@ -134,8 +134,11 @@ def _cross_entropy_of_classes(
     return aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
-BY_DTYPE = FloatByItself(_leaves_dtype_open, _with_dtype)
-CROSS_ENTROPY = FloatByItself(_has_classes, _cross_entropy_of_classes)
+_BY_DTYPE = "cumprod cumsum log_softmax prod softmax sum vector_norm"  # matrix norms take no half
+FLOAT_BY_ITSELF = {
+    **dict.fromkeys(_BY_DTYPE.split(), FloatByItself(_leaves_dtype_open, _with_dtype)),
+    "cross_entropy_loss": FloatByItself(_has_classes, _cross_entropy_of_classes),
+}
 
 
 def module_parts(state: CastState) -> list[tuple[str, str, Make]]:

@@ -345,3 +345,36 @@ def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
         loss.sum().backward()
         found.append((loss.detach().cpu(), given.grad.cpu()))
     assert all(map(torch.equal, *found))
+
+
+TOTALS = {
+    "norm": lambda x: torch.norm(x),
+    "norm of rows": lambda x: x.norm(3, dim=1, keepdim=True),
+    "nuclear": lambda x: torch.norm(x, p="nuc"),
+    "matrix": lambda x: torch.linalg.matrix_norm(x),
+    "vector": lambda x: torch.linalg.vector_norm(x, 2, dim=1),
+    "normalize": torch.nn.functional.normalize,
+    "sum": lambda x: torch.sum(x, 0, True),
+    "sum of all": lambda x: x.sum(),
+    "product": lambda x: x.prod(dim=1),
+    "cumprod": lambda x: torch.cumprod(x, 0),
+    "cumsum": lambda x: x.cumsum(dim=0),
+    "softmax": lambda x: torch.special.softmax(x, 1),
+    "module": torch.nn.Softmax(0),
+    "open dtype": lambda x: torch.softmax(x, 1, None),
+    "open dtype by name": lambda x: x.log_softmax(1, dtype=None),
+    "input by name": lambda x: torch.softmax(input=x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_float_functions_have_the_results_of_a_copy_in_fp32(name):
+    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
+    x, found = torch.randn(4, 8, device=NAME).half(), []
+    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
+        result = TOTALS[name](given.float() if found else given)
+        assert result.dtype is torch.float32
+        result.square().sum().backward()
+        found.append((result.detach().cpu(), given.grad.cpu()))
+    for ours, expected in zip(*found, strict=True):  # a sum may be made in another order
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
