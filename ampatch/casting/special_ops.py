@@ -134,9 +134,10 @@ def _cross_entropy_of_classes(
     return aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
-_BY_DTYPE = "cumprod cumsum log_softmax prod softmax sum vector_norm"  # matrix norms take no half
+# Not those of which torch takes no half (matrix norms), or computes the gradient in half (cumsum).
+_BY_DTYPE = ("log_softmax", "softmax", "sum", "vector_norm")
 FLOAT_BY_ITSELF = {
-    **dict.fromkeys(_BY_DTYPE.split(), FloatByItself(_leaves_dtype_open, _with_dtype)),
+    **dict.fromkeys(_BY_DTYPE, FloatByItself(_leaves_dtype_open, _with_dtype)),
     "cross_entropy_loss": FloatByItself(_has_classes, _cross_entropy_of_classes),
 }
 

@@ -64,7 +64,6 @@ FLOAT_BY_ITSELF = {
     "softmax": (torch, lambda x: F.softmax(x, 1)),
     "log_softmax": (torch.Tensor, lambda x: x.log_softmax(1)),
     "sum": (torch, lambda x: torch.sum(x, 1, keepdim=True)),
-    "cumsum": (torch.Tensor, lambda x: x.cumsum(dim=0)),
     "vector_norm": (torch.linalg, lambda x: torch.linalg.vector_norm(x, 2, dim=1)),
 }
 
