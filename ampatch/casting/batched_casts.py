@@ -34,6 +34,7 @@ from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_TABLES,
     backward_tables,
+    span_of,
 )
 from ..torch_private.probes import are_ranks, is_batched, is_recording, running_ddp
 from ..torch_private.tensors import (
@@ -92,13 +93,14 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `copies`, for tensors in one block of memory: the copies share one, at the same places."""
-    first = tensors[0]
-    size = first.untyped_storage().nbytes() // first.element_size()
-    block = torch.empty(size, dtype=dtype, device=first.device).untyped_storage()
+    """As `copies`, for tensors in one block of memory (`are_one_block`): so are the copies, at the
+    same places behind the first one.
+    """
+    first, (begin, end) = tensors[0], span_of(tensors)
+    block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
     made = [  # no views of one tensor: each is to have a version of its own
         first.new_empty(0, dtype=dtype).set_(
-            block, tensor.storage_offset(), tensor.size(), tensor.stride()
+            block, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
         )
         for tensor in tensors
     ]

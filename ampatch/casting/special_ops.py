@@ -106,32 +106,20 @@ def _with_dtype(call: Callable, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **{**kwargs, "dtype": torch.float32})
 
 
-def _has_classes(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> bool:
+def _has_classes(input: Tensor, target: Any, *others: Any, **named: Any) -> bool:
     if observers:  # they are to see the call, and the cast
         return False
-    is_index = not target.is_floating_point() and target.shape != input.shape
-    return is_index and weight is None and not label_smoothing
+    if named or len(others) != 4:  # not as F.cross_entropy calls it
+        return False
+    weight, _, _, label_smoothing = others
+    is_index = isinstance(target, Tensor) and not target.is_floating_point()
+    return is_index and target.shape != input.shape and weight is None and not label_smoothing
 
 
-def _cross_entropy_of_classes(
-    call: Callable,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    aten = torch.ops.aten
-    log_probabilities = aten.log_softmax(input, min(1, input.dim() - 1), torch.float32)
-    return aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
+def _cross_entropy_of_classes(call: Callable, input: Tensor, target: Tensor, *others: Any) -> Any:
+    _, reduction, ignore_index, _ = others
+    log_probabilities = torch.ops.aten.log_softmax(input, min(1, input.dim() - 1), torch.float32)
+    return torch.ops.aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
 # Not those of which torch takes no half (matrix norms), or computes the gradient in half (cumsum).

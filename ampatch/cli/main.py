@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -68,7 +69,7 @@ def _run(argv: list[str]) -> int:
     _check_command(parser, own)
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        options.parser.error(_unrecognized(own[0], options, unknown))
+        options.parser.error(_unrecognized(own, options, unknown))
     options.arguments, options.given = script_arguments, argv
     return int(options.command(options))
 
@@ -83,14 +84,17 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
     parser.error(f"there is no command {own[0]!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
 
 
-def _unrecognized(command: str, options: argparse.Namespace, unknown: list[str]) -> str:
-    known = {*re.findall(r"--[\w-]+", options.parser.format_help())} - {"--help"}
-    meant = did_you_mean(unknown[0].partition("=")[0], known) if unknown[0][:2] == "--" else ""
+def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
+    known = {*re.findall(r"--([\w-]+)", options.parser.format_help())} - {"help"}
+    word = unknown[0].partition("=")[0]
+    meant = did_you_mean(word[2:], known).replace('"', '"--', 1) if word[:2] == "--" else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
-    if command in WITH_SEPARATOR:
-        message += (
-            f"\nThe script's own arguments go behind --: ampatch {command} SCRIPT -- ARGUMENTS"
-        )
+    if own[0] in WITH_SEPARATOR:
+        cut = own.index(unknown[0])
+        is_behind = {"-m", options.script}.intersection(own[:cut])
+        line = shlex.join([*own[:cut], "--", *own[cut:]]) if is_behind else ""
+        message += "\nThe script's own arguments go behind --: ampatch "
+        message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
     return message
 
 

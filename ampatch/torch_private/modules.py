@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,11 +62,20 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
 
 
 def are_one_block(weights: Sequence) -> bool:
-    """Whether these are several parameters in one block of memory."""
+    """Whether these are several parameters that fill one block of memory, or a part of one."""
     if len(weights) < 2 or any(type(one) is not nn.Parameter for one in weights):
         return False
     alike = {(one.dtype, one.device, one.layout) for one in weights}
-    return len(alike) == 1 and share_block(weights)
+    if len(alike) > 1 or not share_block(weights) or not all(map(Tensor.is_contiguous, weights)):
+        return False
+    first, last = span_of(weights)
+    return last - first <= 2 * sum(map(Tensor.numel, weights))
+
+
+def span_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """From which to below which element of their block contiguous tensors lie."""
+    starts = [int(one.storage_offset()) for one in tensors]
+    return min(starts), max(map(operator.add, starts, map(Tensor.numel, tensors)))
 
 
 def share_block(tensors: Sequence[Tensor]) -> bool:

@@ -275,3 +275,20 @@ def test_copies_in_one_block_serve_all_forwards_of_cached_weights(monkeypatch):
         model.rnn.weight_hh_l0.mul_(2.0)
         assert not torch.equal(model(x), before)
     assert len(calls) == 6
+
+
+def test_weights_that_are_views_of_one_tensor_for_other_reasons():
+    """A block is hardly larger than what it holds, and parameters that overlap make none."""
+    first, last = (nn.Parameter(torch.eye(4)) for _ in range(2))
+    model = nn.LSTM(8, 4)
+    parameters = [first, *nn.Linear(8, 64).parameters(), *model.parameters(), last]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
+    expanded = [nn.Parameter(torch.ones(1).expand(4, 4), requires_grad=False)] * 2
+    ampatch.initialize(model, patch_scope="process", verbosity=0)
+    assert torch.linalg.multi_dot(expanded).dtype is torch.float16
+    sizes = []
+    keep = lambda copy: sizes.append(copy.untyped_storage().nbytes()) or copy  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda copy: copy):
+        model(torch.ones(3, 1, 8))
+        torch.linalg.multi_dot([first, last])
+    assert 0 < max(sizes) <= 2 * sum(one.numel() for one in model.parameters())

@@ -153,7 +153,6 @@ def with_ranks(directory, **options):
     return sweep.rows[0], (out / f"runs/{run.trial.file_stem}.log").read_text()
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_trial_with_its_output(tmp_path):
     row, log = with_ranks(tmp_path, levels=["O1"])
     assert row.status == "crashed: rank 1: RuntimeError: no more"
