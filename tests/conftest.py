@@ -132,11 +132,14 @@ def here(tmp_path, monkeypatch, capfd):
 
 
 @pytest.fixture(scope="session")
-def native_cache(tmp_path_factory):
-    """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`."""
+def native_cache(tmp_path_factory, request):
+    """A folder for `AMPATCH_CACHE` with a build of the native part; see `native_runs`.
+
+    The default tests compile nothing: they take what the caller has built, as CI has.
+    """
     from native_runs import cache_with_build
 
-    return cache_with_build(tmp_path_factory)
+    return cache_with_build(tmp_path_factory, "not slow" not in request.config.option.markexpr)
 
 
 @pytest.fixture(scope="session")

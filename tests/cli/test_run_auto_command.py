@@ -140,6 +140,7 @@ def test_workers(results, way):
     assert results[way]["losses"] == results["float16"]["losses"][:6]
 
 
+@pytest.mark.slow
 def test_ranks_that_the_script_spawns(tmp_path):
     """Two backward passes a step, the first under no_sync, against the mean loss of both ranks."""
     write(tmp_path / "ranks.py", DDP)

@@ -212,8 +212,8 @@ SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
 @pytest.mark.parametrize(
     "level, ways, when",  # a function is compiled at its first call, whenever it was given
     [
-        *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "before")),
-        *(("O2", in_place, "after"), ("O2", around_forward, "before"), ("O2", whole_step, "after")),
+        *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "after")),
+        *(("O2", around_forward, "before"), ("O2", whole_step, "after")),
         *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, given)),
         *(("O2", given, "before"), ("O1", of_model, "after")),
     ],

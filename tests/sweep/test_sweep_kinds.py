@@ -238,7 +238,7 @@ def needs(framework):
         pytest.skip(f"{package} is not installed")
 
 
-SLOW = ("fabric", "transformers")
+SLOW = ("fabric", "lightning", "transformers")
 
 
 @pytest.mark.parametrize(

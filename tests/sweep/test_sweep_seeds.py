@@ -124,7 +124,7 @@ def test_a_seed_may_be_an_array_and_a_number_of_any_kind():
     [
         ("int(os.environ['AMPATCH_SEED'])", (), 0),
         ("7 + int(os.environ['AMPATCH_SEED'])", (), 1),  # taken back after the second seed
-        ("7 + int(sys.argv[1])", ("{seed}",), 0),
+        pytest.param("7 + int(sys.argv[1])", ("{seed}",), 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_seed_that_is_passed_on_is_no_constant(seed, arguments, said, tmp_path):
