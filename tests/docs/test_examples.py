@@ -28,7 +28,7 @@ FULL = ("digits", "char_lm")
 SHORT = {
     "gan": ("O1", "float16"),
     "vit": ("O1", "bfloat16"),
-    "speech": ("O2", "float16"),
+    "speech": None,
     "finetune": ("O2", "bfloat16"),
     "ddp": ("O3", "float16"),
     "lightning_digits": None,

@@ -55,14 +55,15 @@ WHERE_TIMM_IS = (
 )
 
 BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
-"""The cases in the default tests; the others are slow."""
+"""The cases in the default tests, those with several runs or ranks at O1 and O2 alone; the others are slow."""
 
 
 def cases(*kinds: str) -> pytest.MarkDecorator:
-    """Every level in both half types; half of them are slow tests."""
+    """Every level in both half types; most of them are slow tests."""
     listed = []
     for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
-        marks = () if tuple(case) in BY_DEFAULT else pytest.mark.slow
+        of_kind = BY_DEFAULT[1:3] if kind in ("ranks", "resume") else BY_DEFAULT
+        marks = () if tuple(case) in of_kind else pytest.mark.slow
         listed.append(pytest.param(kind, *case, marks=marks, id="-".join([kind, *case])))
     return pytest.mark.parametrize("kind, level, half", listed)
 

@@ -52,6 +52,7 @@ def python(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_sweep(tmp_path):
     """The trials' processes find the device as they find one that a package brings."""
     script = tmp_path / "train.py"
