@@ -55,7 +55,7 @@ WHERE_TIMM_IS = (
 )
 
 BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
-"""The cases in the default tests, with several runs or ranks at O1 and O2 alone; others are slow."""
+"""The cases in the default tests (several runs or ranks: at O1 and O2 alone); others are slow."""
 
 
 def cases(*kinds: str) -> pytest.MarkDecorator:
