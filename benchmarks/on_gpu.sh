@@ -5,7 +5,7 @@
 #
 # Sections, each with a time limit of its own; one that fails is reported and stops no other:
 #   machine   versions, the device, how fast half is (ampatch doctor)
-#   tests     the tests marked gpu: CUDA graphs, waits as CUDA sees them, optimizers, two ranks, examples
+#   tests     the tests marked gpu: situations, CUDA graphs, waits as CUDA sees them, optimizers, two ranks, examples
 #   counts    kernels, operators, casts, waits and graph capture per step, small shapes
 #   resnet, gpt, bert   time, memory, kernels, waits, graph replay: O0 to O3, autocast, torch.compile
 #   sweep     ampatch sweep of an example

@@ -73,10 +73,10 @@ class FloatByItself(NamedTuple):
                 type(value) in TENSORS
                 and value.dtype in HALF_TYPES
                 and not value.is_cpu
+                and not is_dynamo_compiling()  # a compiler fuses the cast
                 and value.layout is torch.strided
                 and policy.float_to is torch.float32
                 and policy.casts_on(value.device.type)
-                and not is_dynamo_compiling()  # a compiler fuses the cast
                 and self.takes(*args, **kwargs)
             )
 
@@ -84,7 +84,7 @@ class FloatByItself(NamedTuple):
             return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
 
         def made(call: Callable, *args: Any, **kwargs: Any) -> Any:
-            policy = state.current()
+            policy = None if is_dynamo_compiling() else state.current()
             if (
                 policy is not None
                 and policy.follows_tables
