@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -13,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -49,7 +51,7 @@ def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) ->
     if pid == 0:
         os.close(answers)
         _become(request, descriptors)
-        _execute(request["arguments"])
+        _leave(_status_of(request["arguments"]))
         return
     for descriptor in descriptors:
         os.close(descriptor)
@@ -101,6 +103,28 @@ def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     for one, number in zip(away, numbers):
         os.dup2(one, number)
         os.close(one)
+
+
+def _status_of(arguments: list[str]) -> int:
+    """The exit status of the program, as the interpreter finds it."""
+    try:
+        _execute(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            return end.code & 0xFF
+        if end.code is not None:
+            print(end.code, file=sys.stderr)
+            return 1
+    return 0
+
+
+def _leave(status: int) -> None:
+    """End as the interpreter does, but take no module apart: that writes to all shared memory."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _execute(arguments: list[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from session_pairs import pair
 from small_training import step
 from torch import nn
 from torch_snapshot import changes, snapshot
-from warm_python import python
+from warm_python import environment
 
 import ampatch
 from ampatch.session.registry import registry
@@ -77,5 +79,6 @@ def test_a_session_stays_as_long_as_a_model_or_an_optimizer_is_there():
 
 
 def test_a_process_that_ends_says_nothing():
-    done = python("-W", "error", HELPERS / "ending_sessions.py")
+    command = [sys.executable, "-W", "error", HELPERS / "ending_sessions.py"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
