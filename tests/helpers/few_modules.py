@@ -1,4 +1,4 @@
-"""What is installed beside ampatch binds no function of torch's, as most tests rely on it."""
+"""Which modules the tests' sessions search for names bound early: those that hold such names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from ampatch.casting import rebind
 
 
 def search_no_other_packages() -> None:
-    """Leave out the packages that are imported by now, at the start and the end of sessions.
+    """Leave out installed packages, and modules that hold no function of torch's by now.
 
-    Looking for such a name in all their modules took most of the time of the tests, and in modules
-    of the tests that hold no function of torch's a tenth of the rest.  What is there before the
-    first test is never garbage either: collections need not look at it.  A test that searches all
-    objects by `gc` first calls `gc.unfreeze()`.
+    Looking for such names in all packages took most of the time of the tests, and in all of the
+    tests' own modules a tenth of the rest.  A test that gives a module such a name, or a function
+    for `register_half_function`, makes a module of its own.  What is there before the first test
+    is never garbage either: collections need not look at it.  A test that searches all objects by
+    `gc` first calls `gc.unfreeze()`.
     """
     for title, module in list(sys.modules.items()):
         if "site-packages" in (getattr(module, "__file__", None) or ""):  # of any environment
@@ -30,6 +31,6 @@ def search_no_other_packages() -> None:
 
 
 def _may_be_of_torch(value: object) -> bool:
-    """Torch's functions of C++ have no `__module__`."""
+    """Methods of tensors have no `__module__`."""
     home = getattr(value, "__module__", None) or "torch"
     return inspect.isroutine(value) and home.startswith("torch")

@@ -2,7 +2,7 @@
 
 `python("-m", "ampatch", "run", "train.py")` is a process as a shell starts it: arguments, working
 directory, variables, `sys.path`, `__main__`, streams, exit status and what runs at exit are its
-own.  Only torch is imported already, because importing it takes longer than most tests, and
+own.  But torch is imported already, because importing it takes longer than most tests, and
 Dynamo, which torch imports with the first optimizer; and no module is taken apart at the end.  A
 test of the start or the end of the interpreter, or of what is imported when, starts a process
 with `subprocess`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -18,7 +19,7 @@ import threading
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REQUEST_BYTES = 1 << 17  # what one packet of a Unix socket surely holds
 
@@ -39,20 +40,18 @@ def serve(channel: int) -> None:
         if os.fork() == 0:
             requests.close()
             _run_and_report(pickle.loads(message), *descriptors)
-            return
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) -> None:
-    """Returns in the process that was asked for, at its end."""
+def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) -> NoReturn:
+    """Be the process that was asked for, and the one that tells its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(answers)
         _become(request, descriptors)
         _leave(_status_of(request["arguments"]))
-        return
     for descriptor in descriptors:
         os.close(descriptor)
     os.write(answers, f"{pid}".encode().ljust(64))
@@ -106,7 +105,7 @@ def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:
 
 
 def _status_of(arguments: list[str]) -> int:
-    """The exit status of the program, as the interpreter finds it."""
+    """The exit status of the program, as the interpreter takes it from `SystemExit`."""
     try:
         _execute(arguments)
     except SystemExit as end:
@@ -118,13 +117,23 @@ def _status_of(arguments: list[str]) -> int:
     return 0
 
 
-def _leave(status: int) -> None:
-    """End as the interpreter does, but take no module apart: that writes to all shared memory."""
+def _leave(status: int) -> NoReturn:
+    """End as the interpreter does, but take no module apart: that writes to all shared memory.
+
+    So what a file still open has not written yet is lost.
+    """
+    _finish()
+    os._exit(status)
+
+
+def _finish() -> None:
+    """Wait for threads, run what is to run at exit, and write what is still to be written."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _execute(arguments: list[str]) -> None:
@@ -138,7 +147,8 @@ def _execute(arguments: list[str]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         error.__traceback__ = _without_these_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
+        if type(error) is KeyboardInterrupt:
+            _finish()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
