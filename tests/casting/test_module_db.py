@@ -122,6 +122,7 @@ def check(trial: Trial, training: bool, half: torch.dtype) -> None:
     """Refused as in FP32, or the dtypes of autocast and values near FP32's.
 
     Every kernel that multiplies matrices gets half ones, and none is fused, as under autocast.
+    `LinearCrossEntropyLoss` in chunks is one operator of torch's, which autocast leaves in FP32.
     """
     with Kernels() as kernels:
         found = outcome(run, trial.model, trial.inputs, training)
@@ -136,7 +137,9 @@ def check(trial: Trial, training: bool, half: torch.dtype) -> None:
         dtype = {"float32": torch.float32, "half": half}[NO_ORACLE[trial.info.name]]
         says = [dtype] * len(dtypes(outputs))
     assert dtypes(outputs) == says
-    assert not kernels.seen or kernels.dtypes() == {half}, kernels.seen
+    in_chunks = getattr(trial.model, "options", None) is not None
+    allowed = [{half}, {torch.float32}] if in_chunks else [{half}]
+    assert not kernels.seen or kernels.dtypes() in allowed, kernels.seen
     assert not kernels.seen.keys() & FUSED
     tolerance = 0.02 if half is torch.float16 else 0.15
     for new, old in zip(tree_leaves(outputs), tree_leaves(plain_outputs), strict=True):

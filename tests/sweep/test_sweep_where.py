@@ -207,6 +207,8 @@ def start_stubborn(folder, *options):
     "options", [["--engine", "ray"], ["--nproc-per-node", "2"]], ids=["ray", "torchrun"]
 )
 def test_a_second_interrupt_or_a_kill_leaves_nothing_running(options, interrupts, tmp_path):
+    if "ray" in options:
+        pytest.importorskip("ray")
     sweep, children = start_stubborn(tmp_path, *options)
     if interrupts:
         sweep.send_signal(signal.SIGINT)
