@@ -48,14 +48,14 @@ def replacement(
     as_object = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, call = state.process, original
+        policy, call, is_traced = state.process, original, None
         if state.per_thread:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
             own = state.thread.policy
             if own is not FOLLOW:
-                policy = own
-                if is_dynamo_compiling():
+                policy, is_traced = own, is_dynamo_compiling()
+                if is_traced:
                     call = as_object
             if observers and not is_dynamo_compiling():
                 call = ObservedCall(original, args, kwargs)
@@ -79,7 +79,9 @@ def replacement(
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
-        if _call_cast is not None and not is_dynamo_compiling():
+        if _call_cast is not None and not (
+            is_dynamo_compiling() if is_traced is None else is_traced
+        ):
             result = _call_cast(call, args, kwargs, to, policy.cache, policy.devices)
             if result is not _UNUSUAL:
                 return result

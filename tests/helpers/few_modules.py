@@ -21,7 +21,7 @@ def search_no_other_packages() -> None:
     for title, module in list(sys.modules.items()):
         if "site-packages" in (getattr(module, "__file__", None) or ""):  # of any environment
             rebind.NOT_SEARCHED.add(title.partition(".")[0])
-        elif not any(map(_may_be_of_torch, vars(module).values())):
+        elif not any(map(_may_be_of_torch, getattr(module, "__dict__", {}).values())):
             rebind.NOT_SEARCHED.add(title)
     rebind.NOT_SEARCHED.update(sys.stdlib_module_names)
     rebind.NOT_SEARCHED.difference_update(("__main__", "__mp_main__"))  # pytest's
