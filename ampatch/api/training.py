@@ -16,7 +16,7 @@ from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
-from ..scaling.scaler_entries import checked_entry, from_grad_scaler, is_grad_scalers
+from ..scaling.scaler_entries import load_entries, named
 from ..scaling.step_counts import StepCounts
 from ..session.registry import registry
 from ..session.session import Session
@@ -128,13 +128,13 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
-    """The loss scalers of one session in apex's format: of the one opened last, or that of `of`.
+    """The loss scalers of one session in apex's format: of the last one, or that of `of`.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
     `"dynamic": False` for a static scale, and the settings that `set_loss_scale_settings`
     has changed.  Where `initialize` was called several times, `of` is a model or an optimizer of
-    the session that is meant; without it a warning says that the others have scalers too.
-    Waits for the device.
+    the session that is meant.  Without it that is the last one that has an optimizer, and a
+    warning says so where others have one too.  Waits for the device.
 
     Raises `AmpatchError` when no session is open, or none has `of`.
     """
@@ -155,56 +155,27 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
             Nothing has been changed then.
         AmpatchError: no session is open, or none has `of`.
     """
-    scalers = _scalers_by_name(of, "ampatch.load_state_dict(..., of=...)")
-    if is_grad_scalers(state):
-        state = dict.fromkeys(scalers, from_grad_scaler(state))
-    if not isinstance(state, dict):
-        raise TypeError(
-            f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
-        )
-    found = [name for name in scalers if name in state]
-    unknown = sorted(str(name) for name in state if name not in scalers)
-    if not found:
-        raise ValueError(
-            f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(scalers)}. "
-            'Pass what state_dict() has returned, such as checkpoint["amp"].'
-        )
-    for name in found:
-        what = f"ampatch.load_state_dict(state): state[{name!r}]"
-        checked_entry(what, state[name], scalers[name].settings)
-    for name in found:
-        scalers[name].load_state_dict(state[name])
-    if unknown:
-        logger.warning(
-            "ampatch.load_state_dict(state): no loss scaler here has these entries, which are left "
-            "out: %s. To load all, call initialize with the num_losses of the saved run.",
-            ", ".join(unknown),
-        )
-    if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in found]:
-        logger.warning(
-            "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
-            "stay as they are: %s.",
-            ", ".join(missing),
-        )
+    load_entries(_scalers_by_name(of, "ampatch.load_state_dict(..., of=...)"), state)
 
 
 def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`, else of the one opened last."""
-    session = registry.session_of(of, call)
-    others = [one for one in registry.sessions if one is not session and one.is_alive()]
+    """The loss scalers of the session that has `of`, else of the last that scales losses."""
+    session = registry.session_of(of, call) if of is not None else registry.latest_scaling(call)
+    others = [one for one in registry.scaling_sessions() if one is not session]
     if of is None and any(one.looks_for_overflow() for one in others):
         logger.warning(
-            "%s: it covers the session opened last, and earlier calls of initialize have loss "
+            "%s: it covers the last session that has an optimizer, and earlier ones have loss "
             "scales of their own. Do the same for their models: ampatch.state_dict(of=model).",
             call,
             extra=ONCE,
         )
-    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
+    return named(session.scalers)
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of the session opened last.  Waits for the device.
+    """The present loss scale of the last session that has an optimizer.  Waits for the device.
 
+    Where none has one, of the session opened last; so for all functions about its settings.
     Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` when no session
     is open.
     """
@@ -212,8 +183,8 @@ def loss_scale(loss_id: int = 0) -> float:
 
 
 def _scaler(call: str, loss_id: int) -> Scaler:
-    """A loss scaler of the session opened last."""
-    session = registry.latest(f"{call}(...)")
+    """A loss scaler of the last session that scales losses."""
+    session = registry.latest_scaling(f"{call}(...)")
     _check_loss_id(loss_id, session, call)
     return session.scalers[loss_id]
 
@@ -229,7 +200,7 @@ def _check_loss_id(loss_id: Any, session: Session, call: str) -> None:
 
 
 def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
-    """Set the loss scale of the session opened last; a dynamic one stays within its limits.
+    """Set the loss scale that `loss_scale` returns; a dynamic one stays within its limits.
 
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or
     `ValueError` for anything else, and changes nothing then.
@@ -241,7 +212,7 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
-    """The settings of a dynamic loss scale of the session opened last; {} for a static scale.
+    """The settings of the loss scale that `loss_scale` returns; {} where that is static.
 
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.

@@ -78,7 +78,7 @@ class Installation:
             self.undo()
             raise
         if self.missing:
-            logger.info(
+            logger.debug(
                 "This torch (%s) lacks, and ampatch leaves out: %s.",
                 torch.__version__,
                 ", ".join(self.missing),

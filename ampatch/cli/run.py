@@ -54,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
         return native_first.restart()
     from ampatch.cli.run_notes import RunNotes
     from ampatch.launch import children
+    from ampatch.log import show_where_nobody_does
 
+    show_where_nobody_does(True)
     notes = RunNotes(str(program))
     children.start(options.auto, notes.child_started)
 

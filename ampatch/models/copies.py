@@ -15,31 +15,46 @@ from torch import nn
 from .hooks import drop_plain_hooks
 from .lent_weights import parameter_behind
 
-_OWN_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
-
 
 class ModelCopies:
-    """Copies one model."""
+    """Copies one model, and holds the methods that are put into the model itself."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._methods: dict[str, Callable] = {}
 
-    def install(self) -> None:
-        """Have the model copied and pickled so."""
-        own = vars(self._model)
-        own["__deepcopy__"] = self.plain_copy
-        own["__reduce_ex__"] = self._reduce
-        own["__prepare_scriptable__"] = self.plain_view
+    def install(self, forward: Callable | None = None) -> None:
+        """Have the model copied and pickled so; `forward` answers `model.forward(...)`.
+
+        Copies and replicas have the `forward` of their class.
+        """
+        self._methods = {
+            "__deepcopy__": self.plain_copy,
+            "__reduce_ex__": self._reduce,
+            "__prepare_scriptable__": self.plain_view,
+        }
+        if forward is not None:
+            self._methods |= {"forward": forward, "_replicate_for_data_parallel": self._replica}
+        vars(self._model).update(self._methods)
 
     def uninstall(self) -> None:
         """Copies are torch's own again."""
-        for name in _OWN_METHODS:
-            vars(self._model).pop(name, None)
+        own = vars(self._model)
+        for name, method in self._methods.items():
+            if own.get(name) is method:  # else the script has put another one there
+                del own[name]
+        self._methods = {}
+
+    def _replica(self) -> nn.Module:
+        replica: Any = type(self._model)._replicate_for_data_parallel(self._model)
+        vars(replica).pop("forward", None)
+        return replica
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches."""
         own = vars(self._model)
-        taken = {name: own.pop(name) for name in _OWN_METHODS if name in own}
+        ours = [name for name, method in self._methods.items() if own.get(name) is method]
+        taken = {name: own.pop(name) for name in ours}
         try:
             plain = copy.deepcopy(self._model, {} if memo is None else memo)
         finally:
@@ -63,7 +78,9 @@ class ModelCopies:
         make, args, state, *rest = reduced
         if any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
             return self.plain_view().__reduce_ex__(protocol)
-        shared = {name: value for name, value in state.items() if name not in _OWN_METHODS}
+        shared = {
+            name: value for name, value in state.items() if value is not self._methods.get(name)
+        }
         return make, args, _SharedState(shared, self.plain_view)
 
 

@@ -353,14 +353,17 @@ class LentWeights:
                 return True
         return False
 
-    def is_inside(self, part: nn.Module) -> bool:
+    def runs(self, part: nn.Module) -> bool:
         """Whether a forward, or a recompute, runs in this thread that the part belongs to.
 
         That is the model's own, or that of a model which shares the part.
         """
-        key = id(part)
-        lent = self.state.thread.lent
-        if not any(one.is_in_place and key in one.tree.modules for one in lent):
+        key, lent = id(part), self.state.thread.lent
+        return any(one.is_in_place and key in one.tree.modules for one in lent)
+
+    def is_inside(self, part: nn.Module) -> bool:
+        """As `runs`, where a call of the part begins."""
+        if not self.runs(part):
             return False
         roots = self._roots_here()
         if roots and roots[-1] is part:  # it calls itself

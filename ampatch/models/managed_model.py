@@ -10,9 +10,11 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +77,7 @@ class ManagedModel:
     `policy` is what the model's forward runs under: the session's rules at O1,
     None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
     that floating inputs and outputs are cast to; None: they are left as they are.
+    `answers_forward`: at a level with half weights `model.forward(...)` is a call of the model.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ManagedModel:
         state: CastState,
         policy: Policy | None,
         overrides: list[ModuleOverride],
+        answers_forward: bool = False,
     ) -> None:
         self.model = model
         self.properties = properties
@@ -116,6 +120,7 @@ class ManagedModel:
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies = ModelCopies(model)
+        self._answers_forward = answers_forward
         self._last = None  # of its forwards, where they cast weights
         if policy is not None and policy.follows_tables:
             self._last = LastForward(model, policy.half_to)
@@ -229,7 +234,26 @@ class ManagedModel:
             handles += self._parts.install(None if lent is None else lent.ids())
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
-        self._copies.install()
+        answers = self._answers_forward and self._parts is not None and "forward" not in vars(model)
+        self._copies.install(self._forward() if answers else None)
+
+    def _forward(self) -> Callable:
+        """`model.forward` that, called by itself, does what `model(...)` does, as in apex."""
+        model, forward = self.model, self.model.forward
+        threads: set[int] = set()  # in which such a call is on its way into the model's own
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            lent, here = self.lent, threading.get_ident()
+            if is_dynamo_compiling() or lent is None or here in threads or lent.runs(model):
+                return forward(*args, **kwargs)
+            threads.add(here)
+            try:
+                return model(*args, **kwargs)
+            finally:
+                threads.discard(here)
+
+        return call
 
     def _note_places(self) -> None:
         if self.policy is None:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from itertools import repeat
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
+from ..casting.stack import calling_frame
 from ..config.opt_levels import HALF_TYPES
+from ..log import logger
 from ..torch_private.modules import forward_tables
 from .hooks import Hook
 from .io_casting import ModelInputs
@@ -30,6 +33,8 @@ from .values import cast_tensors
 
 if TYPE_CHECKING:
     from .managed_model import ManagedModel
+
+_FRAMES = 12  # from a part up to the forward that calls it; torch's own take three
 
 
 class _Here(threading.local):
@@ -56,6 +61,7 @@ class SubmoduleCalls:
         self._tables: list[Any] = []
         self._ids: list[int] = []
         self._hooks: list[Any] = []
+        self._has_warned = False
 
     def install(self, lent: Collection[int] | None) -> Iterator[Any]:
         """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
@@ -109,9 +115,30 @@ class SubmoduleCalls:
         inputs = self._inputs.get(id(module))
         if inputs is None:  # a shallow copy of a part has the same tables of hooks
             return None
+        if not (self._has_warned or is_traced):
+            self._warn_of_forward()
         taken = inputs.take(args, kwargs)
         self._whole.enter_part(module, is_traced)
         return taken
+
+    def _warn_of_forward(self) -> None:
+        """Say once that the model's `forward` is called by itself, if it is what calls a part."""
+        model = self._whole.model
+        code = getattr(model.forward, "__code__", None)
+        frame = calling_frame()
+        for _ in range(_FRAMES):
+            if frame is None or frame.f_code is code:
+                break
+            frame = frame.f_back
+        if frame is None or frame.f_code is not code or _first_argument(frame) is not model:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s.forward(...) was called by itself. At %s inputs and outputs are cast where the "
+            "model is called: here each part casts by itself, and what is computed between parts "
+            "is not cast at all. Call the model: model(...) instead of model.forward(...).",
+            *(type(model).__name__, self._whole.properties.opt_level),
+        )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         lent, is_traced = self._whole.lent, is_dynamo_compiling()
@@ -123,6 +150,10 @@ class SubmoduleCalls:
         # Outside of forwards lent weights are FP32, beside what a part returns.
         result = around or (torch.float32 if self._lends else self._here.result)
         return None if result is None else cast_tensors(output, result)
+
+
+def _first_argument(frame: FrameType) -> Any:
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
 
 
 def put_in(tables: list[OrderedDict], ids: list[int], hooks: list[Any]) -> None:

@@ -465,3 +465,19 @@ def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Fla
         found = functools.reduce(either, flags)
         for one in several:
             one.note(found, scaler)
+
+
+def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> list[Gradients]:
+    """Forget what blocks of `scaler` have left to the next step; returns those that had something.
+
+    For a script that looks for overflow and decides about the step by itself: the step is taken as
+    it is, and moves no scale.
+    """
+    found = []
+    for one in several:
+        rest = [deferred for deferred in one.waiting if deferred.scaler is not scaler]
+        if one.scaler is scaler or len(rest) < len(one.waiting):
+            found.append(one)
+            one.check = None
+        one.waiting = rest
+    return found

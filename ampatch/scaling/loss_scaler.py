@@ -23,7 +23,7 @@ from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, Numbers, alike, either
+from .scale_value import Flag, Numbers, alike, either, is_set
 from .scaler_entries import checked_entry
 
 _HALF = frozenset(HALF_TYPES)
@@ -145,6 +145,8 @@ class DynamicScaler:
         )
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
         self._recent: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
+        self._flags: list[Flag] = []  # overflow flags of the gradients that `has_overflow` is about
+        self._has_reacted = False  # the scale, to these flags
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and that scale, which no update changes.
@@ -172,10 +174,26 @@ class DynamicScaler:
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
-        return self._numbers.unscale_(grads, scale)
+        if self._has_reacted:
+            self._flags, self._has_reacted = [], False
+        found = self._numbers.unscale_(grads, scale)
+        self._flags.append(found)
+        return found
+
+    def has_overflow(self) -> bool:
+        """Whether gradients have overflowed that were unscaled since the scale last reacted.
+
+        After it has reacted: whether those did.  Waits for the device.
+        """
+        return any(map(is_set, self._flags))
+
+    def forget_overflow(self) -> None:
+        """Have `has_overflow` say no."""
+        self._flags, self._has_reacted = [], False
 
     def update(self, flags: list[Flag]) -> None:
         """React to one step with these flags; without any there was no step."""
+        self._has_reacted = True
         if flags:
             self._numbers.update(functools.reduce(either, flags), self.settings)
             self.generation += 1

@@ -1,12 +1,58 @@
-"""One loss scaler's entry of a `state_dict`: ampatch's, apex's or `torch.amp.GradScaler`'s."""
+"""The `state_dict` of loss scalers, an entry for each: ampatch's, apex's, or of
+`torch.amp.GradScaler`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from ..config.scale_settings import SETTINGS, ScaleSettings
 from ..config.validation import positive_number, whole_number
 from ..errors import type_name
+from ..log import logger
+
+if TYPE_CHECKING:
+    from .loss_scaler import Scaler
+
+
+def named(scalers: Iterable[Scaler]) -> dict[str, Scaler]:
+    """The scalers under apex's names, `loss_scaler0` first."""
+    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(scalers)}
+
+
+def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
+    """Give each scaler its entry of `state`; see `ampatch.load_state_dict`, and what it raises."""
+    if is_grad_scalers(state):
+        state = dict.fromkeys(scalers, from_grad_scaler(state))
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
+        )
+    found = [name for name in scalers if name in state]
+    unknown = sorted(str(name) for name in state if name not in scalers)
+    if not found:
+        raise ValueError(
+            f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(scalers)}. "
+            'Pass what state_dict() has returned, such as checkpoint["amp"].'
+        )
+    for name in found:
+        what = f"ampatch.load_state_dict(state): state[{name!r}]"
+        checked_entry(what, state[name], scalers[name].settings)
+    for name in found:
+        scalers[name].load_state_dict(state[name])
+    if unknown:
+        logger.warning(
+            "ampatch.load_state_dict(state): no loss scaler here has these entries, which are left "
+            "out: %s. To load all, call initialize with the num_losses of the saved run.",
+            ", ".join(unknown),
+        )
+    if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in found]:
+        logger.warning(
+            "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
+            "stay as they are: %s.",
+            ", ".join(missing),
+        )
 
 
 def is_grad_scalers(state: Any) -> bool:

@@ -23,26 +23,34 @@ from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors
+from ..scaling import gradients
+from ..scaling.loss_scaler import Scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
+from ..scaling.scaler_entries import load_entries, named
 from .registry import registry
 from .session import Session
 
 __all__ = [
     "ManagedOptimizer",
     "PatchSet",
+    "Scaler",
     "Session",
+    "drop_findings",
     "edit_tables",
     "evaluates_first",
     "in_step",
     "layouts",
     "listed_function",
+    "load_entries",
     "manage_optimizer",
     "map_tensors",
+    "named",
     "open_automatic_session",
     "open_sessions",
     "release_model",
     "replacement_of",
+    "scaling_sessions",
     "session_of",
     "silence",
     "stop_watching_casts",
@@ -61,6 +69,11 @@ replacement_of = registry.installation.replacements.of
 def open_sessions() -> list[Session]:
     """The open sessions, the newest last."""
     return list(registry.sessions)
+
+
+def scaling_sessions() -> list[Session]:
+    """The sessions that have optimizers, the newest last; without one, the session opened last."""
+    return registry.scaling_sessions() or registry.sessions[-1:]
 
 
 def open_automatic_session(properties: Properties) -> Session:
@@ -117,6 +130,11 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     if is_first:
         registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
+
+
+def drop_findings(session: Session, scaler: Scaler) -> list[gradients.Gradients]:
+    """As `gradients.drop_findings`, of the session's optimizers: the script decides about steps."""
+    return gradients.drop_findings(scaler, [one.gradients for one in session.optimizers])
 
 
 # Casting

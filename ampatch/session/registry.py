@@ -92,6 +92,18 @@ class Registry:
             )
         return found
 
+    def scaling_sessions(self) -> list[Session]:
+        """The sessions whose loss scales are in use, newest last: those that have optimizers."""
+        return [known for known in self.sessions if known.is_alive() and known.has_losses()]
+
+    def latest_scaling(self, what: str) -> Session:
+        """The last of `scaling_sessions`; without one, the session opened last.
+
+        Raises `AmpatchError` when none is open.
+        """
+        scaling = self.scaling_sessions()
+        return scaling[-1] if scaling else self.latest(what)
+
     def session_of(self, given: Any, what: str) -> Session:
         """The session of a model or an optimizer; of None, the one opened last.
 

@@ -88,6 +88,12 @@ class Session:
                     return True
         return not self._was_given or self.is_empty()
 
+    def has_losses(self) -> bool:
+        """Whether it has optimizers whose losses it scales; a handle gets some later."""
+        if self.handle is not None or self.scales_by_itself:
+            return True
+        return bool(self.optimizers or alive(self.unmanaged_rows))
+
     def is_empty(self) -> bool:
         """Whether every model and optimizer was released again; a collected one was not."""
         return self._was_given and not any(self._rows)
@@ -222,6 +228,7 @@ class Session:
                 self.policies.module_override(module, precision, registry.state)
                 for module, precision in found.items()
             ],
+            answers_forward=self.policies.tables.apex_tables,
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:

@@ -14,6 +14,7 @@ from ampatch.compat.apex.fp16_utils import (
     DynamicLossScaler,
     FP16_Optimizer,
     FP16Model,
+    LossScaler,
     convert_network,
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -114,16 +115,74 @@ def test_fp16_optimizer_trains_as_fp32_does(options, capsys):
         optimizer.zero_grad()
         optimizer.backward(loss_of(model))
         optimizer.clip_master_grads(1e6)
-        before, scale = model[1][0].weight.clone(), optimizer.loss_scale
+        before = model[1][0].weight.clone()
         optimizer.step()
         done += not optimizer.overflow
         assert torch.equal(before, model[1][0].weight) == optimizer.overflow
-        said = f"Loss scale {scale} -> {optimizer.loss_scale}." if optimizer.overflow else ""
+        said = f"The loss scale is {optimizer.loss_scale} now." if optimizer.overflow else ""
         assert said in capsys.readouterr().out
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     assert {p.dtype for p in masters} == {torch.float32}
     assert close_to_fp32(masters)
-    assert optimizer.loss_scale < 2.0**32
+    assert optimizer.loss_scale < 2.0**16 or not optimizer.dynamic_loss_scale
+
+
+def overflowing(model: nn.Module) -> torch.Tensor:
+    return loss_of(model) * float("inf")
+
+
+def test_an_overflow_lowers_the_scale_in_backward_and_leaves_gradients():
+    """As in apex's last version: scripts divide these gradients, and step only if all is well."""
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(model, dynamic_loss_scale=True)
+    assert optimizer.loss_scale == 2.0**16
+    optimizer.backward(overflowing(model))
+    assert optimizer.overflow and optimizer.loss_scale == optimizer.cur_scale == 2.0**15
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad /= 2
+            assert not param.grad.isfinite().all()
+    before = model[1][0].weight.clone()
+    optimizer.step()
+    assert torch.equal(before, model[1][0].weight) and optimizer.loss_scale == 2.0**15
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    assert optimizer.loss_scale == 2.0**15  # no look yet
+    optimizer.update_master_grads()
+
+
+def test_a_loop_that_steps_only_without_an_overflow_recovers():
+    model = network_to_half(network())
+    args = {"init_scale": 2.0**24, "scale_window": 4}
+    optimizer = fp16_optimizer(model, dynamic_loss_scale=True, dynamic_loss_args=args)
+    scales = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        if not optimizer.overflow:
+            optimizer.step()
+        scales.append(optimizer.loss_scale)
+    assert scales[0] == 2.0**23  # the first overflows
+    assert min(scales) < max(scales[15:])  # it grows again after four clean steps
+    assert loss_of(model) < loss_of(network_to_half(network()))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_checkpoint_with_the_scaler_of_an_older_apex(dynamic):
+    model = network_to_half(network())
+    old = DynamicLossScaler(2.0**26, 2.0, 3) if dynamic else LossScaler(64.0)
+    if dynamic:
+        old.update_scale(overflow=True)
+        old.update_scale(overflow=False)
+    state = fp16_optimizer(model).state_dict() | {"loss_scaler": old, "dynamic_loss_scale": dynamic}
+    resumed = fp16_optimizer(model, dynamic_loss_scale=dynamic)
+    resumed.load_state_dict(state)
+    assert resumed.loss_scale == old.loss_scale == (2.0**25 if dynamic else 64.0)
+    for _ in range(2):  # two more clean steps make three
+        old.update_scale(overflow=False)
+        resumed.loss_scaler.clear_overflow_state()
+        resumed.loss_scaler.update_scale()
+    assert resumed.loss_scale == old.loss_scale
 
 
 def test_fp16_optimizer_accumulates_gradients():

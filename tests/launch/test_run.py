@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import pkgutil
 import re
@@ -41,6 +42,68 @@ def without_note(err):
     """What a script wrote: these scripts never call `initialize`, which `run` says at the end."""
     said = re.compile(r"^ampatch: .* never called ampatch.initialize: .*\n\Z", re.MULTILINE)
     return said.sub("", err)
+
+
+# Messages, which apex printed
+
+OVERFLOWING = """
+    import logging, sys
+    import torch
+    from apex import amp
+    SETUP
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=VERBOSITY)
+    for scale in (float("inf"), float("inf"), 1.0):
+        with amp.scale_loss(model(torch.ones(1, 4)).sum() * scale, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LINES = ["Loss scaler 0 went 65536 -> 32768", "Loss scaler 0 went 32768 -> 16384"]
+
+
+@pytest.mark.parametrize(
+    "setup, verbosity, shown",
+    [
+        ("", 1, "plain"),
+        ("", 0, "none"),
+        ("logging.getLogger('ampatch').setLevel(logging.WARNING)", 1, "none"),
+        ("logging.basicConfig(format='own: %(message)s')", 1, "none"),  # warnings and above
+        ("logging.basicConfig(level='INFO', format='own: %(message)s')", 1, "own"),
+        ("logging.getLogger('ampatch').addHandler(logging.NullHandler())", 1, "none"),
+        (
+            "logging.getLogger('ampatch').setLevel(logging.INFO); "
+            "logging.getLogger('ampatch').addHandler(logging.StreamHandler(sys.stderr))",
+            *(1, "plain"),
+        ),
+    ],
+)
+def test_messages_are_shown_where_the_program_shows_none(setup, verbosity, shown, tmp_path):
+    script = OVERFLOWING.replace("SETUP", setup).replace("VERBOSITY", str(verbosity))
+    write(tmp_path / "train.py", script)
+    done = ampatch_run(tmp_path, "train.py", AMPATCH_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    for line in LINES:
+        [*found] = [one for one in said if line in one]
+        assert len(found) == (shown != "none")
+        assert all(one.startswith("own: ") == (shown == "own") for one in found)
+    assert "lacks" not in done.stderr and not done.stdout
+    assert any("Initialized: " in one for one in said) == (shown != "none")
+
+
+def test_the_package_shows_messages_and_ends_it(capsys, monkeypatch):
+    logger = logging.getLogger("ampatch")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    for _ in range(2):
+        compat.install()
+        logger.info("one")
+        logger.debug("none")
+        compat.uninstall()
+        assert logger.level == logging.NOTSET and not logger.handlers
+        logger.info("none")
+    assert capsys.readouterr().err == "one\n" * 2
 
 
 # Variables

@@ -29,7 +29,7 @@ def told():
     code = textwrap.dedent("""
         import logging, sys
         import torch, torch.nn.functional as F
-        logging.basicConfig(level="INFO", stream=sys.stdout)
+        logging.basicConfig(level="DEBUG", stream=sys.stdout)
         import ampatch, ampatch.cli.main
         from ampatch.cli import doctor
         REMOVALS

@@ -16,20 +16,22 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...log import logger
+from ...log import logger, show_where_nobody_does
 from ...session import facade as engine
 from . import (
     amp,
-    amp_c,
-    apex_c,
     behind,
     fp16_utils,
     internals,
+    kernels,
+    layers,
     lists,
     multi_tensor_apply,
     normalization,
     optimizers,
     parallel,
+    reparameterization,
+    scaler,
     state,
 )
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
@@ -48,6 +50,7 @@ CONTENTS = {
     "apex.amp.lists": {},
     "apex.amp._amp_state": state,
     "apex.amp._initialize": internals,
+    "apex.amp.scaler": scaler,
     "apex.fp16_utils": fp16_utils,
     "apex.fp16_utils.fp16util": conversion,
     "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
@@ -65,13 +68,16 @@ CONTENTS = {
     "apex.optimizers.fused_sgd": sgd,
     "apex.normalization": normalization,
     "apex.normalization.fused_layer_norm": normalization,
+    "apex.mlp": layers,
+    "apex.mlp.mlp": layers,
+    "apex.fused_dense": layers,
+    "apex.fused_dense.fused_dense": layers,
+    "apex.reparameterization": reparameterization,
     "apex.contrib": {},
     "apex.contrib.optimizers": optimizers,
     "apex.multi_tensor_apply": multi_tensor_apply,
     "apex.multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
 }
-KERNELS = {"amp_C": amp_c, "apex_C": apex_c}
-"""apex's compiled modules, which have names of their own; installed ones are not hidden."""
 
 
 def install(force: bool = False) -> None:
@@ -125,8 +131,9 @@ def folders_behind() -> list[str] | None:
 def install_before(folders: Sequence[str]) -> None:
     """Register ours, whatever else there is; what it lacks is found in `folders`."""
     others = behind.Behind(folders)
-    kernels = {name: source for name, source in KERNELS.items() if not _is_importable(name)}
-    modules = build({**CONTENTS, **lists.contents(), **kernels}, others)
+    # apex's compiled modules have names of their own, and installed ones are not hidden.
+    missing = {name: has for name, has in kernels.contents().items() if not _is_importable(name)}
+    modules = build({**CONTENTS, **lists.contents(), **missing}, others)
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
@@ -134,6 +141,7 @@ def install_before(folders: Sequence[str]) -> None:
         "apex.parallel.LARC"
     ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide(), others)
+    show_where_nobody_does(True)  # as apex printed
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
@@ -143,6 +151,7 @@ def install_before(folders: Sequence[str]) -> None:
         cleaner.clean_all()
         stop_observing()
         engine.edit_tables([])
+        show_where_nobody_does(False)
 
     finder.stop = stop
 

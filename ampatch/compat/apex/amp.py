@@ -7,32 +7,31 @@ tensors, `Tensor.cpu()` returns FP32, and so on.
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ampatch
 from ampatch import (
     disable_casts,
     float_function,
     half_function,
-    load_state_dict,
     master_params,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
-    scale_loss,
-    state_dict,
 )
 
 from ...session import facade as engine
 from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
 from . import lists
-from .state import Stash, _amp_state
+from .state import LossScaler, Stash, _amp_state, view_in_use
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,6 +140,73 @@ def init(
     """`ampatch.init`; edits of `amp.lists` count here too."""
     engine.edit_tables(lists.edits())
     return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: AnyOptimizer | Sequence[AnyOptimizer],
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """`ampatch.scale_loss`.
+
+    As in apex, a block asks the scaler's `update_scale` as it ends, where a script has replaced
+    that: the scale is as it has left it, and what it returns says whether the next step is skipped.
+    """
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    scaler = view_in_use(engine.session_of(given[0]) if given else None, loss_id)
+    is_asked = scaler is not None and "update_scale" in vars(scaler) and not delay_unscale
+    block = ampatch.scale_loss(
+        *(loss, optimizers, loss_id, model, delay_unscale),
+        delay_overflow_check=delay_overflow_check or is_asked,
+    )
+    if scaler is None:
+        return block
+    scaler.begin_block()
+    return _asking(block, scaler) if is_asked and not delay_overflow_check else block
+
+
+@contextlib.contextmanager
+def _asking(block: AbstractContextManager[Tensor], scaler: LossScaler) -> Iterator[Tensor]:
+    with block as scaled:
+        yield scaled
+    scaler.decide()
+
+
+def state_dict() -> dict[str, dict[str, Any]]:
+    """The loss scalers of all sessions that have an optimizer, as `ampatch.state_dict` of one.
+
+    They are numbered on in the order of `initialize`: apex has one list of them.
+    """
+    return {name: one.state_dict() for name, (one, _) in _scalers().items()}
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """As `ampatch.load_state_dict`, for the scalers of `state_dict`.
+
+    apex's list has the scalers of one `initialize` alone, which serve all optimizers: a scaler that
+    a checkpoint does not name takes the entry with its number within its own session.
+    """
+    scalers = _scalers()
+    if isinstance(state, dict):
+        known = {name: own for name, (_, own) in scalers.items() if name not in state}
+        state = state | {name: state[own] for name, own in known.items() if own in state}
+    engine.load_entries({name: one for name, (one, _) in scalers.items()}, state)
+
+
+def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
+    """The scalers in use by their names, with their names within their sessions."""
+    sessions = engine.scaling_sessions()
+    if not sessions:
+        ampatch.state_dict()  # its error
+    found = [
+        (scaler, name)
+        for session in sessions
+        for name, scaler in engine.named(session.scalers).items()
+    ]
+    return {f"loss_scaler{number}": one for number, one in enumerate(found)}
 
 
 _ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")

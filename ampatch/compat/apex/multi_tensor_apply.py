@@ -13,11 +13,11 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
 
-    `available` is False: scripts that ask want all of apex's kernels, and take PyTorch's way
-    without them.  A call needs no question: `amp_C` has the functions that scripts call.
+    `available` is True: scripts that ask refuse to start without, and then call functions that
+    `amp_C` has.  Those that it does not have are errors at their call.
     """
 
-    available = False
+    available = True
     warned = True
 
     def __init__(self, chunk_size: int = 2048 * 32) -> None:

@@ -35,8 +35,8 @@ REPLACEMENTS = {
     "in torch.distributed.optim.ZeroRedundancyOptimizer",
     "apex.contrib": "use modules and functions of torch.nn, fused by torch.compile",
     "apex.transformer": "use torch.distributed.tensor.parallel, or Megatron-LM",
-    "apex.mlp": "use torch.nn.Sequential of torch.nn.Linear",
-    "apex.fused_dense": "use torch.nn.Linear",
+    "apex.mlp": "use apex.mlp.MLP, or torch.nn.Sequential of torch.nn.Linear",
+    "apex.fused_dense": "use apex.fused_dense.FusedDense, or torch.nn.Linear",
     "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
     "apex.pyprof": "use torch.profiler",
@@ -44,19 +44,48 @@ REPLACEMENTS = {
     "apex.amp._process_optimizer": "use apex.amp.initialize",
     "apex.amp.compat": "ask torch itself",
     "apex.amp.opt": "use the optimizer that handle.wrap_optimizer returns",
-    "apex.amp.scaler": "use _amp_state.loss_scalers, or LossScaler from apex.fp16_utils",
+    "apex.amp.scaler": "use _amp_state.loss_scalers",
     "apex.amp.utils": "use torch.Tensor's own methods",
     "apex.amp.wrap": "use amp.register_half_function and its siblings",
     "apex.amp.rnn_compat": "nothing is needed: RNNs are cast as they are",
     "apex.amp.opt_levels": "use amp.initialize(opt_level=...) and _amp_state.opt_properties",
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
-    "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
-    "amp_C.multi_tensor_adam": "use torch.optim.AdamW(fused=True)",
     "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
-    "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
+    "amp_C.multi_tensor_lars": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
     "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
+    "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
+    "amp_C.update_scale_hysteresis": "use amp.initialize and amp.scale_loss",
+    **dict.fromkeys(
+        (
+            *("amp_C.multi_tensor_adam", "amp_C.multi_tensor_adam_capturable"),
+            *("amp_C.multi_tensor_adam_capturable_master", "fused_adam_cuda"),
+        ),
+        "use FusedAdam from apex.optimizers, or torch.optim.AdamW(fused=True)",
+    ),
+    **dict.fromkeys(
+        (
+            *("amp_C.multi_tensor_lamb", "amp_C.multi_tensor_lamb_compute_update_term"),
+            *("amp_C.multi_tensor_lamb_mp", "amp_C.multi_tensor_lamb_stage1_cuda"),
+            *("amp_C.multi_tensor_lamb_stage2_cuda", "amp_C.multi_tensor_lamb_update_weights"),
+        ),
+        "use FusedLAMB from apex.optimizers",
+    ),
     "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
+    "apex_C": "use torch.cat and torch.split",
+    "fused_dense_cuda": "use apex.fused_dense, or torch.nn.functional.linear",
+    "fused_layer_norm_cuda": "use apex.normalization, or torch.nn.functional.layer_norm",
+    "fused_mix_prec_layer_norm_cuda": "use apex.normalization.MixedFusedLayerNorm, or "
+    "torch.nn.functional.layer_norm",
+    "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
+    "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
+    **dict.fromkeys(
+        (
+            *("generic_scaled_masked_softmax_cuda", "scaled_masked_softmax_cuda"),
+            *("scaled_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
+        ),
+        "use torch.nn.functional.softmax on the masked, scaled scores",
+    ),
 }
 
 

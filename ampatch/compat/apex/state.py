@@ -1,16 +1,20 @@
 """apex.amp._amp_state: apex's private state for scripts that read and write it.
 
-Everything here is a view of the session opened last.  Attributes that apex sets in
-`initialize` are missing before it, so `hasattr` returns what it returns with apex.
+`loss_scalers` are those of all sessions that have an optimizer, in the order of `initialize`, as
+apex has one list of them; all else is a view of the session opened last.  Attributes that apex
+sets in `initialize` are missing before it, so `hasattr` returns what it returns with apex.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...session import facade as engine
+from .scaler import Unscaling
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print"]
 
@@ -26,7 +30,8 @@ class AmpState:
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """One per loss; `_amp_state.loss_scalers[0]._loss_scale = 2.0**20` takes effect."""
-        return [LossScaler(scaler) for scaler in self._session("loss_scalers").scalers]
+        self._session("loss_scalers")
+        return [view for session in engine.scaling_sessions() for view in views_of(session)]
 
     @property
     def opt_properties(self) -> OptProperties:
@@ -55,13 +60,27 @@ def _setting(name: str, default: Any, kind: type) -> Any:
     return property(lambda scaler: getattr(scaler._scaler.settings, name, default), written)
 
 
-class LossScaler:
-    """A loss scaler under apex's names."""
+class LossScaler(Unscaling):
+    """The loss scaler of a session under apex's names.
 
-    def __init__(self, scaler: Any) -> None:
+    After blocks with `delay_overflow_check=True` a script calls `update_scale()`, which alone moves
+    the scale then, and the next step is taken as it is.  It goes by `_overflow_buf` (int, one
+    element, not 0 for an overflow): the script's own if it has put one there, else what the
+    blocks have found.  A script may replace `update_scale` too: see `amp.scale_loss`.
+    """
+
+    def __init__(self, scaler: engine.Scaler, session: engine.Session) -> None:
         self._scaler = scaler
+        self._session = weakref.ref(session)
+        self._own_buffer: Tensor | None = None
+        self._given_buffer: Tensor | None = None  # by the script
+        self._was_told = False  # by the script, or by `update_scale`, of an overflow
+        self._count = (0, -1)  # of clean steps as the script set it, at which generation
+
+    # The scale
 
     def loss_scale(self) -> float:
+        """The scale.  Waits for the device."""
         return self._scaler.get()
 
     @property
@@ -74,11 +93,16 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
+        count, generation = self._count
+        if generation == self._scaler.generation:
+            return count
         return self._scaler.state_dict()["unskipped"]
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
+        """The scaler counts to below the interval; a script that counts by itself reaches it."""
         self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
+        self._count = (value, self._scaler.generation)
 
     @property
     def dynamic(self) -> bool:
@@ -87,6 +111,80 @@ class LossScaler:
     _scale_seq_len = _setting("growth_interval", 2000, int)
     _max_loss_scale = _setting("max_loss_scale", 2.0**24, float)
     _min_loss_scale = _setting("min_loss_scale", None, float)
+
+    # Overflow
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._was_told or (self._given_buffer is None and self._blocks_overflowed())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._was_told = bool(value)
+        if not value and self.dynamic:
+            self._scaler.forget_overflow()
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        if self._given_buffer is not None:
+            return self._given_buffer
+        if self._own_buffer is None:
+            self._own_buffer = torch.zeros(1, dtype=torch.int)
+        if self._blocks_overflowed():
+            self._own_buffer.fill_(1)
+        return self._own_buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._given_buffer = None if value is self._own_buffer else value
+
+    def _blocks_overflowed(self) -> bool:
+        return self.dynamic and self._scaler.has_overflow()
+
+    def begin_block(self) -> None:
+        """A `scale_loss` block begins: as in apex, it notes its overflow anew."""
+        self._was_told = False
+        for buffer in (self._own_buffer, self._given_buffer):
+            if buffer is not None:
+                buffer.zero_()
+
+    def update_scale(self) -> bool:
+        """React to one step; returns whether the script is to leave it out.  Waits."""
+        session = self._session()
+        if not self.dynamic or session is None:
+            return False
+        self._was_told = self._has_overflow or bool(self._overflow_buf.item())
+        engine.drop_findings(session, self._scaler)
+        self._scaler.update([self._was_told])
+        return self._was_told
+
+    def decide(self) -> None:
+        """Have `update_scale`, which the script has replaced, say whether to skip the next step."""
+        session = self._session()
+        if not self.dynamic or session is None:
+            return
+        waiting = engine.drop_findings(session, self._scaler)
+        skips = bool(self.update_scale())
+        self._scaler.update([])  # has been done by the script
+        for gradients in waiting:
+            gradients.note(skips, self._scaler)
+
+
+_views: weakref.WeakKeyDictionary[engine.Session, dict[int, LossScaler]]
+_views = weakref.WeakKeyDictionary()
+
+
+def views_of(session: engine.Session) -> list[LossScaler]:
+    """The scalers of a session as scripts see them: the same objects each time."""
+    known = _views.setdefault(session, {})
+    for loss_id in range(len(known), len(session.scalers)):
+        known[loss_id] = LossScaler(session.scalers[loss_id], session)
+    return list(known.values())
+
+
+def view_in_use(session: engine.Session | None, loss_id: int) -> LossScaler | None:
+    """The scaler of a session, if a script has asked for the scalers."""
+    return _views.get(session, {}).get(loss_id) if session is not None else None
 
 
 class OptProperties:

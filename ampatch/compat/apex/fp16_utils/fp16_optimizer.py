@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError
 
+from .. import scaler
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 __all__ = ["FP16_Optimizer"]
@@ -32,11 +33,15 @@ class FP16_Optimizer:  # apex's name
     `param_groups` hold the FP32 copies.  To accumulate gradients call
     `backward(loss, update_master_grads=False)`, and `update_master_grads()` before the step.
 
+    A dynamic scale moves in `backward`, or in `update_master_grads`, as in apex's last version.
+    After an overflow `overflow` is set until the next look, the FP32 copies have gradients that are
+    not finite, and `step` does nothing: a loop may call it or not.
+
     Args:
         init_optimizer: a `torch.optim.Optimizer`.
         static_loss_scale: the loss scale, unless it is dynamic.
-        dynamic_loss_scale: start at 2**32 and look for overflow.
-        dynamic_loss_args: arguments of `DynamicLossScaler`.
+        dynamic_loss_scale: start at 2**16 and look for overflow.
+        dynamic_loss_args: arguments of `apex.amp.scaler.LossScaler`, such as `init_scale`.
         verbose: print skipped steps.
     """
 
@@ -51,9 +56,9 @@ class FP16_Optimizer:  # apex's name
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler: Any = LossScaler(static_loss_scale)
+        self.loss_scaler = scaler.LossScaler(static_loss_scale)
         if dynamic_loss_scale:
-            self.loss_scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+            self.loss_scaler = scaler.LossScaler("dynamic", **(dynamic_loss_args or {}))
         self.overflow = False
         self.first_closure_call_this_step = True  # checkpoints have it
         self.fp16_groups: list[list[Tensor]] = []
@@ -98,21 +103,18 @@ class FP16_Optimizer:  # apex's name
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
         """Backward of the scaled loss, then `update_master_grads()` unless it is switched off."""
-        self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Copy the model's gradients to the FP32 copies and unscale them; not after an overflow."""
-        self.overflow = self.loss_scaler.has_overflow(self._model_params())
-        if self.overflow:
-            return
+        """Copy the model's gradients to the FP32 copies, unscale them, and move the scale."""
+        self.loss_scaler.clear_overflow_state()
         for half, master in self._pairs():
             master.grad = None if half.grad is None else half.grad.detach().float().clone()
-        if self.loss_scale != 1.0:
-            for param in self._masters():
-                if param.grad is not None:
-                    param.grad.mul_(1.0 / self.loss_scale)
+        grads = [param.grad for param in self._masters() if param.grad is not None]
+        self.loss_scaler.unscale(grads, grads, models_are_masters=True)
+        self.overflow = self.loss_scaler.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the FP32 gradients; returns their norm before, or -1 after an overflow."""
@@ -128,15 +130,13 @@ class FP16_Optimizer:  # apex's name
                 'ampatch.initialize(model, optimizer, opt_level="O2", loss_scale=128.0), and '
                 "optimizer.step(closure)."
             )
-        scale = self.loss_scale
-        self.loss_scaler.update_scale(self.overflow)
         if not self.overflow:
             self.optimizer.step()
             with torch.no_grad():
                 for half, master in self._pairs():
                     half.copy_(master)
         elif self.verbose:
-            print(f"Overflow, step left out. Loss scale {scale} -> {self.loss_scale}.")
+            print(f"Overflow, step left out. The loss scale is {self.loss_scale} now.")
 
     # Parts
 
@@ -178,6 +178,7 @@ class FP16_Optimizer:  # apex's name
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for name in _KEPT:
             setattr(self, name, state_dict[name])
+        self.loss_scaler = _todays(self.loss_scaler)
         with torch.no_grad():
             for masters, values in zip(mine, saved, strict=True):
                 for master, value in zip(masters, values, strict=True):
@@ -185,11 +186,13 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def loss_scale(self) -> float:
-        return self.loss_scaler.loss_scale
+        return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = value
+        self.loss_scaler._loss_scale = float(value)
+
+    cur_scale = loss_scale  # its name in apex.optimizers
 
     @property
     def state(self) -> Any:
@@ -207,6 +210,19 @@ class FP16_Optimizer:  # apex's name
     @param_groups.setter
     def param_groups(self, value: list[dict]) -> None:
         self.optimizer.param_groups = value
+
+
+def _todays(saved: Any) -> scaler.LossScaler:
+    """A scaler from a checkpoint; that of an older apex is one of `fp16_utils.loss_scaler`."""
+    if isinstance(saved, DynamicLossScaler):
+        made = scaler.LossScaler(
+            "dynamic",
+            *(saved.cur_scale, saved.scale_factor, saved.scale_window),
+            max_loss_scale=max(saved.cur_scale, 2.0**32),
+        )
+        made._unskipped = max(saved.cur_iter - saved.last_overflow_iter - 1, 0) % saved.scale_window
+        return made
+    return scaler.LossScaler(saved.cur_scale) if isinstance(saved, LossScaler) else saved
 
 
 def _floats(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""apex.mlp and apex.fused_dense: several linear layers in one module, on torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["MLP", "FusedDense", "FusedDenseGeluDense"]
+
+_ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}
+
+
+class MLP(nn.Module):
+    """Linear layers of these sizes, each, the last one too, with the activation after it.
+
+    Args:
+        mlp_sizes: features of the input, and those after each layer: `[64, 128, 10]` is two layers.
+        bias: whether layers have one.
+        activation: "none", "relu" or "sigmoid".
+
+    The parameters are `weight_0`, `bias_0`, `weight_1`, ..., FP32, with shapes as in
+    `torch.nn.Linear`; weights begin with a standard deviation of `sqrt(2 / (in + out))`, biases
+    with one of `sqrt(1 / out)`, as in apex.  Raises `TypeError` for another activation.
+    """
+
+    def __init__(
+        self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu"
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise TypeError(
+                f'apex.mlp.MLP(activation={activation!r}): expected "none", "relu" or "sigmoid".'
+            )
+        self.mlp_sizes = list(mlp_sizes)
+        self.num_layers = len(self.mlp_sizes) - 1
+        self.bias = bias
+        self.activation = activation
+        for n, (given, made) in enumerate(zip(self.mlp_sizes[:-1], self.mlp_sizes[1:])):
+            self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(made, given)))
+            if bias:
+                self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(made)))
+        self.reset_parameters()
+
+    # Read anew each time: in a forward at O2 half copies stand in the parameters' places.
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, layer by layer."""
+        return [getattr(self, f"weight_{n}") for n in range(self.num_layers)]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases, layer by layer; none without."""
+        return [getattr(self, f"bias_{n}") for n in range(self.num_layers)] if self.bias else []
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        for weight in self.weights:
+            nn.init.normal_(weight, 0.0, (2.0 / sum(weight.shape)) ** 0.5)
+        for bias in self.biases:
+            nn.init.normal_(bias, 0.0, (1.0 / bias.numel()) ** 0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`(..., mlp_sizes[0])` to `(..., mlp_sizes[-1])`."""
+        for weight, bias in zip(self.weights, self.biases or [None] * self.num_layers):
+            input = _ACTIVATIONS[self.activation](F.linear(input, weight, bias))
+        return input
+
+    def extra_repr(self) -> str:
+        return f"{self.mlp_sizes}, bias={self.bias}, activation={self.activation!r}"
+
+
+class FusedDense(nn.Linear):
+    """`torch.nn.Linear`."""
+
+
+class FusedDenseGeluDense(nn.Module):
+    """A linear layer, GELU, and a linear layer, with parameters `weight1`, `bias1`, `weight2`,
+    `bias2`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        intermediate_features: int,
+        out_features: int,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if not bias:
+            raise ValueError(
+                "apex.fused_dense.FusedDenseGeluDense(bias=False): apex has it with bias alone. "
+                "Use torch.nn.Linear and torch.nn.GELU."
+            )
+        first = nn.Linear(in_features, intermediate_features)
+        second = nn.Linear(intermediate_features, out_features)
+        self.weight1, self.bias1 = first.weight, first.bias
+        self.weight2, self.bias2 = second.weight, second.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
+        hidden = F.gelu(F.linear(input, self.weight1, self.bias1))
+        return F.linear(hidden, self.weight2, self.bias2)

@@ -1,0 +1,55 @@
+"""apex.reparameterization: weight norm, by `torch.nn.utils.parametrizations.weight_norm`.
+
+Checkpoints that have `weight_g` and `weight_v` load, as torch's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+__all__ = ["apply_weight_norm", "remove_weight_norm"]
+
+
+def apply_weight_norm(
+    module: nn.Module, name: str = "", dim: int = 0, hook_child: bool = True
+) -> nn.Module:
+    """Put weight norm on a parameter of `module`, by its name ("rnn.weight_hh_l0"); "": on all.
+
+    As in apex, embeddings and parameters of one dimension are left out.  `hook_child` is accepted:
+    a parametrization is on the module that has the parameter.
+    """
+    names = [name] if name else [found for found, _ in module.named_parameters()]
+    for place in [found for found in names if ".parametrizations." not in f".{found}"]:
+        part, own = _place(module, place)
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or getattr(part, own).dim() < 2:
+            continue
+        if not parametrize.is_parametrized(part, own):
+            weight_norm(part, own, dim)
+    return module
+
+
+def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
+    """Make it a plain parameter again, with its present value; "" or `remove_all`: all of them."""
+    places = _normed(module) if remove_all or not name else [_place(module, name)]
+    for part, own in list(places):
+        parametrize.remove_parametrizations(part, own)
+    return module
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path), own
+
+
+def _normed(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    normed = weight_norm(nn.Linear(1, 1, device="meta"))  # which draws no numbers
+    kind = type(normed.parametrizations.weight[0])  # type: ignore[union-attr,index]
+    for part in module.modules():
+        if parametrize.is_parametrized(part):
+            for own, chain in part.parametrizations.items():  # type: ignore[union-attr,operator]
+                if isinstance(chain[0], kind):
+                    yield part, own

@@ -1,0 +1,165 @@
+"""`model.forward(x)`: apex replaced `forward` itself, so that a direct call is cast as well."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+LEVELS = ["O2", "O3"]
+
+
+class Net(nn.Module):
+    """Parts, a weight of its own, and what is computed between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+        self.calls = 0
+
+    def forward(self, x, *, scale: float = 1.0):
+        self.calls += 1
+        assert self.weight.dtype is self.first.weight.dtype is torch.float16
+        return (torch.relu(self.first(x)) @ self.weight * scale).log_softmax(-1)
+
+
+def start(package, level, model=None, **options):
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    package.initialize(model, optimizer, opt_level=level, verbosity=1, **options)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU())])
+def test_a_direct_call_is_a_call_of_the_model(amp, level, make, caplog):
+    model, optimizer = start(amp, level, make())
+    expected = model(X)
+    found = model.forward(X)
+    assert found.dtype is torch.float32 and torch.equal(found, expected)
+    gradients = []
+    for call in (model, model.forward):
+        optimizer.zero_grad()
+        with amp.scale_loss(call(X).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert "forward" not in caplog.text
+
+
+def test_the_models_own_forward_runs_once_and_hooks_run(amp):
+    model, _ = start(amp, "O2")
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model.forward(X, scale=2.0)
+    model(X)
+    assert model.calls == 2 and seen == [torch.float32] * 2
+    assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
+
+
+class Again(Net):
+    """A forward that calls itself, and one of its base class."""
+
+    def forward(self, x, depth=1):
+        out = super().forward(x)
+        return self.forward(x, depth - 1) + out if depth else out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_that_calls_itself(amp, level):
+    model, _ = start(amp, level, Again())
+    assert torch.equal(model.forward(X), model(X))
+
+
+def test_after_an_exception_the_next_direct_call_is_whole(amp):
+    model, _ = start(amp, "O2")
+    with pytest.raises(RuntimeError):
+        model.forward(torch.ones(2, 3))
+    assert model.weight.dtype is torch.float32
+    assert torch.equal(model.forward(X), model(X))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_pickles_and_replicas_have_the_forward_of_their_class(amp, level):
+    model, _ = start(amp, level)
+    plain = copy.deepcopy(model)
+    assert "forward" not in vars(plain)
+    assert "forward" not in vars(pickle.loads(pickle.dumps(model)))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert "forward" not in vars(torch.load(file, weights_only=False))
+    assert "forward" not in vars(copy.copy(model))
+    replica = model._replicate_for_data_parallel()
+    assert "forward" not in vars(replica) and replica.forward.__self__ is replica
+
+
+def test_other_threads(amp):
+    model, _ = start(amp, "O2")
+    expected, found = model(X), []
+    threads = [
+        threading.Thread(target=lambda: found.append(model.forward(X).detach())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_traced_and_scripted(amp, level):
+    layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    model, _ = start(amp, level, layers)
+    expected = model(X)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), expected)
+    if level == "O2":
+        assert torch.equal(torch.jit.trace(model, X, check_trace=False)(X), expected)
+        assert torch.jit.script(model)(X).dtype is torch.float32
+    assert isinstance(torch.fx.symbolic_trace(model), torch.fx.GraphModule)
+
+
+def test_taken_out_again(amp):
+    model, _ = start(amp, "O2")
+    kept = model.forward
+    ampatch.deactivate()
+    assert "forward" not in vars(model) and "_replicate_for_data_parallel" not in vars(model)
+    model.half()
+    with pytest.raises(RuntimeError, match="dtype"):
+        kept(X)  # one that a script has kept is the model's own
+
+
+def test_a_forward_of_the_scripts_own_stays(amp):
+    model = nn.Linear(8, 4)
+    model.forward = own = lambda x: x
+    start(amp, "O2", model)
+    assert model.forward is own
+    ampatch.deactivate()
+    assert model.forward is own
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_the_package_a_warning_says_what_to_call(level, caplog):
+    model, _ = start(ampatch, level, nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.ReLU()))
+    model(X)
+    model[0](X)
+    model[0].forward(X)
+    assert "forward" not in caplog.text
+    for _ in range(2):
+        model.forward(X)
+    [said] = [one.getMessage() for one in caplog.records if "forward" in one.getMessage()]
+    assert said.startswith("Sequential.forward(...) was called by itself") and level in said
+    assert "Call the model" in said
