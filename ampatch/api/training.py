@@ -16,7 +16,7 @@ from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
-from ..scaling.scaler_entries import load_entries, named
+from ..scaling.scaler_entries import load_entries
 from ..scaling.step_counts import StepCounts
 from ..session.registry import registry
 from ..session.session import Session
@@ -169,7 +169,7 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
             call,
             extra=ONCE,
         )
-    return named(session.scalers)
+    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
 
 
 def loss_scale(loss_id: int = 0) -> float:

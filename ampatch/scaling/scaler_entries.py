@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..config.scale_settings import SETTINGS, ScaleSettings
@@ -14,11 +13,6 @@ from ..log import logger
 
 if TYPE_CHECKING:
     from .loss_scaler import Scaler
-
-
-def named(scalers: Iterable[Scaler]) -> dict[str, Scaler]:
-    """The scalers under apex's names, `loss_scaler0` first."""
-    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(scalers)}
 
 
 def load_entries(scalers: dict[str, Scaler], state: Any) -> None:

@@ -24,10 +24,10 @@ from ..config.opt_levels import Properties
 from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors
 from ..scaling import gradients
-from ..scaling.loss_scaler import Scaler
+from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
-from ..scaling.scaler_entries import load_entries, named
+from ..scaling.scaler_entries import load_entries
 from .registry import registry
 from .session import Session
 
@@ -43,9 +43,9 @@ __all__ = [
     "layouts",
     "listed_function",
     "load_entries",
+    "make_scaler",
     "manage_optimizer",
     "map_tensors",
-    "named",
     "open_automatic_session",
     "open_sessions",
     "release_model",

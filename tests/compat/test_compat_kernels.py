@@ -12,14 +12,14 @@ from ampatch.compat import apex as compat
 from ampatch.compat.apex import kernels
 from ampatch.compat.apex.packages import REPLACEMENTS, replacement
 
-MISSING = [(module, name) for module, names in kernels.NAMES.items() for name in names]
+MISSING = [(module, name) for module, names in kernels.NAMES.items() for name in names.split()]
 
 
 @pytest.mark.parametrize("module", kernels.NAMES)
 def test_a_module_can_be_imported_and_its_names_looked_up(module):
     found = importlib.import_module(module)
     assert found.__spec__.name == module
-    for name in kernels.NAMES[module]:
+    for name in kernels.NAMES[module].split():
         assert callable(getattr(found, name)) and f"{module}.{name}" in repr(getattr(found, name))
     assert not hasattr(found, "no_such_kernel")
 
@@ -34,9 +34,11 @@ def test_a_call_names_the_kernel_and_what_to_use(module, name):
     assert "never calls it, there is nothing to do" in said
 
 
-def test_every_replacement_of_a_kernel_is_about_a_name_that_is_missing():
-    known = {f"{module}.{name}" for module, name in MISSING} | set(kernels.NAMES)
-    assert {name for name in REPLACEMENTS if name.partition(".")[0] != "apex"} <= known
+def test_every_replacement_of_a_kernel_is_used():
+    used = {replacement(f"{module}.{name}") for module, name in MISSING}
+    used |= {replacement(f"{module}.other") for module in kernels.NAMES}
+    own = {says for name, says in REPLACEMENTS.items() if name.partition(".")[0] != "apex"}
+    assert own <= used
 
 
 def test_lookups_at_import_as_programs_have_them():

@@ -58,10 +58,10 @@ def test_names_order_and_start_of_the_parameters_of_an_mlp():
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_they_compute_in_half_in_a_session(level):
     """At O2 half copies stand in the parameters' places, which a list made before would miss."""
-    from apex.fused_dense import FusedDense, FusedDenseGeluDense
+    from apex.fused_dense import FusedDense
     from apex.mlp import MLP
 
-    for model in (MLP([4, 6, 3]), FusedDense(4, 3), FusedDenseGeluDense(4, 6, 3)):
+    for model in (MLP([4, 6, 3]), FusedDense(4, 3)):
         expected = model(X)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compat.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -75,15 +75,10 @@ def test_they_compute_in_half_in_a_session(level):
 
 
 def test_fused_dense():
-    from apex.fused_dense import FusedDense, FusedDenseGeluDense
+    from apex.fused_dense import FusedDense
 
-    one, two = FusedDense(4, 3), FusedDenseGeluDense(4, 6, 3)
-    assert torch.equal(one(X), F.linear(X, one.weight, one.bias))
-    hidden = F.gelu(F.linear(X, two.weight1, two.bias1))
-    assert torch.equal(two(X), F.linear(hidden, two.weight2, two.bias2))
-    assert list(two.state_dict()) == ["weight1", "bias1", "weight2", "bias2"]
-    with pytest.raises(ValueError, match=r"bias=False.*torch\.nn\.GELU"):
-        FusedDenseGeluDense(2, 2, 2, bias=False)
+    layer = FusedDense(4, 3)
+    assert torch.equal(layer(X), F.linear(X, layer.weight, layer.bias))
 
 
 def model_with_parts() -> nn.Module:

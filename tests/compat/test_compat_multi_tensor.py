@@ -123,19 +123,6 @@ def test_flat_dist_call(ranks):
         assert found["sent"] == [[1.0, 1.0], [1]]
 
 
-def test_axpby(amp_C):
-    x, y, noop = tensors(torch.float16), tensors(seed=1), flag()
-    outs = [torch.empty_like(one) for one in y]
-    amp_C.multi_tensor_axpby(CHUNK, noop, [x, y, outs], 0.5, 2.0, 0)
-    for one, other, out in zip(x, y, outs, strict=True):
-        torch.testing.assert_close(out, one.float() * 0.5 + other * 2.0)
-    y[1][0] = float("nan")
-    for which, sees in ((0, 0), (1, 1), (-1, 1)):
-        noop.zero_()
-        amp_C.multi_tensor_axpby(CHUNK, noop, [x, y, outs], 1.0, 1.0, which)
-        assert noop.item() == sees
-
-
 def test_asking_first_says_yes():
     """Scripts that ask refuse to start without, and then call functions that are here."""
     from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier

@@ -35,7 +35,7 @@ from . import (
     state,
 )
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
-from .optimizers import adagrad, adam, lamb, novograd, sgd
+from .optimizers import adam, lamb, novograd, sgd
 from .packages import Finder, build
 from .parallel import distributed, larc, sync_batch_norm
 
@@ -61,7 +61,7 @@ CONTENTS = {
     "apex.parallel.sync_batchnorm": sync_batch_norm,
     "apex.parallel.optimized_sync_batchnorm": sync_batch_norm,
     "apex.optimizers": optimizers,
-    "apex.optimizers.fused_adagrad": adagrad,
+    "apex.optimizers.fused_adagrad": sgd,
     "apex.optimizers.fused_adam": adam,
     "apex.optimizers.fused_lamb": lamb,
     "apex.optimizers.fused_novograd": novograd,
@@ -148,7 +148,8 @@ def install_before(folders: Sequence[str]) -> None:
     stop_observing = observe(cleaner)
 
     def stop() -> None:
-        cleaner.clean_all()
+        for session in engine.open_sessions():
+            cleaner.on_close(session)
         stop_observing()
         engine.edit_tables([])
         show_where_nobody_does(False)

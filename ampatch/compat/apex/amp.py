@@ -31,7 +31,8 @@ from ampatch import (
 from ...session import facade as engine
 from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
 from . import lists
-from .state import LossScaler, Stash, _amp_state, view_in_use
+from .scaler import LossScaler
+from .state import Stash, _amp_state, scaler_in_use
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,20 +106,9 @@ def initialize(
     engine.edit_tables(lists.edits())
     with engine.with_apex_tables():
         result = ampatch.initialize(
-            models,
-            optimizers,
-            enabled=enabled,
-            opt_level=opt_level,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
+            *(models, optimizers, enabled, opt_level, cast_model_type, patch_torch_functions),
+            *(keep_batchnorm_fp32, master_weights, loss_scale, cast_model_outputs, num_losses),
+            *(verbosity, min_loss_scale, max_loss_scale),
             allow_banned=False,
             patch_scope="process",
         )
@@ -156,7 +146,7 @@ def scale_loss(
     that: the scale is as it has left it, and what it returns says whether the next step is skipped.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    scaler = view_in_use(engine.session_of(given[0]) if given else None, loss_id)
+    scaler = scaler_in_use(engine.session_of(given[0]) if given else None, loss_id)
     is_asked = scaler is not None and "update_scale" in vars(scaler) and not delay_unscale
     block = ampatch.scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
@@ -198,15 +188,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
     """The scalers in use by their names, with their names within their sessions."""
-    sessions = engine.scaling_sessions()
-    if not sessions:
-        ampatch.state_dict()  # its error
-    found = [
-        (scaler, name)
-        for session in sessions
-        for name, scaler in engine.named(session.scalers).items()
-    ]
-    return {f"loss_scaler{number}": one for number, one in enumerate(found)}
+    sessions = engine.scaling_sessions() or ampatch.state_dict()  # an error: there is none
+    found = [(one, f"loss_scaler{n}") for own in sessions for n, one in enumerate(own.scalers)]
+    return {f"loss_scaler{n}": pair for n, pair in enumerate(found)}
 
 
 _ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")
@@ -230,8 +214,3 @@ class Cleaner:
         for managed in session.optimizers:
             for name in _ON_OPTIMIZER:
                 vars(managed.optimizer).pop(name, None)
-
-    def clean_all(self) -> None:
-        """Do the same for every open session."""
-        for session in engine.open_sessions():
-            self.on_close(session)

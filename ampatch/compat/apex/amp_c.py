@@ -1,7 +1,7 @@
-"""amp_C: apex's functions over lists of tensors that scripts call by themselves.
+"""amp_C and apex_C: apex's functions over lists of tensors that scripts call by themselves.
 
-They compute in FP32 and round once.  `noop_flag` becomes 1 where something is not finite; the
-host does not wait for it.  `chunk_size` is accepted.
+Those of amp_C compute in FP32 and round once.  `noop_flag` becomes 1 where something is not finite;
+the host does not wait for it.  `chunk_size` is accepted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ampatch.torch_private import foreach
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
-
 
 @torch.no_grad()
 def multi_tensor_scale(
@@ -22,30 +20,12 @@ def multi_tensor_scale(
 ) -> None:
     """`out = given * scale` for `[given, out]`, two lists; notes what is not finite in `given`."""
     given, out = tensor_lists
-    _note(noop_flag, given)
+    filled = [tensor for tensor in given if tensor.numel()]
+    if filled:
+        largest = torch.stack([one.float() for one in foreach.norm(filled, float("inf"))])
+        noop_flag.masked_fill_((~largest.isfinite().all()).to(noop_flag.device), 1)
     if out:
         foreach.copy_(out, foreach.mul(_wide(given), scale))
-
-
-@torch.no_grad()
-def multi_tensor_axpby(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Sequence[list[Tensor]],
-    a: float,
-    b: float,
-    arg_to_check: int = -1,
-) -> None:
-    """`out = a * x + b * y` for `[x, y, out]`, three lists.
-
-    Notes what is not finite in `x` (`arg_to_check=0`), in `y` (1) or in both (-1).
-    """
-    x, y, out = tensor_lists
-    _note(noop_flag, [x, y, [*x, *y]][arg_to_check])
-    if out:
-        sums = foreach.mul(_wide(x), a)
-        foreach.add_(sums, foreach.mul(_wide(y), b))
-        foreach.copy_(out, sums)
 
 
 @torch.no_grad()
@@ -61,19 +41,20 @@ def multi_tensor_l2norm(
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
     each = torch.stack(list(foreach.norm(_wide(given))))
     norm = torch.linalg.vector_norm(each).reshape(1)
-    _set(noop_flag, norm)
+    noop_flag.masked_fill_(~norm.isfinite().all(), 1)
     return norm, each if per_tensor else each[:0]
-
-
-def _note(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled:
-        _set(noop_flag, torch.stack([one.float() for one in foreach.norm(filled, float("inf"))]))
-
-
-def _set(noop_flag: Tensor, norms: Tensor) -> None:
-    noop_flag.masked_fill_((~norms.isfinite().all()).to(noop_flag.device), 1)
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.float() for tensor in tensors]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Their numbers in one dimension, one tensor after the other; all are of one dtype."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat` with the shapes of `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

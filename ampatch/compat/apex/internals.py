@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...session import facade as engine
 from .state import _amp_state
@@ -34,24 +34,11 @@ def to_type(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     """`value` with `fn` applied to each tensor in it, in lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return type(value)({key: applier(item, fn) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(applier(item, fn) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(applier(item, fn) for item in value)
-    return value
+    return engine.map_tensors(value, fn)
 
 
-def check_params_fp32(models: Iterable[nn.Module]) -> None:
-    """Does nothing: apex refused half models, ampatch accepts them."""
+def check_models(given: Iterable[Any]) -> None:
+    """Does nothing: `initialize` checks what it is given, and accepts half models."""
 
 
-def check_models(models: Iterable[nn.Module]) -> None:
-    """Does nothing: `initialize` checks its models."""
-
-
-def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Does nothing: `initialize` checks its optimizers."""
+check_optimizers = check_params_fp32 = check_models

@@ -1,4 +1,4 @@
-"""apex.mlp and apex.fused_dense: several linear layers in one module, on torch's own."""
+"""apex.mlp and apex.fused_dense, on torch's own linear layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MLP", "FusedDense", "FusedDenseGeluDense"]
+__all__ = ["MLP", "FusedDense"]
 
 _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}
 
@@ -69,38 +69,6 @@ class MLP(nn.Module):
             input = _ACTIVATIONS[self.activation](F.linear(input, weight, bias))
         return input
 
-    def extra_repr(self) -> str:
-        return f"{self.mlp_sizes}, bias={self.bias}, activation={self.activation!r}"
-
 
 class FusedDense(nn.Linear):
     """`torch.nn.Linear`."""
-
-
-class FusedDenseGeluDense(nn.Module):
-    """A linear layer, GELU, and a linear layer, with parameters `weight1`, `bias1`, `weight2`,
-    `bias2`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        intermediate_features: int,
-        out_features: int,
-        bias: bool = True,
-    ) -> None:
-        super().__init__()
-        if not bias:
-            raise ValueError(
-                "apex.fused_dense.FusedDenseGeluDense(bias=False): apex has it with bias alone. "
-                "Use torch.nn.Linear and torch.nn.GELU."
-            )
-        first = nn.Linear(in_features, intermediate_features)
-        second = nn.Linear(intermediate_features, out_features)
-        self.weight1, self.bias1 = first.weight, first.bias
-        self.weight2, self.bias2 = second.weight, second.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
-        hidden = F.gelu(F.linear(input, self.weight1, self.bias1))
-        return F.linear(hidden, self.weight2, self.bias2)

@@ -38,24 +38,14 @@ _LISTS = {  # a name in two lists follows the first
 }
 _SEQUENCES = ("cat", "stack", "hstack", "vstack", "dstack")
 _RULES = {
-    Rule.HALF: Rule.HALF,
-    Rule.CONTRACTION: Rule.HALF,
-    Rule.POWER: Rule.HALF,
-    Rule.FLOAT: Rule.FLOAT,
-    Rule.FLOAT_UNLESS_DTYPE: Rule.FLOAT,
+    **dict.fromkeys((Rule.HALF, Rule.CONTRACTION, Rule.POWER), Rule.HALF),
+    **dict.fromkeys((Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE), Rule.FLOAT),
     Rule.PROMOTE: Rule.PROMOTE,
 }
 # Functions of torch.nn.functional that call functions of the tables.
 _WHOLE = {
-    "torch.nn.functional": (
-        "cross_entropy",
-        "ctc_loss",
-        "grid_sample",
-        "local_response_norm",
-        "multilabel_soft_margin_loss",
-        "normalize",
-        "softmin",
-    )
+    "torch.nn.functional": "cross_entropy ctc_loss grid_sample local_response_norm "
+    "multilabel_soft_margin_loss normalize softmin"
 }
 
 
@@ -131,7 +121,7 @@ def _rows(place: str) -> Iterator[tuple[str, Rule]]:
             for name in row.names:
                 if not name.startswith("_") or name.startswith("__"):
                     yield name, _RULES[row.rule]
-    for name in _WHOLE.get(place, ()):
+    for name in _WHOLE.get(place, "").split():
         yield name, Rule.FLOAT
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from .behind import Behind
 
-VERSION = "0.1+ampatch"
+_METADATA = Path(__file__).parents[1] / "apex_path" / "apex.dist-info"
+VERSION = importlib.metadata.Distribution.at(_METADATA).version
 
 REPLACEMENTS = {
     "apex.optimizers.FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize at O2",
@@ -52,50 +54,30 @@ REPLACEMENTS = {
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
     "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
+    "amp_C.multi_tensor_adam": "use FusedAdam from apex.optimizers",
+    "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_lars": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
     "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
     "amp_C.multi_tensor_sgd": "use torch.optim.SGD(fused=True)",
     "amp_C.update_scale_hysteresis": "use amp.initialize and amp.scale_loss",
-    **dict.fromkeys(
-        (
-            *("amp_C.multi_tensor_adam", "amp_C.multi_tensor_adam_capturable"),
-            *("amp_C.multi_tensor_adam_capturable_master", "fused_adam_cuda"),
-        ),
-        "use FusedAdam from apex.optimizers, or torch.optim.AdamW(fused=True)",
-    ),
-    **dict.fromkeys(
-        (
-            *("amp_C.multi_tensor_lamb", "amp_C.multi_tensor_lamb_compute_update_term"),
-            *("amp_C.multi_tensor_lamb_mp", "amp_C.multi_tensor_lamb_stage1_cuda"),
-            *("amp_C.multi_tensor_lamb_stage2_cuda", "amp_C.multi_tensor_lamb_update_weights"),
-        ),
-        "use FusedLAMB from apex.optimizers",
-    ),
     "amp_C": "use torch._foreach_ functions, or torch.optim with foreach=True",
     "apex_C": "use torch.cat and torch.split",
-    "fused_dense_cuda": "use apex.fused_dense, or torch.nn.functional.linear",
+    "fused_adam_cuda": "use FusedAdam from apex.optimizers",
+    "fused_dense_cuda": "use apex.fused_dense.FusedDense, or torch.nn.functional.linear",
     "fused_layer_norm_cuda": "use apex.normalization, or torch.nn.functional.layer_norm",
-    "fused_mix_prec_layer_norm_cuda": "use apex.normalization.MixedFusedLayerNorm, or "
-    "torch.nn.functional.layer_norm",
+    "fused_mix_prec_layer_norm_cuda": "use MixedFusedLayerNorm from apex.normalization",
+    "generic_scaled_masked_softmax_cuda": "use torch.nn.functional.softmax",
     "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
+    "scaled_": "use torch.nn.functional.softmax",
     "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
-    **dict.fromkeys(
-        (
-            *("generic_scaled_masked_softmax_cuda", "scaled_masked_softmax_cuda"),
-            *("scaled_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
-        ),
-        "use torch.nn.functional.softmax on the masked, scaled scores",
-    ),
 }
+"""What to use in the place of names that begin so."""
 
 
 def replacement(name: str) -> str | None:
-    """What to use instead of `name` (dotted) or of its package; None if unknown."""
-    while name:
-        if name in REPLACEMENTS:
-            return REPLACEMENTS[name]
-        name = name.rpartition(".")[0]
-    return None
+    """What to use instead of `name` (dotted), or of its package; None if unknown."""
+    known = [start for start in REPLACEMENTS if name.startswith(start)]
+    return REPLACEMENTS[max(known, key=len)] if known else None
 
 
 def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
@@ -173,33 +155,10 @@ class Finder:
             raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
         return None
 
-    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         """For `importlib.metadata`."""
         if getattr(context, "name", None) in (None, "apex"):
-            yield Distribution()
+            yield importlib.metadata.Distribution.at(_METADATA)
 
     def invalidate_caches(self) -> None:
         """There are no caches."""
-
-
-class Distribution(importlib.metadata.Distribution):
-    """The package in `importlib.metadata`."""
-
-    _FILES: ClassVar[dict[str, str]] = {
-        "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\n"
-        "Summary: ampatch's stand-in for apex\n",
-        "top_level.txt": "apex\n",
-    }
-
-    def read_text(self, filename: str) -> str | None:
-        """The text of one of the two files."""
-        return self._FILES.get(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        """Raises `FileNotFoundError`: no files belong to it."""
-        raise FileNotFoundError(f"ampatch's apex has no file {path}")
-
-    @property
-    def files(self) -> Sequence | None:
-        """Unknown."""
-        return None

@@ -5,8 +5,6 @@ Checkpoints that have `weight_g` and `weight_v` load, as torch's do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -34,8 +32,15 @@ def apply_weight_norm(
 
 def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
     """Make it a plain parameter again, with its present value; "" or `remove_all`: all of them."""
-    places = _normed(module) if remove_all or not name else [_place(module, name)]
-    for part, own in list(places):
+    normed = weight_norm(nn.Linear(1, 1, device="meta"))  # which draws no numbers
+    kind = type(normed.parametrizations.weight[0])
+    places = [_place(module, name)] if name and not remove_all else [
+        (part, own)
+        for part in module.modules()
+        for own, chain in getattr(part, "parametrizations", {}).items()
+        if isinstance(chain[0], kind)
+    ]  # fmt: skip
+    for part, own in places:
         parametrize.remove_parametrizations(part, own)
     return module
 
@@ -43,13 +48,3 @@ def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = Fal
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, own = name.rpartition(".")
     return module.get_submodule(path), own
-
-
-def _normed(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    normed = weight_norm(nn.Linear(1, 1, device="meta"))  # which draws no numbers
-    kind = type(normed.parametrizations.weight[0])  # type: ignore[union-attr,index]
-    for part in module.modules():
-        if parametrize.is_parametrized(part):
-            for own, chain in part.parametrizations.items():  # type: ignore[union-attr,operator]
-                if isinstance(chain[0], kind):
-                    yield part, own

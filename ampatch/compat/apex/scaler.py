@@ -2,84 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .amp_c import multi_tensor_axpby, multi_tensor_scale
+from ampatch import AmpatchError
+
+from ...session import facade as engine
+from .amp_c import multi_tensor_scale
 
 __all__ = ["LossScaler"]
 
-_CHUNK = 2048 * 32  # apex's, of a kernel
+_LIMITS = ("_min_loss_scale", "_max_loss_scale")
+_PICKLED = ("_loss_scale", "_unskipped", "_scale_seq_len", *_LIMITS, "dynamic")
 
 
-class Unscaling:
-    """What apex's scalers do with lists of gradients; they note an overflow in `_overflow_buf`."""
+def _setting(name: str, default: Any, kind: type) -> Any:
+    """A setting of a dynamic scaler under apex's name; a static one has none to change."""
 
-    has_fused_kernel = True
-    dynamic: bool
-    _has_overflow: bool
-    _overflow_buf: Tensor
+    def written(scaler: LossScaler, value: Any) -> None:
+        if scaler.dynamic:
+            scaler._scaler.change("loss scaler", {name: kind(value)})
 
-    def loss_scale(self) -> float:
-        """The scale."""
-        raise NotImplementedError
-
-    def clear_overflow_state(self) -> None:
-        """Forget what was noted."""
-        self._has_overflow = False
-        self._overflow_buf.zero_()
-
-    def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: float = 1.0,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
-        """Write `model_grads` divided by the scale into `master_grads`; not after an overflow."""
-        if self._has_overflow:
-            return
-        scale = self.loss_scale() if scale_override is None else scale_override
-        if scale != 1.0 or self.dynamic or not models_are_masters:
-            lists = [list(model_grads), list(master_grads)]
-            multi_tensor_scale(_CHUNK, self._overflow_buf, lists, 1.0 / scale)
-
-    def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        scale_override: Sequence[float] | None = None,
-    ) -> None:
-        """As `unscale`, plus gradients of an earlier pass.
-
-        `scale_override`: the scales of the new gradients, of the earlier ones, and of the sum.
-        """
-        if self._has_overflow:
-            return
-        new, earlier, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        lists = [list(model_grads), list(stashed_master_grads), list(master_grads)]
-        multi_tensor_axpby(_CHUNK, self._overflow_buf, lists, out / new, out / earlier, 0)
+    return property(lambda scaler: getattr(scaler._scaler.settings, name, default), written)
 
 
-class LossScaler(Unscaling):
-    """A loss scale for a script that unscales by itself.
+class LossScaler:
+    """A loss scale under apex's names: one of its own, or (`of`) that of a session.
+
+    After blocks with `delay_overflow_check=True` a script calls `update_scale()`, which alone moves
+    the scale then, and the next step is taken as it is.  It goes by `_overflow_buf` (int, one
+    element, not 0 for an overflow): the script's own if it has put one there, else what the
+    blocks and `unscale` have found.  A script may replace `update_scale` too: see `amp.scale_loss`.
 
     Args:
         loss_scale: a number, or "dynamic".
-        init_scale: where a dynamic scale begins, at most `max_loss_scale`.
-        scale_factor: it is divided by this on overflow, and multiplied after `scale_window` clean
-            steps in a row.
-        min_loss_scale, max_loss_scale: its limits; None: 2**-24, so that it never is 0.
+        init_scale, scale_factor, scale_window, min_loss_scale, max_loss_scale: of a dynamic scale:
+            where it begins, what it is divided by on overflow and multiplied by after
+            `scale_window` clean steps in a row, and its limits; None: 2**-24.
 
-    Pickled attributes have apex's names: checkpoints hold this object.
+    Pickled it has apex's attributes: checkpoints of `FP16_Optimizer` hold this object.
     """
 
-    _scale_factor = 2.0
+    has_fused_kernel = True
 
     def __init__(
         self,
@@ -90,34 +58,151 @@ class LossScaler(Unscaling):
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        start: Any = min(init_scale, max_loss_scale) if self.dynamic else loss_scale
-        self._loss_scale = float(start)
-        self._min_loss_scale = min_loss_scale
-        self._max_loss_scale = max_loss_scale
-        self._scale_factor = scale_factor
-        self._scale_seq_len = scale_window
-        self._unskipped = 0
-        self._has_overflow = False
-        self._overflow_buf = torch.zeros(1, dtype=torch.int)
+        rule = {"growth_factor": scale_factor, "backoff_factor": 1 / scale_factor}
+        rule |= {"init_scale": init_scale, "max_loss_scale": max_loss_scale}
+        if min_loss_scale is not None:
+            rule["min_loss_scale"] = min_loss_scale
+        self._begin(engine.make_scaler(loss_scale, growth_interval=scale_window, **rule))
+
+    @classmethod
+    def of(cls, scaler: engine.Scaler, session: engine.Session) -> LossScaler:
+        """The scaler of a session."""
+        made = cls.__new__(cls)
+        made._begin(scaler, weakref.ref(session))
+        return made
+
+    def _begin(self, scaler: Any, session: Callable[[], Any] = lambda: None) -> None:
+        self._scaler = scaler
+        self._session = session
+        self._own_buffer: Tensor | None = None
+        self._given_buffer: Tensor | None = None  # by the script
+        self._was_told = False  # by the script, or by `update_scale`, of an overflow
+        self._count = (0, -1)  # of clean steps as the script set it, at which generation
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        scale, clean, window, *limits, dynamic = (state[name] for name in _PICKLED)
+        LossScaler.__init__(self, "dynamic" if dynamic else scale, scale, 2.0, window, *limits)
+        if dynamic:
+            self._unskipped = clean
+
+    # The scale
 
     def loss_scale(self) -> float:
-        """The scale."""
-        return self._loss_scale
+        """The scale.  Waits for the device."""
+        return self._scaler.get()
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.get()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scaler.set(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        count, generation = self._count
+        if generation == self._scaler.generation:
+            return count
+        return self._scaler.state_dict()["unskipped"]
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        """The scaler counts to below the interval; a script that counts by itself reaches it."""
+        self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
+        self._count = (value, self._scaler.generation)
+
+    @property
+    def dynamic(self) -> bool:
+        return self._scaler.is_dynamic
+
+    _scale_seq_len = _setting("growth_interval", 2000, int)
+    _max_loss_scale = _setting("max_loss_scale", 2.0**24, float)
+    _min_loss_scale = _setting("min_loss_scale", None, float)
+
+    # Overflow
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._was_told or (self._given_buffer is None and self._blocks_overflowed())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._was_told = bool(value)
+        if not value and self.dynamic:
+            self._scaler.forget_overflow()
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        if self._given_buffer is not None:
+            return self._given_buffer
+        if self._own_buffer is None:
+            self._own_buffer = torch.zeros(1, dtype=torch.int)
+        if self._blocks_overflowed():
+            self._own_buffer.fill_(1)
+        return self._own_buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._given_buffer = None if value is self._own_buffer else value
+
+    def _blocks_overflowed(self) -> bool:
+        return self.dynamic and self._scaler.has_overflow()
+
+    def begin_block(self) -> None:
+        """A `scale_loss` block begins: as in apex, it notes its overflow anew."""
+        self._was_told = False
+        for buffer in (self._own_buffer, self._given_buffer):
+            if buffer is not None:
+                buffer.zero_()
+
+    def clear_overflow_state(self) -> None:
+        """Forget what was noted."""
+        self.begin_block()
+        self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """React to one step, by what was noted; returns whether to leave it out.  Waits."""
+        """React to one step; returns whether the script is to leave it out.  Waits."""
         if not self.dynamic:
-            self._unskipped += 1
             return False
-        self._has_overflow = self._has_overflow or bool(self._overflow_buf.item())
-        if self._has_overflow:
-            floor = self._min_loss_scale or 2.0**-24
-            self._loss_scale = max(floor, self._loss_scale / self._scale_factor)
-            self._unskipped = 0
-            return True
-        self._unskipped += 1
-        if self._unskipped == self._scale_seq_len:
-            self._loss_scale = min(self._max_loss_scale, self._loss_scale * self._scale_factor)
-            self._unskipped = 0
-        return False
+        self._was_told = self._has_overflow or bool(self._overflow_buf.item())
+        if (session := self._session()) is not None:
+            engine.drop_findings(session, self._scaler)
+        self._scaler.update([self._was_told])
+        return self._was_told
+
+    def decide(self) -> None:
+        """Have `update_scale`, which the script has replaced, say whether to skip the next step."""
+        if self.dynamic and (session := self._session()) is not None:
+            waiting = engine.drop_findings(session, self._scaler)
+            skips = bool(self.update_scale())
+            self._scaler.update([])  # has been done by the script
+            for gradients in waiting:
+                gradients.note(skips, self._scaler)
+
+    # Gradients
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float = 1.0,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads` divided by the scale into `master_grads`; not after an overflow."""
+        scale = self.loss_scale() if scale_override is None else scale_override
+        is_done = scale == 1.0 and models_are_masters and not self.dynamic
+        if not (is_done or self._has_overflow):
+            lists = [list(model_grads), list(master_grads)]
+            multi_tensor_scale(0, self._overflow_buf, lists, 1.0 / scale)
+
+    def unscale_with_stashed(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises `AmpatchError`."""
+        raise AmpatchError(
+            "LossScaler.unscale_with_stashed(...): not available. Keep the earlier gradients in "
+            ".grad: amp.scale_loss adds those of its block to them, unscaled."
+        )

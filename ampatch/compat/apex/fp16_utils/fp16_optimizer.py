@@ -21,6 +21,13 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_th
 """Attributes that a checkpoint has."""
 
 
+def _of_the_optimizer(name: str) -> Any:
+    def written(wrapper: FP16_Optimizer, value: Any) -> None:
+        setattr(wrapper.optimizer, name, value)
+
+    return property(lambda wrapper: getattr(wrapper.optimizer, name), written)
+
+
 class FP16_Optimizer:  # apex's name
     """Wraps an optimizer of half and FP32 parameters.
 
@@ -194,32 +201,15 @@ class FP16_Optimizer:  # apex's name
 
     cur_scale = loss_scale  # its name in apex.optimizers
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict]:
-        """The groups of the optimizer; they hold the FP32 copies."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict]) -> None:
-        self.optimizer.param_groups = value
+    state = _of_the_optimizer("state")
+    param_groups = _of_the_optimizer("param_groups")
 
 
 def _todays(saved: Any) -> scaler.LossScaler:
     """A scaler from a checkpoint; that of an older apex is one of `fp16_utils.loss_scaler`."""
     if isinstance(saved, DynamicLossScaler):
-        made = scaler.LossScaler(
-            "dynamic",
-            *(saved.cur_scale, saved.scale_factor, saved.scale_window),
-            max_loss_scale=max(saved.cur_scale, 2.0**32),
-        )
+        rule = saved.cur_scale, saved.scale_factor, saved.scale_window
+        made = scaler.LossScaler("dynamic", *rule, max_loss_scale=max(saved.cur_scale, 2.0**32))
         made._unskipped = max(saved.cur_iter - saved.last_overflow_iter - 1, 0) % saved.scale_window
         return made
     return scaler.LossScaler(saved.cur_scale) if isinstance(saved, LossScaler) else saved

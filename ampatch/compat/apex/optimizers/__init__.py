@@ -4,11 +4,10 @@ On CUDA parameters Adam, SGD and Adagrad use torch's fused kernels.
 """
 
 from ..fp16_utils import FP16_Optimizer
-from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .lamb import FusedLAMB
 from .novograd import FusedNovoGrad
-from .sgd import FusedSGD
+from .sgd import FusedAdagrad, FusedSGD
 
 __all__ = [
     "FP16_Optimizer",

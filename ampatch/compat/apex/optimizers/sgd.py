@@ -1,4 +1,4 @@
-"""FusedSGD."""
+"""FusedSGD and FusedAdagrad."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .common import Fused
+from .common import Fused, steps_by_tensor
 
-__all__ = ["FusedSGD"]
+__all__ = ["FusedAdagrad", "FusedSGD"]
 
 
 class FusedSGD(Fused, torch.optim.SGD):
@@ -38,3 +38,25 @@ class FusedSGD(Fused, torch.optim.SGD):
 
     def _update(self) -> None:
         self._step_of_torch(torch.optim.SGD.step, self.wd_after_momentum)
+
+
+class FusedAdagrad(Fused, torch.optim.Adagrad):
+    """`torch.optim.Adagrad`; with `adagrad_w_mode` weight decay stays out of the gradients."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adagrad_w_mode = int(adagrad_w_mode)
+
+    def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
+        steps_by_tensor(group, state)
+
+    def _update(self) -> None:
+        self._step_of_torch(torch.optim.Adagrad.step, bool(self.adagrad_w_mode))

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: torch compares those of a communication hook.
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..apex_c import flatten, unflatten
+from ..amp_c import flatten, unflatten
 
 __all__ = [
     "DistributedDataParallel",
@@ -41,10 +40,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         module: the model, on its device.
         message_size: elements in a bucket; torch's own choice unless given.
         delay_allreduce: allow parameters that a step does not use (`find_unused_parameters`).
-        allreduce_always_fp32: reduce half gradients in FP32.
         gradient_average: divide by the number of ranks, or only add up.
-        gradient_predivide_factor: divide by this before the reduction, and by the rest after
-            it (by nothing more without `gradient_average`).
+        allreduce_always_fp32, gradient_predivide_factor: accepted; gradients are FP32 at O0 to O2,
+            which needs neither.
         allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
             allreduce_communicators, gradient_average_split_factor, prof: accepted; they tuned
             apex's own communication and change nothing.
@@ -82,17 +80,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **{_SENDS_BUFFERS: False},
             **bucket,
         )
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
-            rest = gradient_predivide_factor / dist.get_world_size(self.process_group)
-            self.register_comm_hook(
-                _Reduction(
-                    self.process_group,
-                    before=1.0 / gradient_predivide_factor,
-                    after=rest if gradient_average else 1.0,
-                    in_fp32=allreduce_always_fp32,
-                ),
-                _reduce,
-            )
+        if not gradient_average:
+            self.register_comm_hook(self.process_group, _add_up)
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again."""
@@ -103,30 +92,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
 
-@dataclasses.dataclass
-class _Reduction:
-    """Factors for gradients before and after the reduction, and whether it is in FP32."""
-
-    group: Any
-    before: float
-    after: float
-    in_fp32: bool
-
-
-def _reduce(how: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    values = buffer.float() if how.in_fp32 else buffer
-    if how.before != 1.0:
-        values.mul_(how.before)
-    future = dist.all_reduce(values, group=how.group, async_op=True).get_future()
-
-    def finish(done: torch.futures.Future) -> Tensor:
-        reduced = done.value()[0]
-        if how.after != 1.0:
-            reduced.mul_(how.after)
-        return reduced if reduced is buffer else buffer.copy_(reduced)
-
-    return future.then(finish)
+def _add_up(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 class Reducer:
@@ -151,10 +119,7 @@ class Reducer:
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        ranks = dist.get_world_size()
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad.div_(ranks)
+        flat_dist_call(grads, dist.all_reduce)
 
 
 def flat_dist_call(
@@ -190,7 +155,4 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"create_syncbn_process_group(group_size={group_size}): expected 0, or a number "
             f"that divides the {ranks} ranks."
         )
-    groups = [
-        dist.new_group(range(first, first + group_size)) for first in range(0, ranks, group_size)
-    ]
-    return groups[dist.get_rank() // group_size]
+    return dist.new_subgroups(group_size)[0]

@@ -69,21 +69,10 @@ class LARC:
     def param_groups(self, value: list[dict]) -> None:
         self.optim.param_groups = value
 
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # a copy has none yet
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"

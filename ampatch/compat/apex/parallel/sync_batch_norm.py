@@ -57,10 +57,13 @@ class SyncBatchNorm(BATCH_NORMS[0]):
 
     def _normalized(self, input: Tensor) -> Tensor:
         """In float64, which no casting touches; the output has the input's dtype."""
+        from torch.distributed.nn.functional import all_reduce  # which imports much
+
         values, dims = input.double(), [0, *range(2, input.dim())]
         count = values.new_tensor([input.numel() / input.size(1)])
         local = torch.cat([values.sum(dims), values.square().sum(dims), count])
-        total = _Sum.apply(local, self.process_group)
+        group = self.process_group or dist.group.WORLD
+        total = all_reduce(local, group=group)
         sums, squares, count = total.split([self.num_features, self.num_features, 1])
         mean = sums / count
         variance = squares / count - mean.square()
@@ -83,23 +86,6 @@ class SyncBatchNorm(BATCH_NORMS[0]):
 
 for _name, _check in SYNC_BATCH_NORM_CHECKS.items():
     setattr(SyncBatchNorm, _name, _check)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks; the gradients of all ranks come back summed."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 def convert_syncbn_model(
