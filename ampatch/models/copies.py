@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..torch_private.modules import REPLICATE
 from .hooks import drop_plain_hooks
 from .lent_weights import parameter_behind
 
@@ -33,8 +34,8 @@ class ModelCopies:
             "__reduce_ex__": self._reduce,
             "__prepare_scriptable__": self.plain_view,
         }
-        if forward is not None:
-            self._methods |= {"forward": forward, "_replicate_for_data_parallel": self._replica}
+        if forward is not None and hasattr(self._model, REPLICATE):
+            self._methods |= {"forward": forward, REPLICATE: self._replica}
         vars(self._model).update(self._methods)
 
     def uninstall(self) -> None:
@@ -46,7 +47,7 @@ class ModelCopies:
         self._methods = {}
 
     def _replica(self) -> nn.Module:
-        replica: Any = type(self._model)._replicate_for_data_parallel(self._model)
+        replica: Any = getattr(type(self._model), REPLICATE)(self._model)
         vars(replica).pop("forward", None)
         return replica
 

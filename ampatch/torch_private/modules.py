@@ -107,6 +107,9 @@ REPLICA = "_is_replica"
 attributes.
 """
 
+REPLICATE = "_replicate_for_data_parallel"
+"""The method of a module by which `nn.DataParallel` makes it: all attributes are copied."""
+
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")
 """Attributes of a module with its hooks by the handle's id; a torch may lack some."""
