@@ -150,6 +150,7 @@ def names_of_an_old_script(folder: Path) -> dict[str, Any]:
         "path": path,
         **{"x": x, "y": x, "mask": x > 0, "loss": torch.tensor(1.0), "index": torch.tensor(2)},
         **{"correct": torch.ones(4, 3, dtype=torch.bool).t(), "k": 2, "n": 2, "file": "a: 1"},
+        "b": nn.Parameter(torch.ones(18)),
         "loader": torch.utils.data.DataLoader([1]),
         "optimizer": torch.optim.SGD([nn.Parameter(x)]),
     }

@@ -41,8 +41,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         message_size: elements in a bucket; torch's own choice unless given.
         delay_allreduce: allow parameters that a step does not use (`find_unused_parameters`).
         gradient_average: divide by the number of ranks, or only add up.
-        allreduce_always_fp32, gradient_predivide_factor: accepted; gradients are FP32 at O0 to O2,
-            which needs neither.
+        gradient_predivide_factor: without `gradient_average` the sum is divided by this.
+        allreduce_always_fp32: accepted; gradients are FP32 at O0 to O2.
         allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
             allreduce_communicators, gradient_average_split_factor, prof: accepted; they tuned
             apex's own communication and change nothing.
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **bucket,
         )
         if not gradient_average:
-            self.register_comm_hook(self.process_group, _add_up)
+            self.register_comm_hook((self.process_group, gradient_predivide_factor), _add_up)
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again."""
@@ -92,9 +92,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
 
-def _add_up(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _add_up(how: tuple[Any, float], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    group, divisor = how
     future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    return future.then(lambda done: done.value()[0].div_(divisor))
 
 
 class Reducer:
