@@ -90,6 +90,19 @@ def test_after_an_exception_the_next_direct_call_is_whole(amp):
     assert torch.equal(model.forward(X), model(X))
 
 
+class Direct(nn.Linear):
+    """Its own way of being called leaves hooks out."""
+
+    def __call__(self, x):
+        return self.forward(x.to(self.weight.dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_class_that_calls_its_forward_by_itself(amp, level):
+    model, _ = start(amp, level, Direct(8, 4))
+    assert model.forward(X).shape == model(X).shape == (6, 4)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_pickles_and_replicas_have_the_forward_of_their_class(amp, level):
     model, _ = start(amp, level)

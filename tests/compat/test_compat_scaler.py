@@ -355,3 +355,17 @@ def test_without_a_session_state_dict_says_so(amp):
     for call in (amp.state_dict, lambda: amp.load_state_dict({})):
         with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open"):
             call()
+
+
+def test_a_buffer_that_is_given_back_shows_what_blocks_find(amp):
+    model, optimizer = start(amp)
+    scaler, own = scaler_of(amp), torch.zeros(1, dtype=torch.int)
+    found = scaler._overflow_buf
+    scaler._overflow_buf = own
+    block(amp, model, optimizer, INF, delay_overflow_check=True)
+    assert scaler._overflow_buf is own and own.item() == 0
+    assert scaler.update_scale() is False
+    scaler._overflow_buf = found
+    block(amp, model, optimizer, INF, delay_overflow_check=True)
+    assert scaler._overflow_buf is found and found.item() == 1
+    assert scaler.update_scale() is True
