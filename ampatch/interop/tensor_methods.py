@@ -1,7 +1,7 @@
 """Methods of tensors: `parameter.data`, copies and pickles.
 
-* `parameter.data`: a write through it does not raise the weight's version, so the weight is cast
-  anew.
+* `tensor.data`: a write through it raises no version.  A weight is cast anew, and values of a half
+  copy that stands in a weight's place are compared as its forward ends.
 * Who copies or pickles a module while a forward of an O2 model runs (a momentum encoder made at the
   first forward) gets the weights, not the half copies that stand in their places.
 """
@@ -14,31 +14,29 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..casting.patches import Replacement
 from ..models.lent_weights import parameter_behind
 
 
 def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
-    """What to replace: `listener(parameter)` is called when `.data` is read or set.
+    """What to replace: `listener(tensor)` is called before `.data` is read or set.
 
-    `Parameter` gets a property of its own in place of the one that it inherits.
+    `Tensor` gets a property of its own in place of the one that it inherits.
     """
 
     def make(original: Any) -> property:
-        def get(parameter: Tensor) -> Tensor:
-            found = original.__get__(parameter)
-            listener(parameter)
-            return found
+        def get(tensor: Tensor) -> Tensor:
+            listener(tensor)
+            return original.__get__(tensor)
 
-        def set(parameter: Tensor, data: Tensor) -> None:
-            original.__set__(parameter, data)
-            listener(parameter)
+        def set(tensor: Tensor, data: Tensor) -> None:
+            listener(tensor)
+            original.__set__(tensor, data)
 
         return property(get, set, doc=Tensor.data.__doc__)
 
-    return [(Parameter, "data", make)]
+    return [(Tensor, "data", make)]
 
 
 def copies() -> list[Replacement]:

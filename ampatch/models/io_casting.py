@@ -2,7 +2,8 @@
 
 A forward may write into what it was given.  A container in which nothing is cast is passed on as
 it is; a container with a cast tensor is copied.  What the forward writes into a copy, or in place
-into a cast input, is written back into the caller's object when the forward ends.
+into a cast input, is written back into the caller's object when the forward ends, in the graph
+where there is one.  A tensor that is given twice is cast once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
-from .values import CASTABLE, caster, half_cannot_hold, map_tensors
+from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, numbers_of
 
 _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
@@ -32,7 +33,7 @@ class _Given(NamedTuple):
     """What one forward was given: the caller's own, and what the forward got instead."""
 
     caller: FrameType | None  # while it runs so does the forward
-    tensors: list[tuple[Tensor, Tensor]]
+    tensors: dict[int, tuple[Tensor, Tensor]]  # by the ids of the caller's own
     containers: list[tuple[Any, Any, Any]]  # the third: the items that the copy began with
 
 
@@ -70,7 +71,7 @@ class ModelInputs:
         running = self._open.given
         while running and not is_running(running[-1].caller):  # Ctrl-C has ended that forward
             running.pop()
-        given = _Given(calling_frame(), [], [])
+        given = _Given(calling_frame(), {}, [])
         running.append(given)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast(args[0], 0, given),), kwargs
@@ -79,9 +80,7 @@ class ModelInputs:
         def convert_next(tensor: Any) -> Any:
             nonlocal place
             place += 1
-            if type(tensor) is Tensor:
-                return self._cast(tensor, place, given)
-            return caster(self._dtype)(tensor)
+            return self._cast(tensor, place, given)
 
         args = tuple(map_tensors(arg, convert_next, given.containers) for arg in args)
         if kwargs:
@@ -96,14 +95,13 @@ class ModelInputs:
         if not self._open.given:  # it was recorded
             return
         _, casts, containers = self._open.given.pop()
-        for own, cast in casts:
+        for own, cast in casts.values():
             # An inference tensor cannot be written outside of that mode, and its cast begins with
             # a version of 1.  In that mode casts have no version.
             if not (own.is_inference() or cast.is_inference()) and cast._version:
-                with torch.no_grad():
-                    own.copy_(torch.where(own.to(cast.dtype) == cast, own, cast.to(own.dtype)))
+                _write_into(own, cast)
         if containers:
-            owns = {id(cast): own for own, cast in casts}
+            owns = {id(cast): own for own, cast in casts.values()}
             owns |= {id(copy): own for own, copy, _ in containers}
             for own, copy, put in containers:
                 _write_back(own, copy, put, owns)
@@ -112,36 +110,39 @@ class ModelInputs:
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor
+        if id(tensor) in given.tensors:
+            return given.tensors[id(tensor)][1]
         cast = None
         if found is torch.float32 and self._is_half:
             if place in self._float_places:
                 return tensor
-            if _fitting_copy is not None:
+            if _fitting_copy is not None and type(tensor) is Tensor:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
             if cast is None and self._stays_float(tensor, place):
                 return tensor
         if cast is None:  # the first one, too, is clamped: its recompute is a later one
-            saturates = self._saturates and not tensor.is_cpu
+            saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_places.add(place)
-        given.tensors.append((tensor, cast))
+        given.tensors[id(tensor)] = (tensor, cast)
         return cast
 
     def _stays_float(self, tensor: Tensor, place: int) -> bool:
-        if not tensor.numel() or tensor.layout is not torch.strided:
-            return False
         if not tensor.is_cpu and (
             place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False
-        smallest, largest = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
+        numbers = numbers_of(tensor)
+        if numbers is None or not numbers.numel():
+            return False
+        smallest, largest = torch.aminmax(numbers)
         if type(smallest) is not Tensor:  # some mode of the caller's computes without values
             return False
         low: Any = smallest.tolist()
         high: Any = largest.tolist()
         if -self._limit < low and high < self._limit:
             return False
-        if not half_cannot_hold(tensor, self._dtype):
+        if not half_cannot_hold(numbers, self._dtype):
             return False
         self._float_places.add(place)
         logger.warning(
@@ -163,6 +164,20 @@ class ModelInputs:
         largest = torch.finfo(self._dtype).max
         clamped = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
         return clamped.to(self._dtype)
+
+
+def _write_into(own: Tensor, cast: Tensor) -> None:
+    """Write into `own` what a forward has written into its cast; the rest keeps its FP32 values.
+
+    In the graph, as far as there is one, as the write itself would be in FP32: gradients of the
+    written tensor pass through what the forward has done.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and cast.requires_grad):
+        new = cast.to(own.dtype)
+        if is_strided(own):
+            stays = (own.detach().to(cast.dtype) == cast) & own.isfinite()
+            new = new + torch.where(stays, own.detach() - new.detach(), 0)
+        own.copy_(new)
 
 
 def _write_back(own: Any, copy: Any, put: Any, owns: dict[int, Any]) -> None:

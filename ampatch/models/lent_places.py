@@ -67,8 +67,6 @@ class Tree:
         self.root = root
         modules = list(root.modules())
         self.modules = set(map(id, modules))
-        # Forwards without a graph and with one, and the numbers of those that are compared next.
-        self.forwards, self.next_look = [0, 0], [1, 1]
         tables = parameter_tables(root, stays_float)
         # What `is_valid` compares: the entries of parameters and parts, and how many there are.
         self._all_tables = [*tables, *filter(None, map(part_table, modules))]

@@ -24,12 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..casting.cast_state import CastState
 from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
+from ..torch_private.devices import has_values, is_captured
+from ..torch_private.dtensors import local_of
 from ..torch_private.modules import REPLICA, exchange_parametrized
+from ..torch_private.probes import computes_with_fakes, is_recording
 from .lent_copies import copies_of, put_in_replica, put_in_traced
 from .lent_places import (
     Place,
@@ -70,6 +74,15 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     return None
 
 
+def note_values(tensor: Tensor, state: CastState) -> None:
+    """`tensor.data` is about to be read or set: if it is a lent copy, its lending notes that."""
+    if is_dynamo_compiling() or is_recording() or computes_with_fakes():
+        return
+    for lending in state.thread.lent:
+        if lending.is_in_place and id(tensor) in lending.behind:
+            lending.note_values(tensor)
+
+
 def dtype_around(state: CastState) -> torch.dtype | None:
     """What the innermost forward of a half model in this thread computes in; None without one."""
     for lending in reversed(state.thread.lent):
@@ -105,13 +118,18 @@ class Lending:
             self.copies = copies_of(tree, owner.dtype, owner.model, owner.kept)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
-            self._values = owner.writes.look(tree, self.copies)
         self._put()
 
     @functools.cached_property
     def behind(self) -> dict[int, Tensor]:
         """The parameters by the ids of their copies."""
         return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
+
+    def note_values(self, copy: Tensor) -> None:
+        """Have the values that a copy has now compared with those at the end of the call."""
+        index = next(n for n, one in enumerate(self.copies) if one is copy)
+        if index not in self._values and has_values(copy.device) and not is_captured(copy):
+            self._values[index] = local_of(copy).detach().clone()
 
     def _put(self) -> None:
         """Put the copies in their places.  That they are lent is noted before."""

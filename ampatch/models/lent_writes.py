@@ -1,8 +1,7 @@
 """What a forward writes into lent copies of a model's weights goes to the weights.
 
-In-place writes raise a copy's version.  Writes through `.data` raise none, and are found by
-comparing values: those of all copies in forwards 1, 10, 100, ... with a graph and likewise without
-one (some writes begin after a warm-up), and of the weights that were written to so from then on.
+In-place writes raise a copy's version.  Writes through `.data` raise none: who reads that of a copy
+has its values noted there, and compared as the forward ends.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
-from ..torch_private.probes import computes_with_fakes, is_recording
-from .lent_places import Tree
 
 
 class LentWrites:
@@ -22,25 +18,7 @@ class LentWrites:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.compared: set[int] = set()  # ids of weights that are written to through `.data`
         self._has_warned = False
-
-    def look(self, tree: Tree, copies: list[Tensor]) -> dict[int, Tensor]:
-        """The values of the copies that `carry` is to compare, by their index.
-
-        To be called in each forward of `tree.root`.
-        """
-        in_graph = torch.is_grad_enabled()
-        tree.forwards[in_graph] += 1
-        is_due = tree.forwards[in_graph] >= tree.next_look[in_graph]
-        values: dict[int, Tensor] = {}
-        if (is_due or self.compared) and not (is_recording() or computes_with_fakes()):
-            tree.next_look[in_graph] *= 10 if is_due else 1
-            for index, (parameter, copy) in enumerate(zip(tree.parameters, copies, strict=True)):
-                is_wanted = is_due or id(parameter) in self.compared
-                if is_wanted and has_values(copy.device) and not is_captured(copy):
-                    values[index] = local_of(copy).detach().clone()
-        return values
 
     def carry(
         self,
@@ -55,7 +33,6 @@ class LentWrites:
                 self._carry(copy, parameter)
         for index in _written_unseen(copies, values) if values else ():
             self._carry(copies[index], parameters[index])
-            self.compared.add(id(parameters[index]))
 
     def _carry(self, copy: Tensor, parameter: Tensor) -> None:
         """Elements that were not written keep their FP32 values."""

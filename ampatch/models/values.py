@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_private.dtensors import local_of
+
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """The dtypes that are converted.  float64 and the floats of 8 bits are not."""
 
@@ -91,7 +93,14 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is Tensor:
         found = value.dtype
         return value.to(dtype) if found is not dtype and found in CASTABLE else value
-    return map_tensors(value, caster(dtype))
+    convert, made = caster(dtype), {}
+
+    def convert_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = convert(tensor)
+        return made[id(tensor)]
+
+    return map_tensors(value, convert_once)
 
 
 def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
@@ -100,12 +109,34 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
     That is so for finite values that overflow, and for whole numbers that it cannot count.  Waits
     for the device.  Tensors on "meta" have no values to lose.
     """
-    if values.is_meta:
+    numbers = numbers_of(values)
+    if numbers is None:
         return False
-    values = values.detach()
-    if values.layout is not torch.strided:
-        values = (values.coalesce() if values.is_sparse else values).values()
+    values = numbers
     large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
     whole = bool((large == large.round()).all())
     rounded = large.to(dtype).to(values.dtype)
     return bool(rounded.isinf().any()) or (whole and bool((rounded != large).any()))
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether the numbers stand in memory by strides; not those of sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def numbers_of(tensor: Tensor) -> Tensor | None:
+    """The numbers that a tensor of any kind consists of, without a graph; None: it has none.
+
+    Those of sparse and nested tensors, of subclasses, and this rank's of a DTensor.
+    """
+    if tensor.is_meta:
+        return None
+    tensor = local_of(tensor.detach())
+    if not is_strided(tensor):
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    if type(tensor) is Tensor:
+        return tensor
+    if hasattr(tensor, "__tensor_flatten__"):  # made of others
+        return None
+    plain = tensor.as_subclass(Tensor)
+    return plain if type(plain) is Tensor else None  # else torch computes without values

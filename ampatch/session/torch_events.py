@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..casting.kept_copies import KeptCopies
+from ..models.lent_weights import note_values
 from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
@@ -57,13 +58,16 @@ class TorchEvents:
         for managed in self._registry.optimizers():
             managed.gradients.zeroed_by_others(zeroed)
 
-    # Weights that O1 has cached casts of
+    # Weights and their half copies
 
-    def note_data_access(self, parameter: Tensor) -> None:
-        """`parameter.data` was read, and may be written into unseen, or was replaced."""
-        KeptCopies.unseen_changes += 1
-        for session in self._registry.sessions:
-            session.policies.cache.forget(parameter)
+    def note_data_access(self, tensor: Tensor) -> None:
+        """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
+        if isinstance(tensor, nn.Parameter):
+            KeptCopies.unseen_changes += 1
+            for session in self._registry.sessions:
+                session.policies.cache.forget(tensor)
+        elif self._registry.state.thread.lent:
+            note_values(tensor, self._registry.state)
 
     def forget_copies(self) -> None:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""

@@ -104,7 +104,7 @@ def tools(registry: Registry) -> list[Tool]:
             is_over_tables=True,
         ),
         Tool(
-            "parameter.data: writes that raise no version",
+            "tensor.data: writes that raise no version",
             lambda needs: needs.tables or needs.half_models,
             lambda: tensor_methods.data(events.note_data_access),
         ),
