@@ -1,16 +1,18 @@
 """Errors about dtypes, explained: which tensors are half and FP32, and what to do.
 
-PyTorch says which two dtypes met.  If ampatch made one of them half, the user needs to know
-which tensor it is.  The answer is looked for after the error, in the locals of the failing
-frame.  Calls without an error cost nothing more.
+PyTorch says which two dtypes met, or that it has no kernel for half.  If ampatch made a tensor
+half, the user needs to know which one it is.  The answer is looked for after the error, in the
+locals of the failing frame.  Calls without an error cost nothing more.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Iterator
 from types import FrameType
 
+import torch
 from torch import Tensor, nn
 
 from ..config.opt_levels import HALF_TYPES
@@ -18,8 +20,14 @@ from ..config.opt_levels import HALF_TYPES
 _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
-    *("HalfType", "BFloat16Type"),
+    *("HalfType", "BFloat16Type", "ScalarType", "tensors of type", "types other than"),
+    *("cdouble types",),
 )
+_SUPPORTED = re.compile(r"\bfloat,? (or |and )?double\b")
+"""In messages that say what there is a kernel for, and not always what was given."""
+_FOR_WHOLE_NUMBERS = re.compile(r'"(bitwise|gcd|lcm|lshift|rshift)')
+"""In messages of functions that have no kernel for FP32 either."""
+_NOT_THE_SCRIPTS = ("builtins", "collections", "torch", "numpy")
 _KINDS = {
     **dict.fromkeys(("half", "float16", "bfloat16"), "half"),
     **dict.fromkeys(("float", "float32"), "single"),
@@ -36,39 +44,44 @@ _LARGEST = (
     "the constant, or -torch.inf where no row is masked as a whole; else compute with x.float()."
 )
 _OURS = __name__.partition(".")[0]
-_REMEDY = (
-    "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
-    'ampatch.precision("float").'
-)
 _NOTED = "_ampatch_noted"
 
 
-def note(error: BaseException | None, cause: str) -> None:
+def note(error: BaseException | None, cause: str, remedy: str) -> None:
     """Add to an error about dtypes which tensors are half, and the remedy; once per error.
 
-    `cause` says why anything is half here.
+    `cause` says why anything is half here.  `remedy` goes on after "cast it yourself, or".
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _NOTED):
         return
     if _CONSTANT in str(error):
         _add(error, f"ampatch: {cause}, and {_LARGEST}")
         return
-    if _is_due_to_half(error):
-        _add(error, _describe(error, cause))
+    if not _is_due_to_half(error):
+        return
+    lists = _SUPPORTED.search(str(error).lower()) is not None
+    found = _halves(error, in_line=lists)
+    if found is None and lists:
+        return  # the kernel was given something else
+    own = found or "Cast the half tensor yourself, by .float(), or"
+    _add(error, f"ampatch: {cause}. {own} {remedy}{_passed_on(error)}")
 
 
 def _is_due_to_half(error: BaseException) -> bool:
-    """Whether a message is about half beside FP32: it names these two dtypes, or, torch's, none.
+    """Whether a message is about half: beside FP32, or without a kernel.
 
-    One that names other dtypes has another cause: in FP32 it would be the same.
+    It names these two dtypes, half alone, those of a kernel that there is, or, torch's, none.  One
+    that names other dtypes has another cause: in FP32 it would be the same.
     """
     text = str(error)
-    if not any(word in text for word in _ABOUT):
+    if not any(word in text for word in _ABOUT) or _FOR_WHOLE_NUMBERS.search(text):
         return False
+    if _SUPPORTED.search(text.lower()):
+        return True
     text = re.sub(r"complex<\w+>", "complexfloat", text)
     words = re.findall(r"[a-z]+\d*", re.sub(r"Tensor|Type|CPU|CUDA", "", text).lower())
     named = {_KINDS[word] for word in words if word in _KINDS}
-    return named == {"half", "single"} or (not named and type(error) is RuntimeError)
+    return named in ({"half", "single"}, {"half"}) or (not named and type(error) is RuntimeError)
 
 
 def _add(error: BaseException, text: str) -> None:
@@ -79,32 +92,60 @@ def _add(error: BaseException, text: str) -> None:
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def _describe(error: BaseException, cause: str) -> str:
-    """With the tensors of the innermost frame that holds a half one, if there is such a frame."""
-    traceback, found = error.__traceback__, ""
-    while traceback is not None:
-        frame, line = traceback.tb_frame, traceback.tb_lineno
-        tensors = _tensors(frame, line) if _package(frame) != _OURS else {}
+def _halves(error: BaseException, in_line: bool) -> str | None:
+    """The tensors of the innermost frame that holds a half one; None without one.
+
+    `in_line`: it is the innermost of all, and in its line.
+    """
+    found, frames = None, list(_frames(error))
+    for frame, line in frames[-1:] if in_line else frames:
+        tensors = _tensors(frame, line, in_line)
         halves = [name for name, value in tensors.items() if value.dtype in HALF_TYPES]
         if halves:
             named = "; ".join(f"{name} is {value.dtype}" for name, value in tensors.items())
             code = frame.f_code
             found = (
-                f" In {code.co_name} ({code.co_filename}:{line}): {named}. Cast one of them "
+                f"In {code.co_name} ({code.co_filename}:{line}): {named}. Cast one of them "
                 f"yourself, such as {halves[0]}.float(), or"
             )
+    return found
+
+
+def _passed_on(error: BaseException) -> str:
+    """An object of the script's own class that holds FP32 tensors: inputs in it are not cast."""
+    for frame, _ in _frames(error):
+        for name, value in frame.f_locals.items():
+            if _package_of(type(value).__module__) in (*_NOT_THE_SCRIPTS, _OURS):
+                continue
+            own = getattr(value, "__dict__", {})
+            held = [key for key, one in _floating(own).items() if one.dtype is torch.float32]
+            if held and not isinstance(value, (nn.Module, Tensor, torch.optim.Optimizer)):
+                kind = type(value).__name__
+                return (
+                    f" {name} is a {kind}, and {name}.{held[0]} is FP32: tensors in objects of a "
+                    f"class of your own are not cast. Make {kind} a dataclass, pass a dict, or "
+                    f"pass the object with its tensors in half."
+                )
+    return ""
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames of an error with their lines, the innermost last; without our own."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _OURS:
+            yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
-    return (
-        f"ampatch: {cause}.{found or ' Cast the half tensor yourself, by .float(), or'} {_REMEDY}"
-    )
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
+def _package_of(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
-def _tensors(frame: FrameType, line: int) -> dict[str, Tensor]:
+def _tensors(frame: FrameType, line: int, in_line: bool) -> dict[str, Tensor]:
     """A frame's floating tensors by their names: those of its line, if one of them is half.
+
+    Else all of them, or, with `in_line`, none.
 
     In the line modules' own tensors have names too, such as `self.weight`.  They are taken from the
     modules' dictionaries: no code of the user's runs, which could raise.
@@ -120,7 +161,7 @@ def _tensors(frame: FrameType, line: int) -> dict[str, Tensor]:
     words = {*re.findall(r"\w+", text), *re.findall(r"\b\w+\.\w+", text)}
     named = {name: one for name, one in _floating(found | members).items() if name in words}
     is_told = any(value.dtype in HALF_TYPES for value in named.values())
-    return named if is_told else _floating(found)
+    return named if is_told or in_line else _floating(found)
 
 
 def _floating(values: dict[str, object]) -> dict[str, Tensor]:

@@ -7,9 +7,8 @@ original.  While a replacement is in its place, the handler is called with the r
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
 
+_METHODS = (MethodType, classmethod, staticmethod)
 _DEEP = 4
 _LARGE = 64
 
@@ -83,6 +83,10 @@ _ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
 class _Search:
     """Looks for two functions in what a function's code, a class or an instance refers to.
 
+    That may be any object, such as the stand-in for a package that is not installed, of which
+    every attribute raises.  So values are asked for their type alone, and containers by the methods
+    of Python's own classes: no code of theirs runs.
+
     `tables` have the original, and can take the replacement beside it; `original`: something else
     has the original.  `entered` are tables that have the replacement; `patched`: something has it.
     """
@@ -96,8 +100,8 @@ class _Search:
         self._seen: set[int] = set()
 
     def into_function(self, function: Any, depth: int) -> None:
-        function = inspect.unwrap(function) if callable(function) else function
-        if not isinstance(function, FunctionType) or id(function) in self._seen:
+        function = _unwrapped(function)
+        if type(function) is not FunctionType or id(function) in self._seen:
             return
         self._seen.add(id(function))
         values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -110,49 +114,66 @@ class _Search:
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             values.append(value)
-            if isinstance(value, ModuleType) and not _is_of_torch(value.__name__):
+            if issubclass(type(value), ModuleType) and not _is_of_torch(
+                str(vars(value).get("__name__"))
+            ):
                 values.extend(vars(value)[inner] for inner in names & vars(value).keys())
         self.into_values(values, depth)
 
     def into_values(self, values: Iterable, depth: int) -> None:
         for value in list(values):
-            value = getattr(value, "__func__", value)
-            if isinstance(value, FunctionType) and value not in self._pair:
+            if type(value) in _METHODS:
+                value = value.__func__
+            if type(value) is FunctionType and value not in self._pair:
                 if depth < _DEEP and not _is_of_torch(value.__module__ or ""):
                     self.into_function(value, depth + 1)
-            elif isinstance(value, list) and self._is_logging:
+            elif issubclass(type(value), list) and self._is_logging:
                 continue  # a record of calls, not a table of functions
-            elif self._into(value) and isinstance(value, dict) and len(value) <= _LARGE:
-                for inner in list(value.values()):
-                    self._into(inner)
+            elif self._into(value) and issubclass(type(value), dict):
+                inner = list(dict.values(value))
+                for one in inner if len(inner) <= _LARGE else ():
+                    self._into(one)
 
     def _into(self, value: Any) -> bool:
         """Note which of the two `value` is or has as a member.  Returns whether it has members."""
         original, patched = self._pair
+        kind = type(value)
+        table = next((one for one in (dict, set, frozenset) if issubclass(kind, one)), None)
         if value is original:
             self.original = True
-        elif isinstance(value, (dict, set, frozenset)):
-            if patched in value:
+        elif table is not None:
+            if table.__contains__(value, patched):
                 self.patched = True
-                if isinstance(value, (dict, set)):
+                if table is not frozenset:
                     self.entered.append(value)
-            elif original in value:
+            elif table.__contains__(value, original):
                 if self._can_take(value):
                     self.tables.append(value)
                 else:
                     self.original = True
             return True
-        elif isinstance(value, (list, tuple)) and len(value) <= _LARGE:
-            self.original = self.original or any(item is original for item in value)
-            self.patched = self.patched or any(item is patched for item in value)
-            return True
+        elif issubclass(kind, (list, tuple)):
+            items = list((list if issubclass(kind, list) else tuple).__iter__(value))
+            if len(items) <= _LARGE:
+                self.original = self.original or any(item is original for item in items)
+                self.patched = self.patched or any(item is patched for item in items)
+                return True
         return False
 
     def _can_take(self, table: Any) -> TypeGuard[Table]:
         """Whether a table leads to handlers: counts and records must not change."""
         if type(table) is set:
             return not self._is_logging
-        return isinstance(table, dict) and callable(table[self._pair[0]])
+        return issubclass(type(table), dict) and callable(dict.get(table, self._pair[0]))
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function inside of decorators that keep it as `__wrapped__`."""
+    for _ in range(_LARGE):
+        if type(function) is not FunctionType or "__wrapped__" not in vars(function):
+            break
+        function = vars(function)["__wrapped__"]
+    return function
 
 
 def _names_below(names: set[str], original: Callable) -> bool:

@@ -149,7 +149,7 @@ class ModelInputs:
             "%s: an input of shape %s has values that %s cannot hold (from %g to %g). This input "
             "stays FP32, here and in later forwards.",
             self._name,
-            tuple(tensor.shape),
+            "(nested)" if tensor.is_nested else tuple(tensor.shape),
             self._dtype,
             low,
             high,

@@ -376,7 +376,7 @@ class ManagedModel:
         if self._step is not None and not is_compiled and self._step.leaves():
             return None
         if output is None and not is_compiled:  # perhaps because the forward raised
-            dtype_errors.note(sys.exc_info()[1], self._why_half())
+            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
         if lent is not None:
             lent.end(model, is_compiled)
         if state.thread.stack:
@@ -397,6 +397,17 @@ class ManagedModel:
         if self.policy is not None and self.policy.follows_tables:
             return f"{name} is at {level}, whose casts make the listed calls' results half"
         return f"{name} is at {level}, with weights and inputs in {self.properties.cast_model_type}"
+
+    def _remedy(self) -> str:
+        if self.policy is not None and self.policy.follows_tables:
+            return (
+                "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
+                'ampatch.precision("float").'
+            )
+        return (
+            'keep the module in FP32: overrides={"name.of.the.module": "float"} of '
+            "ampatch.initialize; or take O1, which computes what has no kernel for half in FP32."
+        )
 
     def _note_device(self, devices: set[str]) -> None:
         """The model may have moved since: cast where it lives now."""

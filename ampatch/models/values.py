@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private.dtensors import local_of
+from ..torch_private.torch_functions import unhandled
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """The dtypes that are converted.  float64 and the floats of 8 bits are not."""
@@ -129,6 +130,13 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
 
     Those of sparse and nested tensors, of subclasses, and this rank's of a DTensor.
     """
+    if type(tensor) is not Tensor:
+        with unhandled():
+            return _plain_numbers(tensor)
+    return _plain_numbers(tensor)
+
+
+def _plain_numbers(tensor: Tensor) -> Tensor | None:
     if tensor.is_meta:
         return None
     tensor = local_of(tensor.detach())

@@ -54,9 +54,13 @@ def said(error: BaseException) -> str:
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-REMEDY = (
+AT_O1 = (
     "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
     'ampatch.precision("float").'
+)
+IN_HALF = (
+    'keep the module in FP32: overrides={"name.of.the.module": "float"} of ampatch.initialize; or '
+    "take O1, which computes what has no kernel for half in FP32."
 )
 
 
@@ -72,7 +76,7 @@ def test_a_dtype_error_names_the_tensors_that_are_half_and_fp32(level, half):
     text = said(caught.value)
     assert f"Calling is at {level}" in text and f"In refused ({__file__}:" in text
     assert f": hidden is {half}; table is torch.float32. Cast one of them yourself" in text
-    assert text.endswith(f"such as hidden.float(), or {REMEDY}")
+    assert text.endswith(f"such as hidden.float(), or {AT_O1 if level == 'O1' else IN_HALF}")
 
 
 def test_a_half_tensor_without_a_name():
@@ -83,7 +87,7 @@ def test_a_half_tensor_without_a_name():
     model = ampatch.initialize(Nested(4, 4), opt_level="O1", dtype="bfloat16", verbosity=0)
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(3, 4))
-    assert said(caught.value).endswith(f"Cast the half tensor yourself, by .float(), or {REMEDY}")
+    assert said(caught.value).endswith(f"Cast the half tensor yourself, by .float(), or {AT_O1}")
 
 
 OTHER_CAUSES = {
@@ -133,6 +137,71 @@ def test_an_error_that_half_has_caused_has_a_note(call):
     with pytest.raises((RuntimeError, ValueError)) as caught:
         managed(call, "O2")(torch.randn(3, 4))
     assert "Calling is at O2" in said(caught.value)
+
+
+NO_KERNEL = {
+    "slogdet": torch.linalg.slogdet,
+    "inverse": torch.inverse,
+    "qr": torch.linalg.qr,
+    "svd": torch.linalg.svd,
+    "fft": torch.fft.fft,
+    "stft": lambda y: torch.stft(
+        y.flatten(), 8, window=torch.hann_window(8, dtype=y.dtype), return_complex=True
+    ),
+    "quantile": lambda y: torch.quantile(y, 0.5),
+    "eigh": torch.linalg.eigh,
+    "ctc_loss": lambda y: F.ctc_loss(
+        y[:, None, :].log_softmax(-1), torch.ones(1, 1).long(), torch.tensor([4]), torch.tensor([1])
+    ),
+    "lstsq": lambda y: torch.linalg.lstsq(y, y),
+    "pinv": torch.linalg.pinv,
+    "matrix_rank": torch.linalg.matrix_rank,
+    "histogram": lambda y: torch.histogram(y.detach(), 4),
+    "numpy": lambda y: y.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_function_without_a_kernel_for_half_has_a_note(level):
+    for name, call in NO_KERNEL.items():
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            managed(call, level)(torch.rand(4, 4))
+        text = said(caught.value)
+        assert f"Calling is at {level}" in text and text.endswith(IN_HALF), name
+        ampatch.deactivate()
+
+
+def test_a_function_that_is_given_no_half_tensor_has_none():
+    """What it has a kernel for is in the message in FP32 too."""
+
+    def call(hidden):
+        counts = torch.arange(4)
+        return torch.quantile(counts, 0.5)
+
+    with pytest.raises(RuntimeError, match="float or double") as caught:
+        managed(call, "O2")(torch.rand(4, 4))
+    assert "ampatch" not in said(caught.value)
+
+
+class Batch:
+    """As scripts have them: apex called their `to(dtype)`."""
+
+    def __init__(self, x):
+        self.x, self.count = x, 3
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_object_of_the_scripts_own_class_is_named(level):
+    class Model(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    model = ampatch.initialize(Model(4, 4), opt_level=level, dtype="bfloat16", verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(Batch(torch.ones(2, 4)))
+    text = said(caught.value)
+    assert "batch is a Batch, and batch.x is FP32" in text and "a dataclass, pass a dict" in text
+    assert model(Batch(torch.ones(2, 4).bfloat16())).dtype is torch.float32
 
 
 class MakesWeight(nn.Module):

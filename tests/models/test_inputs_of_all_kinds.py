@@ -1,0 +1,139 @@
+"""Inputs that half cannot hold, of every kind of tensor: one rule; and one cast of one tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+LARGE = 70_001.0  # beyond float16, and no number of bfloat16's eight bits
+
+
+class Meta(torch.Tensor):
+    """As MONAI's and torchvision's: a subclass that keeps its class through calls."""
+
+
+def jagged(x):
+    return torch.nested.nested_tensor(list(x.split([1, 3])), layout=torch.jagged)
+
+
+def nested(x):
+    return torch.nested.nested_tensor(list(x.split([1, 3])))
+
+
+KINDS = {
+    "plain": lambda x: x,
+    "a subclass": lambda x: x.as_subclass(Meta),
+    "a parameter": nn.Parameter,
+    "COO": lambda x: x.to_sparse(),
+    "CSR": lambda x: x.to_sparse_csr(),
+    "jagged": jagged,
+    "nested": nested,
+}
+
+
+class Seen(nn.Module):
+    """Notes the dtype that its input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen = []
+
+    def forward(self, *inputs):
+        self.seen = list(inputs)
+        return self.linear(torch.ones(1, 2, dtype=self.linear.weight.dtype))
+
+
+def managed(level, half):
+    return ampatch.initialize(Seen(), opt_level=level, dtype=half, verbosity=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Sparse.*:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_values_that_half_cannot_hold_stay_fp32(level, half, kind):
+    make, x = KINDS[kind], torch.eye(4)
+    model = managed(level, half)
+    model(make(x))
+    assert model.seen[0].dtype is half
+    model(make(x * LARGE))
+    assert model.seen[0].dtype is torch.float32
+    assert type(model.seen[0]) is type(make(x))
+    model(make(x))
+    assert model.seen[0].dtype is torch.float32  # in this place from then on
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_one_tensor_is_cast_once(level, half):
+    model, x = managed(level, half), torch.randn(3, 3)
+    model(x, x, {"again": x}, [x])
+    first, second, inside, listed = model.seen
+    assert first is second is inside["again"] is listed[0] and first.dtype is half
+    one, other = ampatch.initialize(Twice(), opt_level=level, dtype=half, verbosity=0)(x)
+    assert one is other and one.dtype is torch.float32
+
+
+class Twice(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out
+
+
+class Doubling(nn.Module):
+    """Writes into its input in place, by a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))
+
+    def forward(self, x, again):
+        x.mul_(self.gain)
+        return x + again
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("needs", [False, True])
+def test_what_is_written_into_an_input_is_in_the_graph(level, needs):
+    """The caller uses its tensor again: the gradient passes through the write, as in FP32."""
+
+    def gradients(model):
+        source = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=needs)
+        x = source * 1.0 if needs else source
+        out = model(x, x)
+        (out.sum() * 0.5 + (x * x).sum()).backward()
+        return [x.detach(), source.grad if needs else None, model.gain.grad]
+
+    plain = gradients(Doubling())
+    model = ampatch.initialize(Doubling(), opt_level=level, dtype="bfloat16", verbosity=0)
+    for one, other in zip(gradients(model), plain, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_write_under_no_grad_and_into_a_leaf(level):
+    model = ampatch.initialize(Doubling(), opt_level=level, dtype="bfloat16", verbosity=0)
+    x = torch.tensor([[1.001, 3.0, 2.0]])
+    with torch.no_grad():
+        model(x, x)
+    assert x.tolist() == [[pytest.approx(1.001, abs=1e-7), 6.0, 1.0]]  # unwritten: not rounded
+    leaf = torch.ones(1, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf"):  # as in FP32
+        model(leaf, leaf)
+    assert model.gain.dtype is (torch.float32 if level == "O2" else torch.bfloat16)
+
+
+def test_values_that_are_infinite_stay_so():
+    model = ampatch.initialize(Doubling(), opt_level="O2", dtype="float16", verbosity=0)
+    x = torch.tensor([[float("inf"), 1.0, float("nan")]])
+    y = x * 1.0
+    model(y, y)
+    assert y[0, 0].item() == float("inf") and y[0, 1].item() == 2.0 and y[0, 2].isnan()
