@@ -215,6 +215,16 @@ def overridden_exist(rules: Overrides, models: list[nn.Module], from_outside: bo
             )
 
 
+def is_process_group(given: Any) -> None:
+    """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
+    kind = getattr(torch.distributed, "ProcessGroup", None)
+    if given is not None and (kind is None or not isinstance(given, kind)):
+        raise TypeError(
+            f"ampatch.initialize(process_group={given!r}): expected None or a process group, such "
+            "as torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns."
+        )
+
+
 # Optimizers under an opt level
 
 

@@ -44,6 +44,7 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
     properties = properties_for(**in_force)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
+    argument_checks.is_process_group(process_group)
     if properties.enabled:
         argument_checks.models_can_change(listed_models, properties)
         argument_checks.optimizers_can_train(

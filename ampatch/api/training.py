@@ -123,7 +123,14 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
     `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+
+    Raises `TypeError` for what has no `param_groups`.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"ampatch.master_params(optimizer=...): expected an optimizer, with param_groups, got "
+            f"{type_name(optimizer)}. Pass what ampatch.initialize has returned."
+        )
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

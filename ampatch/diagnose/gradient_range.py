@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 import ampatch
 from ampatch.session.facade import session_of
+from ampatch.torch_private.tensors import hooks_of
 
 from .gradient_report import GradientReport
 from .histogram import SMALLEST, Counts, Histogram
@@ -52,6 +53,7 @@ class GradientRange:
         self._floor: float | None = None
         self._counts: dict[str, Counts] = {}
         self._left_out: set[str] = set()
+        self._hooked: set[str] = set()
         self._models = Models(model)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -82,7 +84,7 @@ class GradientRange:
         total = sum(by_parameter.values(), Histogram())
         return GradientReport(
             self.steps, self.skipped, self._scale, self._floor, total, by_parameter,
-            total.static_scale(lost), sorted(self._left_out),
+            total.static_scale(lost), sorted(self._left_out), sorted(self._hooked),
         )  # fmt: skip
 
     # Called by ampatch and by torch's optimizers
@@ -106,7 +108,9 @@ class GradientRange:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
-        found = [(name, weight.grad) for name, weight in self._mine(optimizer)]
+        weights = self._mine(optimizer)
+        self._hooked.update(name for name, weight in weights if any(hooks_of(weight)))
+        found = [(name, weight.grad) for name, weight in weights]
         mine = [(name, grad) for name, grad in found if grad is not None]
         if not mine:
             return

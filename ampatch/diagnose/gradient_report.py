@@ -22,7 +22,8 @@ class GradientReport:
     If gradients were computed in float16, `floor` is the smallest number that they could
     hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
 
-    `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted.
+    `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted,
+    `hooked` parameters with gradient hooks: what these left is counted, and no scale is suggested.
     """
 
     steps: int
@@ -33,6 +34,7 @@ class GradientReport:
     by_parameter: dict[str, Histogram]
     suggestion: Suggestion
     left_out: list[str]
+    hooked: list[str]
 
     def worst(self) -> list[tuple[str, float]]:
         """The parameters that lose most at scale 1, and the shares that they lose."""
@@ -49,7 +51,7 @@ class GradientReport:
             f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} not finite.",
             *_bars(self.total),
             *_shares(self),
-            str(self.suggestion),
+            self._hooks_note() or str(self.suggestion),
         ]
         if self.floor is not None:
             lines.append(
@@ -64,6 +66,14 @@ class GradientReport:
             )
         return "\n".join(lines)
 
+    def _hooks_note(self) -> str:
+        if not self.hooked:
+            return ""
+        return (
+            f"No static loss scale is suggested: hooks on {', '.join(self.hooked[:WORST])} change "
+            "gradients before they are counted. Such hooks see gradients times the loss scale."
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; keys of `bins` are exponents of upper ends, shares are 0 to 1."""
         return {
@@ -71,8 +81,9 @@ class GradientReport:
             "skipped_steps": self.skipped,
             "loss_scale": self.scale,
             "floor": self.floor,
-            "suggestion": dataclasses.asdict(self.suggestion),
+            "suggestion": None if self.hooked else dataclasses.asdict(self.suggestion),
             "left_out": self.left_out,
+            "hooked": self.hooked,
             **_histogram_as_dict(self.total),
             "parameters": {name: _histogram_as_dict(h) for name, h in self.by_parameter.items()},
         }

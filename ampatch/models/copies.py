@@ -23,6 +23,7 @@ class ModelCopies:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._methods: dict[str, Callable] = {}
+        self._covered: dict[str, Any] = {}  # a forward that the script has put into the model
 
     def install(self, forward: Callable | None = None) -> None:
         """Have the model copied and pickled so; `forward` answers `model.forward(...)`.
@@ -36,7 +37,9 @@ class ModelCopies:
         }
         if forward is not None and hasattr(self._model, REPLICATE):
             self._methods |= {"forward": forward, REPLICATE: self._replica}
-        vars(self._model).update(self._methods)
+        own = vars(self._model)
+        self._covered = {name: own[name] for name in self._methods if name in own}
+        own.update(self._methods)
 
     def uninstall(self) -> None:
         """Copies are torch's own again."""
@@ -44,18 +47,26 @@ class ModelCopies:
         for name, method in self._methods.items():
             if own.get(name) is method:  # else the script has put another one there
                 del own[name]
-        self._methods = {}
+                own.update(self._had(name))
+        self._methods, self._covered = {}, {}
 
     def _replica(self) -> nn.Module:
         replica: Any = getattr(type(self._model), REPLICATE)(self._model)
-        vars(replica).pop("forward", None)
+        own = vars(replica)
+        if own.get("forward") is self._methods.get("forward"):
+            del own["forward"]
+            own.update(self._had("forward"))
         return replica
+
+    def _had(self, *names: str) -> dict[str, Any]:
+        return {name: self._covered[name] for name in names if name in self._covered}
 
     def plain_copy(self, memo: dict | None = None) -> nn.Module:
         """A deep copy without hooks and patches."""
         own = vars(self._model)
         ours = [name for name, method in self._methods.items() if own.get(name) is method]
         taken = {name: own.pop(name) for name in ours}
+        own.update(self._had(*taken))
         try:
             plain = copy.deepcopy(self._model, {} if memo is None else memo)
         finally:
@@ -79,7 +90,7 @@ class ModelCopies:
         make, args, state, *rest = reduced
         if any(rest) or not isinstance(state, dict):  # a class that pickles in its own way
             return self.plain_view().__reduce_ex__(protocol)
-        shared = {
+        shared = self._covered | {
             name: value for name, value in state.items() if value is not self._methods.get(name)
         }
         return make, args, _SharedState(shared, self.plain_view)

@@ -132,7 +132,9 @@ class ModelInputs:
             place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False
-        numbers = numbers_of(tensor)
+        numbers: Any = tensor.detach() if tensor.requires_grad else tensor
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            numbers = numbers_of(tensor)
         if numbers is None or not numbers.numel():
             return False
         smallest, largest = torch.aminmax(numbers)

@@ -121,6 +121,7 @@ class ManagedModel:
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies = ModelCopies(model)
         self._answers_forward = answers_forward
+        self._has_warned = False  # of a block of the user's around it
         self._last = None  # of its forwards, where they cast weights
         if policy is not None and policy.follows_tables:
             self._last = LastForward(model, policy.half_to)
@@ -234,7 +235,7 @@ class ManagedModel:
             handles += self._parts.install(None if lent is None else lent.ids())
         for override in self._overrides:
             self._handles.extend(override.install(self._running))
-        answers = self._answers_forward and self._parts is not None and "forward" not in vars(model)
+        answers = self._answers_forward and self._parts is not None
         self._copies.install(self._forward() if answers else None)
 
     def _forward(self) -> Callable:
@@ -244,9 +245,14 @@ class ManagedModel:
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            lent, here = self.lent, threading.get_ident()
-            if is_dynamo_compiling() or lent is None or here in threads or lent.runs(model):
+            lent = self.lent
+            if is_dynamo_compiling() or lent is None or lent.runs(model):
                 return forward(*args, **kwargs)
+            here = threading.get_ident()
+            if here in threads:
+                return forward(*args, **kwargs)
+            if vars(model).get("forward") is not call:  # in one of the script's own
+                return self._called(forward, args, kwargs)
             threads.add(here)
             try:
                 return model(*args, **kwargs)
@@ -254,6 +260,16 @@ class ManagedModel:
                 threads.discard(here)
 
         return call
+
+    def _called(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        taken = self._enter(self.model, args, kwargs)
+        args, kwargs = taken or (args, kwargs)
+        output = result = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            result = self._leave(self.model, args, output)
+        return output if result is None else result
 
     def _note_places(self) -> None:
         if self.policy is None:
@@ -338,6 +354,8 @@ class ManagedModel:
         policy = self.policy
         # A policy is entered only where it differs from the one in force, or covers one.
         if state.thread.stack:
+            if self._parts is not None and not self._has_warned:
+                self._warn_of_settings()
             state.enter_forward(policy, self._block)
         elif policy is not state.process:
             self._block.enter(policy)
@@ -347,6 +365,18 @@ class ManagedModel:
             if policy.devices is not None:
                 self._note_device(policy.devices)
         return taken
+
+    def _warn_of_settings(self) -> None:
+        if not self._state.innermost_setting()[1]:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s is called in a block of ampatch.disable_casts() or ampatch.precision(), which is "
+            "about casts of calls: at %s weights and inputs are half, and nothing changes. For a "
+            "forward in FP32: ampatch.unwrap(model)(...). For parts that stay FP32: "
+            'overrides={"name.of.the.module": "float"}.',
+            *(type(self.model).__name__, self.properties.opt_level),
+        )
 
     @contextlib.contextmanager
     def in_step(self, step: FrameworkStep) -> Iterator[None]:

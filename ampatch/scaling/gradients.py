@@ -27,6 +27,13 @@ from .tensor_lists import drop_grads, grads_of, put_back, with_grads
 Seen = tuple[int, list[Tensor | None], list[int]]
 
 _grad_of = operator.attrgetter("grad")
+_has_graph = operator.attrgetter("requires_grad")
+_OF_A_GRAPH = (
+    "%s: gradients have a graph (backward(create_graph=True)) of the loss times the loss scale. "
+    "They are unscaled, and their graph is not: a second derivative by p.grad is multiplied by the "
+    "loss scale. Take torch.autograd.grad(loss, parameters, create_graph=True) of the loss itself, "
+    "or loss_scale=1."
+)
 
 
 @dataclasses.dataclass
@@ -59,9 +66,12 @@ class Gradients:
         self._owners: dict[int, Gradients] = {}  # in a block
         self.check: Check | None = None  # None: no look since they were zeroed
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
+        # What blocks with `delay_overflow_check` have found: the script may decide by itself.
+        self.held: list[tuple[Flag, Scaler, bool]] = []
         self.had_block = False  # since the last step
         self.left_scaled = False  # a block for others has added scaled ones
         self._process_group = process_group
+        self._has_warned = False  # of gradients with a graph
         self.blocks = 0  # that have begun
 
     def parameters(self) -> Sequence[Tensor]:
@@ -112,6 +122,7 @@ class Gradients:
                 aside = list(zip(held, map(_grad_of, held), strict=True))
         else:
             self.check = self.scaled = None
+            self.held.clear()
         self._owners = owners
         self.aside = aside  # from here on `abandon` puts these back
         self.blocks += 1
@@ -121,9 +132,12 @@ class Gradients:
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
 
-    def after_backward(self, scaler: Scaler, scale: Any) -> Flag | None:
-        """Unscale the new gradients and add them to the earlier ones; returns found_inf."""
-        found = self.unscale(scaler, scale, self._owners)
+    def after_backward(self, scaler: Scaler, scale: Any, holds: bool = False) -> Flag | None:
+        """Unscale the new gradients and add them to the earlier ones; returns found_inf.
+
+        `holds`: an overflow is not noted for the step until `release`.
+        """
+        found = self.unscale(scaler, scale, self._owners, holds)
         aside = self._end_block()
         if aside:
             put_back(aside)
@@ -169,33 +183,46 @@ class Gradients:
 
     # Unscaling
 
-    def unscale(self, scaler: Scaler, scale: Any, owners: dict[int, Gradients]) -> Flag | None:
+    def unscale(
+        self, scaler: Scaler, scale: Any, owners: dict[int, Gradients], holds: bool = False
+    ) -> Flag | None:
         """Unscale the gradients and look for overflow; returns found_inf, None: unchecked.
 
         Gradients that an earlier optimizer of the block has unscaled are only checked.
         """
         self.scaled = None
         if not owners:
-            return self._unscale(scaler, grads_of(self.parameters()), scale)
+            return self._unscale(scaler, grads_of(self.parameters()), scale, holds)
         params = self.parameters()
         own = self._owned(params, owners)
-        found = self._unscale(scaler, grads_of(own), scale)
+        found = self._unscale(scaler, grads_of(own), scale, holds)
         if len(own) < len(params):
             shared = [param for param in params if owners.get(id(param), self) is not self]
-            self._unscale(scaler, grads_of(shared), scale / scale)
+            self._unscale(scaler, grads_of(shared), scale / scale, holds)
         return found
 
-    def _unscale(self, scaler: Scaler, grads: list[Any], scale: Any) -> Flag | None:
+    def _unscale(self, scaler: Scaler, grads: list[Any], scale: Any, holds: bool) -> Flag | None:
         if not (grads or self._process_group):
             return None  # there is nothing to learn for the scale
+        if True in map(_has_graph, grads) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_OF_A_GRAPH, type(self.optimizer).__name__)
         found = scaler.unscale_(grads, scale)
         if found is None:
             return None
         groups, are_all = sharers(self._process_group, grads)
         if groups:
             found = share_flag(found, groups, grads)
-        self.note(found, scaler, are_all)
+        if holds:
+            self.held.append((found, scaler, are_all))
+        else:
+            self.note(found, scaler, are_all)
         return found
+
+    def release(self) -> None:
+        """Note for the step what was held: the script has not decided by itself."""
+        while self.held:
+            self.note(*self.held.pop())
 
     def _owned(self, params: Sequence[Tensor], owners: dict[int, Gradients]) -> list[Tensor]:
         """Those of `params` whose gradients this optimizer scales and unscales."""
@@ -253,6 +280,7 @@ class Gradients:
     def zeroed(self) -> None:
         """All gradients were zeroed: nothing waits, no overflow is remembered."""
         self.check = self.scaled = None
+        self.held.clear()
         self.left_scaled = False
         if self.aside is not None:
             self.aside = []
@@ -269,23 +297,28 @@ class Gradients:
             return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.check, self.left_scaled = None, False
+            self.held.clear()
 
-    def ready(self, wanted: set[int]) -> None:
-        """Gradients of these tensors (ids) are about to be clipped: leave none scaled."""
+    def ready(self, wanted: set[int]) -> bool:
+        """Gradients of these tensors (ids) are about to be clipped: leave none scaled.
+
+        Returns whether there are such gradients, outside of a block.
+        """
         if not any(id(param) in wanted for param in self.parameters()):
-            return
+            return False
         if self.aside is not None:
             logger.error(
                 "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
                 "still scaled. Clip them after the block.",
                 type(self.optimizer).__name__,
             )
-            return
+            return False
         self.finish()
         found = self.look_again()  # clipping may hide what another rank's inf has left
         if found is not None:
             for deferred in self.waiting:
                 deferred.add([found])
+        return True
 
     # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 
@@ -395,6 +428,7 @@ class Deferred:
 
     def __init__(self, scaler: DynamicScaler, together: bool) -> None:
         self.scaler = scaler
+        self.is_delayed = False  # by `delay_overflow_check`
         self._together = together
         self._several: list[Gradients] = []
         self._found: Flag | None = None  # None: there is nothing to learn
@@ -413,6 +447,8 @@ class Deferred:
 
     def look_again(self) -> None:
         """Look for overflow in all gradients once more, before the first step."""
+        for one in self._several:
+            one.release()
         found = [one.look_again() for one in self._several]
         flags = [flag for flag in found if flag is not None]
         self.add(flags)
@@ -422,8 +458,10 @@ class Deferred:
     def update(self) -> None:
         """The first of the optimizers steps: the scaler reacts to the flags that were kept."""
         for one in self._several:
+            one.release()
             one.waiting = [deferred for deferred in one.waiting if deferred is not self]
         self.scaler.update([] if self._found is None else [self._found])
+        self.scaler.has_reacted_unasked = self.is_delayed
 
 
 def update_scaler(
@@ -455,8 +493,23 @@ def update_scaler(
     known = known or Deferred(scaler, together)
     known.join(several)
     known.add(flags)
+    known.is_delayed |= at_step
     if not waits:
         known.update()
+
+
+def skip_together(several: Sequence[Gradients]) -> None:
+    """Gradients of these optimizers are clipped by one norm: an overflow in one has all skip.
+
+    Else the norm, which is inf or NaN, would reach finite gradients, whose step is taken.
+    """
+    checks = [one.check for one in several if one.check is not None]
+    flags = [check.found_inf for check in checks if check.found_inf is not None]
+    if len(several) > 1 and flags:
+        found, scaler = functools.reduce(either, flags), checks[0].scaler
+        for one in several:
+            if scaler is not None:
+                one.note(found, scaler)
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
@@ -468,16 +521,16 @@ def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Fla
 
 
 def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> list[Gradients]:
-    """Forget what blocks of `scaler` have left to the next step; returns those that had something.
+    """Forget what blocks with `delay_overflow_check` have left to the next step; returns whose.
 
-    For a script that looks for overflow and decides about the step by itself: the step is taken as
-    it is, and moves no scale.
+    For a script that looks for overflow and decides about the step by itself: the step moves no
+    scale, and is skipped only by what other blocks have found.
     """
     found = []
     for one in several:
-        rest = [deferred for deferred in one.waiting if deferred.scaler is not scaler]
-        if one.scaler is scaler or len(rest) < len(one.waiting):
+        waiting = [deferred for deferred in one.waiting if deferred.scaler is not scaler]
+        if len(waiting) < len(one.waiting):
             found.append(one)
-            one.check = None
-        one.waiting = rest
+            one.waiting = waiting
+            one.held = [held for held in one.held if held[1] is not scaler]
     return found

@@ -147,6 +147,7 @@ class DynamicScaler:
         self._recent: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
         self._flags: list[Flag] = []  # overflow flags of the gradients that `has_overflow` is about
         self._has_reacted = False  # the scale, to these flags
+        self.has_reacted_unasked = False  # at a step, where the script was to ask for it
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and that scale, which no update changes.
@@ -175,7 +176,7 @@ class DynamicScaler:
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         if self._has_reacted:
-            self._flags, self._has_reacted = [], False
+            self._flags, self._has_reacted, self.has_reacted_unasked = [], False, False
         found = self._numbers.unscale_(grads, scale)
         self._flags.append(found)
         return found

@@ -133,7 +133,7 @@ class ScaledBackward:
             return
         flags = []
         for one in self._several:
-            found = one.after_backward(self._scaler, self._scale)
+            found = one.after_backward(self._scaler, self._scale, self._delay_check)
             if found is not None:
                 flags.append(found)
         update_scaler(

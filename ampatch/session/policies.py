@@ -34,8 +34,10 @@ class Policies:
     ) -> None:
         self._properties = properties
         self.function_rules = function_rules
+        half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
+        self.half = half if half in HALF_TYPES else properties.dtype
         self.tables = Policy(
-            half_to=properties.dtype,
+            half_to=self.half,
             allow_banned=properties.allow_banned,
             apex_tables=has_apex_tables,
             devices=devices_to_start_from(),
@@ -55,7 +57,7 @@ class Policies:
     ) -> ModuleOverride:
         """What has a part of a model run in a precision of its own: "float" or "half"."""
         properties = self._properties
-        dtype = torch.float32 if precision == "float" else properties.dtype
+        dtype = torch.float32 if precision == "float" else self.half
         policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
         return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
 

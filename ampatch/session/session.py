@@ -315,15 +315,14 @@ class Session:
     def _partners(
         self, managed: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
-        """These optimizers and those that share parameters with them; the session's others."""
+        """These optimizers and those that share parameters with them; all others that there are."""
         rows = self.optimizer_rows
-        if len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows:
+        is_alone = len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows
+        if not is_alone:
+            managed = with_sharers(managed, self.optimizers)
+        if self.scales_by_itself or (is_alone and len(registry.sessions) == 1):
             return managed, []
-        everyone = self.optimizers
-        managed = with_sharers(managed, everyone)
-        if self.scales_by_itself:
-            return managed, []
-        return managed, [other for other in everyone if other not in managed]
+        return managed, [other for other in registry.optimizers() if other not in managed]
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""

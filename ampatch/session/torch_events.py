@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..casting.kept_copies import KeptCopies
 from ..models.lent_weights import note_values
+from ..scaling.gradients import skip_together
 from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class TorchEvents:
     def ready_gradients(self, tensors: list[Tensor]) -> None:
         """Gradients of these tensors are about to be used: unscale them."""
         wanted = {id(tensor) for tensor in tensors}
-        for managed in self._registry.optimizers():
-            managed.gradients.ready(wanted)
+        ready = [one.gradients for one in self._registry.optimizers()]
+        skip_together([one for one in ready if one.ready(wanted)])
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""

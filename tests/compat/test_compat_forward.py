@@ -155,13 +155,48 @@ def test_taken_out_again(amp):
         kept(X)  # one that a script has kept is the model's own
 
 
-def test_a_forward_of_the_scripts_own_stays(amp):
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_that_the_script_has_put_in_before(amp, level):
     model = nn.Linear(8, 4)
-    model.forward = own = lambda x: x
-    start(amp, "O2", model)
-    assert model.forward is own
+    plain = model.forward
+    model.forward = own = lambda x: plain(x) * 2
+    start(amp, level, model)
+    assert torch.equal(model.forward(X), model(X))
+    for copied in (copy.copy(model), model._replicate_for_data_parallel(), copy.deepcopy(model)):
+        assert copied.forward.__code__ is own.__code__
+    ampatch.deactivate()
+    assert vars(model)["forward"] is own
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_that_the_script_puts_around_it_later_runs_once(amp, level):
+    model, _ = start(amp, level)
+    expected, managed = model(X), model.forward
+    model.forward = own = lambda x: managed(x) * 2
+    assert torch.equal(model.forward(X), expected * 2)
+    assert torch.equal(model(X).float(), expected * 2)
+    with pytest.raises(RuntimeError):
+        model.forward(X[:, :3])
+    assert torch.equal(model.forward(X), expected * 2)
+    assert vars(copy.copy(model))["forward"] is own
     ampatch.deactivate()
     assert model.forward is own
+
+
+def test_two_models_that_have_exchanged_their_forwards(amp):
+    one, other = (start(amp, "O2", nn.Linear(8, 4))[0] for _ in range(2))
+    with torch.no_grad():
+        other.weight.mul_(2)
+    expected = one(X), other(X)
+    one.forward, other.forward = other.forward, one.forward
+    assert torch.equal(one.forward(X), expected[1]) and torch.equal(other.forward(X), expected[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_function_that_calls_the_model(amp, level):
+    model, _ = start(amp, level, nn.Linear(8, 4))
+    compiled = torch.compile(lambda x: model(x) * 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), model(X))
 
 
 @pytest.mark.parametrize("level", LEVELS)

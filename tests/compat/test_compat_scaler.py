@@ -369,3 +369,97 @@ def test_a_buffer_that_is_given_back_shows_what_blocks_find(amp):
     block(amp, model, optimizer, INF, delay_overflow_check=True)
     assert scaler._overflow_buf is found and found.item() == 1
     assert scaler.update_scale() is True
+
+
+# Found from outside
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_replaced_update_scale_that_said_skip_once_is_not_overruled_by_a_later_block(amp, level):
+    model, optimizer = start(amp, level)
+    own = scaler_of(amp).update_scale
+    scaler_of(amp).update_scale = lambda: own()
+    before = weights(model)
+    block(amp, model, optimizer, INF)
+    block(amp, model, optimizer)
+    optimizer.step()
+    assert not moved(model, before)
+    assert scaler_of(amp).loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("first", ["usual", "delayed"])
+def test_update_scale_forgets_what_delayed_blocks_of_its_scaler_left_and_nothing_else(amp, first):
+    model, optimizer = start(amp, num_losses=2)
+    before = weights(model)
+
+    def usual():
+        block(amp, model, optimizer, INF, loss_id=1)
+
+    def delayed():
+        block(amp, model, optimizer, delay_overflow_check=True)
+
+    for one in (usual, delayed) if first == "usual" else (delayed, usual):
+        one()
+    assert scaler_of(amp).update_scale() is False
+    optimizer.step()
+    assert not moved(model, before)  # loss 1 has decided
+    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [2.0**16, 2.0**15]
+
+
+def test_update_scale_after_a_usual_block_does_not_take_its_skip_back(amp):
+    model, optimizer = start(amp)
+    before = weights(model)
+    block(amp, model, optimizer, INF)
+    assert scaler_of(amp).update_scale() is True
+    optimizer.step()
+    assert not moved(model, before)
+
+
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_a_step_before_update_scale_moves_the_scale_once(amp, factor):
+    """Then the step has looked, and skipped after an overflow; the call tells what was found."""
+    model, optimizer = start(amp)
+    scaler, before = scaler_of(amp), weights(model)
+    for count in (1, 2):
+        optimizer.zero_grad()
+        block(amp, model, optimizer, factor, delay_overflow_check=True)
+        optimizer.step()
+        assert scaler.update_scale() is (factor == INF)
+        assert scaler.loss_scale() == 2.0 ** (16 - count if factor == INF else 16)
+        assert scaler._unskipped == (0 if factor == INF else count)
+    assert moved(model, before) == (factor == 1.0)
+
+
+def test_update_scale_may_be_replaced_in_the_class_and_of_a_static_scale(amp, monkeypatch):
+    from apex.amp.scaler import LossScaler
+
+    model, optimizer = start(amp, loss_scale=64.0)
+    before, asked = weights(model), []
+    assert scaler_of(amp).loss_scale() == 64.0
+    monkeypatch.setattr(LossScaler, "update_scale", lambda self: asked.append(self) or True)
+    block(amp, model, optimizer)
+    optimizer.step()
+    assert asked == [scaler_of(amp)] and not moved(model, before)
+
+
+def test_a_floor_of_none_is_the_least_there_is(amp):
+    start(amp)
+    scaler_of(amp)._min_loss_scale = 4.0
+    scaler_of(amp)._min_loss_scale = None
+    assert scaler_of(amp)._min_loss_scale == 2.0**-24
+
+
+def test_a_pickled_scaler_goes_on(amp):
+    import pickle
+
+    from apex.amp.scaler import LossScaler
+
+    one = LossScaler("dynamic", init_scale=256.0, scale_factor=4.0, scale_window=2)
+    one.update_scale()
+    other = pickle.loads(pickle.dumps(one))
+    assert (one.update_scale(), other.update_scale()) == (False, False)
+    assert one.loss_scale() == other.loss_scale() == 1024.0
+    state = {name: value for name, value in one.__getstate__().items() if name != "_scale_factor"}
+    apexs = LossScaler.__new__(LossScaler)
+    apexs.__setstate__({**state, "_has_overflow": False, "_overflow_buf": torch.zeros(1)})
+    assert apexs.loss_scale() == 1024.0 and apexs._scale_seq_len == 2

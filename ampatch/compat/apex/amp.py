@@ -31,7 +31,7 @@ from ampatch import (
 from ...session import facade as engine
 from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
 from . import lists
-from .scaler import LossScaler
+from .scaler import UPDATE_SCALE, LossScaler
 from .state import Stash, _amp_state, scaler_in_use
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def scale_loss(
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     scaler = scaler_in_use(engine.session_of(given[0]) if given else None, loss_id)
-    is_asked = scaler is not None and "update_scale" in vars(scaler) and not delay_unscale
+    asks = None if scaler is None else getattr(scaler.update_scale, "__func__", None)
+    is_asked = scaler is not None and asks is not UPDATE_SCALE and not delay_unscale
     block = ampatch.scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
         delay_overflow_check=delay_overflow_check or is_asked,
@@ -155,14 +156,14 @@ def scale_loss(
     if scaler is None:
         return block
     scaler.begin_block()
-    return _asking(block, scaler) if is_asked and not delay_overflow_check else block
+    return _asking(block, scaler, given) if is_asked and not delay_overflow_check else block
 
 
 @contextlib.contextmanager
-def _asking(block: AbstractContextManager[Tensor], scaler: LossScaler) -> Iterator[Tensor]:
+def _asking(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterator[Tensor]:
     with block as scaled:
         yield scaled
-    scaler.decide()
+    scaler.decide(optimizers)
 
 
 def state_dict() -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
+    """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
 
     `available` is True: scripts that ask refuse to start without, and then call functions that
     `amp_C` has.  Those that it does not have are errors at their call.
@@ -23,14 +23,8 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int = 2048 * 32) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(
-        self,
-        op: Callable,
-        noop_flag_buffer: Tensor,
-        tensor_lists: Sequence[list[Tensor]],
-        *args: Any,
-    ) -> Any:
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+    def __call__(self, op: Callable, noop_flag: Tensor, tensor_lists: Any, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply()

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ampatch import AmpatchError
 
+from ...config.scale_settings import ScaleSettings
 from ...session import facade as engine
 from .amp_c import multi_tensor_scale
 
 __all__ = ["LossScaler"]
 
-_LIMITS = ("_min_loss_scale", "_max_loss_scale")
-_PICKLED = ("_loss_scale", "_unskipped", "_scale_seq_len", *_LIMITS, "dynamic")
+_PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_loss_scale")
 
 
 def _setting(name: str, default: Any, kind: type) -> Any:
@@ -25,7 +25,8 @@ def _setting(name: str, default: Any, kind: type) -> Any:
 
     def written(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
-            scaler._scaler.change("loss scaler", {name: kind(value)})
+            value = getattr(ScaleSettings, name) if value is None else kind(value)
+            scaler._scaler.change("loss scaler", {name: value})
 
     return property(lambda scaler: getattr(scaler._scaler.settings, name, default), written)
 
@@ -34,9 +35,9 @@ class LossScaler:
     """A loss scale under apex's names: one of its own, or (`of`) that of a session.
 
     After blocks with `delay_overflow_check=True` a script calls `update_scale()`, which alone moves
-    the scale then, and the next step is taken as it is.  It goes by `_overflow_buf` (int, one
-    element, not 0 for an overflow): the script's own if it has put one there, else what the
-    blocks and `unscale` have found.  A script may replace `update_scale` too: see `amp.scale_loss`.
+    the scale, and the next step does not look at what they found.  It goes by `_overflow_buf` (int,
+    not 0 for an overflow), if the script has put one there, else by what blocks and `unscale` have
+    found.  A script may replace `update_scale` too: see `amp.scale_loss`.
 
     Args:
         loss_scale: a number, or "dynamic".
@@ -80,12 +81,16 @@ class LossScaler:
         self._count = (0, -1)  # of clean steps as the script set it, at which generation
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _PICKLED}
+        factor = getattr(self._scaler.settings, "growth_factor", 2.0)
+        own = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
+        return {**own, "dynamic": self.dynamic, "_scale_factor": factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scale, clean, window, *limits, dynamic = (state[name] for name in _PICKLED)
-        LossScaler.__init__(self, "dynamic" if dynamic else scale, scale, 2.0, window, *limits)
-        if dynamic:
+        scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
+        factor = state.get("_scale_factor", 2.0)  # which apex has not
+        kind = "dynamic" if state["dynamic"] else scale
+        LossScaler.__init__(self, kind, scale, factor, window, *limits)
+        if self.dynamic:
             self._unskipped = clean
 
     # The scale
@@ -122,8 +127,6 @@ class LossScaler:
     _scale_seq_len = _setting("growth_interval", 2000, int)
     _max_loss_scale = _setting("max_loss_scale", 2.0**24, float)
     _min_loss_scale = _setting("min_loss_scale", None, float)
-
-    # Overflow
 
     @property
     def _has_overflow(self) -> bool:
@@ -169,21 +172,24 @@ class LossScaler:
         if not self.dynamic:
             return False
         self._was_told = self._has_overflow or bool(self._overflow_buf.item())
+        if self._scaler.has_reacted_unasked:  # the step came before this call
+            self._scaler.has_reacted_unasked = False
+            return self._was_told
         if (session := self._session()) is not None:
             engine.drop_findings(session, self._scaler)
         self._scaler.update([self._was_told])
         return self._was_told
 
-    def decide(self) -> None:
+    def decide(self, optimizers: Sequence[Any]) -> None:
         """Have `update_scale`, which the script has replaced, say whether to skip the next step."""
-        if self.dynamic and (session := self._session()) is not None:
-            waiting = engine.drop_findings(session, self._scaler)
-            skips = bool(self.update_scale())
+        session: Any = self._session()
+        engine.drop_findings(session, self._scaler)
+        if self.update_scale():
+            for managed in session.optimizers:
+                if any(managed.optimizer is one for one in optimizers):
+                    managed.gradients.note(True, self._scaler)
+        if self.dynamic:
             self._scaler.update([])  # has been done by the script
-            for gradients in waiting:
-                gradients.note(skips, self._scaler)
-
-    # Gradients
 
     def unscale(
         self,
@@ -206,3 +212,6 @@ class LossScaler:
             "LossScaler.unscale_with_stashed(...): not available. Keep the earlier gradients in "
             ".grad: amp.scale_loss adds those of its block to them, unscaled."
         )
+
+
+UPDATE_SCALE = LossScaler.update_scale  # before a script has replaced it
