@@ -28,7 +28,7 @@ from ..casting.handlers import unseen
 from ..casting.kept_copies import KeptCopies
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
-from ..casting.stack import Block
+from ..casting.stack import USER, Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -367,7 +367,7 @@ class ManagedModel:
         return taken
 
     def _warn_of_settings(self) -> None:
-        if not self._state.innermost_setting()[1]:
+        if not any(entry.block.kind == USER for entry in self._state.thread.stack):
             return
         self._has_warned = True
         logger.warning(

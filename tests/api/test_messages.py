@@ -242,3 +242,12 @@ def test_more_loss_scalers_are_advised_only_where_they_help():
     _, optimizer = ampatch.initialize(*training(), verbosity=0)
     with pytest.raises(ValueError, match=r"loss_id=-1.*numbered from 0\.$"):
         ampatch.scale_loss(L, optimizer, loss_id=-1)
+
+
+def test_what_is_no_optimizer_and_no_process_group_is_named():
+    with pytest.raises(TypeError, match=r"master_params\(optimizer=\.\.\.\): .*got NoneType"):
+        ampatch.master_params(None)
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"process_group='gloo'.*torch\.distributed\.group\.WORLD"):
+        ampatch.initialize(model, process_group="gloo")
+    assert not ampatch.session.session.registry.sessions

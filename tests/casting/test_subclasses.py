@@ -96,3 +96,45 @@ def test_a_default_device(opt_level):
             assert [tensor.dtype for tensor in output] == reference
             assert {tensor.device.type for tensor in output} == {"meta"}
             ampatch.deactivate()
+
+
+class Absent:
+    """Stands for a package that is not installed."""
+
+    def __getattr__(self, name):
+        raise ImportError("No module named 'cupy'")
+
+    def __eq__(self, other):
+        raise RuntimeError("unbound")
+
+    __hash__ = None
+
+
+class AbsentTable(dict):
+    def __contains__(self, key):
+        raise RuntimeError("unbound")
+
+    __len__ = __iter__ = values = __getitem__ = __contains__
+
+
+absent, absent_table, absent_list = Absent(), AbsentTable(), [Absent()]
+
+
+def reaches(args):
+    return absent.asarray(args), absent_table, absent_list
+
+
+class Reaching(torch.Tensor):
+    """Its handler refers to what raises at any look, as MONAI's MetaTensor does."""
+
+    kept = Absent()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return reaches(args) if result is NotImplemented else result
+
+
+def test_looking_into_a_handler_runs_no_code_of_what_it_refers_to(opt_level):
+    model = ampatch.initialize(nn.Linear(4, 4), opt_level=opt_level, dtype="bfloat16", verbosity=0)
+    assert model(torch.ones(2, 4).as_subclass(Reaching)).shape == (2, 4)

@@ -229,3 +229,19 @@ def test_nothing_counted():
 def test_shares_are_never_rounded_away():
     shown = {0: "0.00 %", 1e-9: "under 0.01 %", 0.5: "50.00 %", 1 - 1e-9: "over 99.99 %"}
     assert [percent(share) for share in (*shown, 1)] == [*shown.values(), "100.00 %"]
+
+
+def test_gradients_that_hooks_have_changed_suggest_no_scale():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    with ampatch.gradient_range(model) as counting:
+        with ampatch.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    report = counting.report()
+    assert report.hooked == ["weight"] and report.as_dict()["suggestion"] is None
+    assert "No static loss scale is suggested: hooks on weight" in str(report)
+    assert "A static loss scale of" not in str(report)
+    handle.remove()

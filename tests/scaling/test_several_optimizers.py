@@ -1,0 +1,143 @@
+"""Several optimizers: clipped by one norm, in several sessions; and gradients with a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Overflowing(nn.Module):
+    """Tanh, whose gradient overflows while `bad`."""
+
+    bad = True
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        if self.bad and x.requires_grad:
+            x.register_hook(lambda grad: grad * float("inf"))
+        return x
+
+
+def finite(module: nn.Module) -> bool:
+    return all(bool(param.isfinite().all()) for param in module.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", ["norm", "value", "apart"])
+def test_optimizers_whose_gradients_are_clipped_together_skip_together(level, fused, clips):
+    """The norm is inf or NaN, and makes finite gradients of the other NaN."""
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(8, 8), Overflowing()), nn.Linear(8, 8)
+    model = nn.Sequential(body, head)
+    optimizers = [
+        torch.optim.SGD(body.parameters(), lr=0.1, fused=fused),
+        torch.optim.AdamW(head.parameters(), lr=0.1, fused=fused),
+    ]
+    ampatch.initialize(model, optimizers, opt_level=level, verbosity=0)
+    skips = []
+    for step in range(3):
+        body[1].bad = step == 1
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with ampatch.scale_loss(model(X).square().mean(), optimizers) as scaled:
+            scaled.backward()
+        if clips == "apart":
+            for part in (body, head):
+                torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+        elif clips == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        skips.append([ampatch.step_was_skipped(one) for one in optimizers])
+        assert finite(model)
+    assert skips == [[False, False], [True, clips != "apart"], [False, False]]
+    assert ampatch.loss_scale() == 2.0**15  # once
+
+
+def begun(level="O1", **options):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ampatch.initialize(model, optimizer, opt_level=level, **options)
+
+
+@pytest.mark.parametrize("second", ["O0", "O1", "O2"])
+def test_a_loss_that_reaches_the_optimizer_of_another_session_is_said(second, caplog):
+    (first, one), (other, another) = begun(), begun(second)
+    with ampatch.scale_loss(other(first(X)).float().mean(), one) as scaled:
+        scaled.backward()
+    one.step()
+    assert not any("left scaled" in record.getMessage() for record in caplog.records)
+    another.step()
+    [said] = [one.getMessage() for one in caplog.records if "left scaled" in one.getMessage()]
+    assert "Pass every optimizer the loss reaches" in said
+
+
+def test_a_gan_of_two_sessions_is_not_warned(caplog):
+    (generator, of_g), (critic, of_d) = begun(), begun()
+    for _ in range(3):
+        of_g.zero_grad()
+        with ampatch.scale_loss(critic(generator(X)).float().mean(), of_g) as scaled:
+            scaled.backward()
+        of_g.step()
+        of_d.zero_grad()
+        loss = critic(X).float().mean() - critic(generator(X).detach()).float().mean()
+        with ampatch.scale_loss(loss, of_d) as scaled:
+            scaled.backward()
+        of_d.step()
+    assert not any("left scaled" in record.getMessage() for record in caplog.records)
+
+
+OF_TORCH = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+
+
+@OF_TORCH
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_with_a_graph_are_said_once(level, caplog):
+    model, optimizer = begun(level, init_scale=1024.0)
+    caplog.clear()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with ampatch.scale_loss(model(X).float().pow(3).mean(), optimizer) as scaled:
+            scaled.backward(create_graph=True)
+    said = [one.getMessage() for one in caplog.records if "second derivative" in one.getMessage()]
+    assert len(said) == 1 and "torch.autograd.grad(loss, parameters, create_graph=True)" in said[0]
+
+
+@OF_TORCH
+def test_gradients_with_a_graph_under_a_scale_of_one(caplog):
+    model, optimizer = begun("O1", loss_scale=1.0)
+    with ampatch.scale_loss(model(X).float().pow(3).mean(), optimizer) as scaled:
+        scaled.backward(create_graph=True)
+    assert "second derivative" not in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_mixed_calls_are_cast_to_the_type_of_the_model(level, kind):
+    """`cast_model_type` may be another half type than `dtype`."""
+
+    class Adding(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.register_buffer("table", torch.ones(8))
+            self.seen = []
+
+        def forward(self, x):
+            hidden = self[0](x) + self.table
+            out = self[1](hidden)
+            self.seen.append(out.dtype)
+            return out
+
+    model = Adding()
+    other = torch.bfloat16 if kind is torch.float16 else torch.float16
+    ampatch.initialize(model, opt_level=level, dtype=other, cast_model_type=kind, verbosity=0)
+    model(X)
+    assert model.seen == [kind]
