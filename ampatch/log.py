@@ -69,19 +69,24 @@ def set_verbosity(verbosity: int) -> None:
     _noise.reset(verbosity)
 
 
-def show_where_nobody_does(shows: bool) -> None:
+def show_where_nobody_does(is_on: bool) -> None:
     """Show messages from INFO on on stderr, as long as the program has no handler for them.
 
     That is one of the logger "ampatch" or of the root.  False ends it.
     """
-    if shows and _stderr not in logger.handlers:
+    if is_on and not shows():
         logger.addHandler(_stderr)
         if logger.level == logging.NOTSET:
             logger.setLevel(_SHOWN_FROM)
-    elif not shows:
+    elif not is_on:
         logger.removeHandler(_stderr)
         if logger.level == _SHOWN_FROM:
             logger.setLevel(logging.NOTSET)
+
+
+def shows() -> bool:
+    """Whether `show_where_nobody_does` is in force."""
+    return _stderr in logger.handlers
 
 
 def _is_shown() -> bool:

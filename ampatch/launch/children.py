@@ -18,6 +18,7 @@ from ampatch import auto
 from ampatch.compat import apex
 from ampatch.config import environment
 from ampatch.launch.script import PACKAGE_ROOT
+from ampatch.log import show_where_nobody_does, shows
 
 _IN_CHILD = str(Path(__file__).with_name("in_child.py"))
 
@@ -30,6 +31,7 @@ class _SetUp:
             "PACKAGE_ROOT": PACKAGE_ROOT,
             "IS_AUTO": is_auto,
             "APEX_BEHIND": apex.folders_behind(),
+            "SHOWS_MESSAGES": shows(),
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,8 +56,9 @@ def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:
         auto.start(environment.read())
 
 
-def start_child(is_auto: bool, apex_behind: list[str] | None) -> None:
+def start_child(is_auto: bool, apex_behind: list[str] | None, shows_messages: bool) -> None:
     """Called first in a spawned child; `apex_behind` is its parent's `apex.folders_behind()`."""
+    show_where_nobody_does(shows_messages)
     if apex_behind is not None:
         apex.install_before(apex_behind)
     start(is_auto)

@@ -10,4 +10,4 @@ if PACKAGE_ROOT not in sys.path:  # noqa: F821  (given by the code that runs thi
 
 from ampatch.launch.children import start_child
 
-start_child(IS_AUTO, APEX_BEHIND)  # noqa: F821
+start_child(IS_AUTO, APEX_BEHIND, SHOWS_MESSAGES)  # noqa: F821

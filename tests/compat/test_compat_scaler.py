@@ -459,7 +459,7 @@ def test_a_pickled_scaler_goes_on(amp):
     other = pickle.loads(pickle.dumps(one))
     assert (one.update_scale(), other.update_scale()) == (False, False)
     assert one.loss_scale() == other.loss_scale() == 1024.0
-    state = {name: value for name, value in one.__getstate__().items() if name != "_scale_factor"}
+    state = {name: value for name, value in one.__getstate__().items() if name != "scale_factor"}
     apexs = LossScaler.__new__(LossScaler)
     apexs.__setstate__({**state, "_has_overflow": False, "_overflow_buf": torch.zeros(1)})
     assert apexs.loss_scale() == 1024.0 and apexs._scale_seq_len == 2

@@ -237,7 +237,8 @@ def test_gradients_that_hooks_have_changed_suggest_no_scale():
     ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
     handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     with ampatch.gradient_range(model) as counting:
-        with ampatch.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+        loss = model(torch.ones(2, 4)).float().sum() * 0.01
+        with ampatch.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
     report = counting.report()

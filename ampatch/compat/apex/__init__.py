@@ -16,7 +16,7 @@ from typing import Any
 
 from ampatch import AmpatchError, observe
 
-from ...log import logger, show_where_nobody_does
+from ...log import logger, show_where_nobody_does, shows
 from ...session import facade as engine
 from . import (
     amp,
@@ -104,20 +104,21 @@ def install(force: bool = False) -> None:
     else:
         logger.warning(found.given_way())
         install_before(found.folders)
+    show_where_nobody_does(True)  # as apex printed
 
 
 def install_unless_real() -> None:
-    """`install()`, if there is no other apex with an amp, and none of the user's own."""
-    found = behind.find()
+    """`install()` without messages, if there is no other apex with an amp or of the user's own."""
+    found, were_shown = behind.find(), shows()
     if found is None or not found.stays:
         install()
+        show_where_nobody_does(were_shown)
 
 
 def import_instead() -> None:
-    """Called by the package that `ampatch apex-path` puts in front: import ours, or the one that
-    stays, in its place.
-    """
+    """Called by the package of `ampatch apex-path`: import ours, or the one that stays."""
     install_unless_real()
+    show_where_nobody_does(True)
     with behind.without_folder():
         importlib.import_module("apex")
 
@@ -141,7 +142,6 @@ def install_before(folders: Sequence[str]) -> None:
         "apex.parallel.LARC"
     ].__class__ = _CallableLARC  # the class and its module have the same name
     finder = Finder(modules, _hide(), others)
-    show_where_nobody_does(True)  # as apex printed
     sys.meta_path.insert(0, finder)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()

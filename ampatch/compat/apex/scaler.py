@@ -83,11 +83,11 @@ class LossScaler:
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
         own = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
-        return {**own, "dynamic": self.dynamic, "_scale_factor": factor}
+        return {**own, "dynamic": self.dynamic, "scale_factor": factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
-        factor = state.get("_scale_factor", 2.0)  # which apex has not
+        factor = state.get("scale_factor", 2.0)  # which apex has not
         kind = "dynamic" if state["dynamic"] else scale
         LossScaler.__init__(self, kind, scale, factor, window, *limits)
         if self.dynamic:
