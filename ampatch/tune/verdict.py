@@ -12,6 +12,7 @@ from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.judge import quality_text
 from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
+from ampatch.sweep.report.recommendation import no_direction
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case
@@ -36,7 +37,8 @@ def row_of(
 def passes(row: Row) -> bool:
     """Whether no test shows that the row is worse than O0 by what matters.
 
-    Raises `TuneError` where nothing can be tested.
+    Raises `TuneError` where nothing can be tested, and where what is judged differs and has no
+    direction.
     """
     if row.outcome == "failed":
         return False
@@ -48,6 +50,9 @@ def passes(row: Row) -> bool:
         )
     if not weighed(row):
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
+    unknown = no_direction(row)
+    if unknown:
+        raise TuneError(f"{row.name}: {unknown}")
     untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
         raise TuneError(

@@ -9,7 +9,6 @@ from sweep_made import trained
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.plan import cases
-from ampatch.sweep.report.judge import direction
 from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.summary import summarize
@@ -60,8 +59,6 @@ def test_accuracy_is_within_noise_worse_or_better():
 
 
 def test_a_lower_loss_is_no_worse():
-    assert {direction(name) for name in ("accuracy", "f1", "flossy")} == {"higher"}
-    assert {direction(name) for name in ("val_loss", "top5 error")} == {"lower"}
     row = rows_of([0.9, 0.91, 0.92], [0.9, 0.91, 0.92], judged="last loss")[1]
     assert (row.comparisons[0].name, row.comparisons[0].mean) == ("last loss", 1.0)
     assert row.comparisons[0].base_mean == 2.0 and row.comparisons[1].name == "accuracy"

@@ -10,19 +10,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ampatch.sweep.report import margin, numbers, pace
+from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.paired import available, holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 
 Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
-
-_LOWER = {"loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bpc", "bpb"}
-_LOWER |= {"wer", "cer", "fid", "bits", "seconds", "time"}
 
 
 def compare(
@@ -42,13 +39,18 @@ def compare(
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
     compared = [
-        _compared(name, sample[name], base[name], better.get(name) or direction(name), seeds_matter)
-        for name in names
+        _compared(name, sample[name], base[name], way, seeds_matter)
+        for name, way in directions(names, better).items()
     ]
     return [
         dataclasses.replace(one, matters=matters.beside(one.base_mean, is_judged=number == 0))
         for number, one in enumerate(compared)
     ]
+
+
+def directions(names: Iterable[str], given: Mapping[str, str]) -> dict[str, str | None]:
+    """The direction of each of these quantities: as `given`, else as its name says."""
+    return {name: given.get(name) or direction(name) for name in names}
 
 
 def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]]:
@@ -64,11 +66,6 @@ def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]
     return [[judged.get(id(one), one) for one in of_row] for of_row in compared]
 
 
-def direction(name: str) -> str:
-    """Whether a metric of this name is better when "higher" or "lower"."""
-    return "lower" if _LOWER & set(re.split(r"[^a-z]+", name.lower())) else "higher"
-
-
 def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     """The row with its comparisons, its outcome, and its verdict in words."""
     outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome
@@ -79,7 +76,11 @@ def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
 
 
 def _compared(
-    name: str, sample: dict[int, float], base: dict[int, float], better: str, seeds_matter: bool
+    name: str,
+    sample: dict[int, float],
+    base: dict[int, float],
+    better: str | None,
+    seeds_matter: bool,
 ) -> Comparison:
     seeds = sorted(sample.keys() & base.keys())
     ours, theirs = [sample[seed] for seed in seeds], [base[seed] for seed in seeds]
@@ -137,6 +138,7 @@ _OUTCOMES = {
     "small": "worse by less than matters",
     "better": "better than O0",
     "worse": "worse than O0",
+    "different": "differs from O0",
 }
 
 
@@ -147,7 +149,8 @@ def quality_text(one: Comparison) -> str:
         return f"{against}, not tested ({one.untested})"
     if not one.difference and not one.scatter:
         return f"equal to O0 with each of {one.n} seeds: {one.title} {one.mean:.4g}"
-    return f"{_OUTCOMES[one.outcome]}: {against}, difference {difference_text(one)}"
+    way = f"{one.better} is better" if one.better else "no direction"
+    return f"{_OUTCOMES[one.outcome]}: {against}, difference {difference_text(one)} ({way})"
 
 
 def difference_text(one: Comparison) -> str:

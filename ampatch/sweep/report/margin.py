@@ -55,12 +55,13 @@ ONE_PERCENT = Margin()
 
 
 def outcome(one: Comparison, p: float) -> str:
-    """How a tested quantity stands with this corrected p: "within", "better", "worse" or "small".
-
-    "small" is worse by less than matters.
+    """How a tested quantity stands with this corrected p: "within", "better", "worse", "small"
+    (worse by less than matters), or "different" where it has no direction.
     """
     if p >= LEVEL:
         return "within"
+    if one.better is None:
+        return "different"
     if (one.difference > 0) == (one.better == "higher"):
         return "better"
     return "small" if is_shown(one) else "worse"
@@ -74,8 +75,10 @@ def is_shown(one: Comparison) -> bool:
 def at_worst(one: Comparison) -> float:
     """How much worse the quantity is at the end of its interval; of one number, by that.
 
-    Below 0 where the whole interval is better.
+    Below 0 where the whole interval is better.  Raises `ValueError` where that is unknown.
     """
+    if one.has_no_verdict:
+        raise ValueError(f"{one.name}: expected a direction, as it differs from O0's.")
     ends = (one.low, one.high) if one.scatter else (one.difference, one.difference)
     return ends[1] if one.better == "lower" else -ends[0]
 

@@ -5,7 +5,7 @@ A row is recommended only if all of this was shown:
 * it starts as O0 does (`start_check.py`);
 * neither the judged quantity nor the last loss is worse than O0's by what matters (`margin.py`);
 * the interval of the judged quantity shows it: its end is within the margin, by default 1 % of
-  O0's value;
+  O0's value; or, where it has no direction, its values are O0's;
 * it is faster than O0, by enough to matter, on a machine that tells it apart (`pace.py`).
 
 A row that is surely no faster is out whatever its accuracy, so where all are, speed is the reason.
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.report import pace
+from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.judge import difference_text, quality_text
 from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
 from ampatch.sweep.report.paired import smallest_seen
@@ -55,7 +56,8 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
     faster = pace.worthwhile(fit)
     if not faster:
         why = pace.none_recommended(fit or well, base)
-        return why + _smaller(accurate, base) if why.startswith("Stay") else why
+        known = [row for row in accurate if not no_direction(row)]
+        return why + _smaller(known, base) if why.startswith("Stay") else why
     shown = [row for row in faster if not not_shown(row)]
     if not shown:
         fastest = max(faster, key=lambda row: row.decisive.median)
@@ -83,6 +85,8 @@ def not_shown(row: Row) -> str:
     if not row.comparisons:
         return "no loss or metric was compared with O0's."
     judged = row.comparisons[0]
+    if judged.has_no_verdict:
+        return no_direction(row) + _cure(judged)
     untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
         return f"its {untested.title} is not tested ({untested.untested}).{_cure(untested)}"
@@ -98,6 +102,18 @@ def not_shown(row: Row) -> str:
     if seeds is None:
         return f"{said} Not even {MOST_SEEDS} seeds like these would end it before that."
     return f"{said} More seeds are needed, about {seeds}: --resume --seeds {seeds}."
+
+
+def no_direction(row: Row) -> str:
+    """That what is judged differs from O0's and has no direction; "" where it is not so."""
+    if not (row.comparisons and row.comparisons[0].has_no_verdict):
+        return ""
+    one = row.comparisons[0]
+    difference = difference_text(one) or f"{one.difference:+.2g}"
+    return (
+        f"its {one.title} differs from O0's by {difference}, and the name does not say whether "
+        f"lower or higher is better: --resume with {option(one.name)}."
+    )
 
 
 def _accuracy(one: Comparison) -> str:

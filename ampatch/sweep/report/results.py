@@ -54,12 +54,13 @@ class Comparison:
     `difference` (of this row by itself).  `p` is the two-sided probability by the paired t
     test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
     test would have found with probability 80 %, and `matters` the smallest one that does, by
-    `--margin`.  `outcome` is "within", "better", "worse", "small" (worse by less than matters) or
-    "untested"; `untested` says why.  See `paired.py` and `margin.py`.
+    `--margin`.  `outcome` is "within", "better", "worse", "small" (worse by less than matters),
+    "different" (which way is better is not known) or "untested"; `untested` says why.  See
+    `paired.py` and `margin.py`.
     """
 
     name: str  # "last loss", or the metric's
-    better: str  # "higher" or "lower"
+    better: str | None  # "higher" or "lower"; None: neither its name nor --better says it
     n: int  # seeds
     mean: float
     sd: float | None
@@ -80,6 +81,12 @@ class Comparison:
     def title(self) -> str:
         """The name as a sentence has it."""
         return self.name.replace("_", " ")
+
+    @property
+    def has_no_verdict(self) -> bool:
+        """Whether it differs from O0's, and which way is better is not known."""
+        is_lost = self.outcome == "worse"  # no number, whichever way is better
+        return self.better is None and not is_lost and bool(self.difference or self.scatter)
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,14 @@ class Row:
     last_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     sds: dict[str, float] = field(default_factory=dict)  # over seeds, of metrics and "last loss"
+    better: dict[str, str | None] = field(default_factory=dict)  # the same: as in `Comparison`
     steps: int = 0  # of one run (the median)
     all_steps: int = 0
     skipped: int = 0
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all its processes
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
-    outcome: str = "untested"  # or baseline, within, better, small, worse, failed
+    outcome: str = "untested"  # or baseline, failed, or as in `Comparison`
     start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`
     verdict: str = ""
 

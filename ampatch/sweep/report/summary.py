@@ -8,6 +8,7 @@ ran several times.  `judge.py` compares these values.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from ampatch.sweep.report.figures import (
     step_ms,
     step_times,
 )
-from ampatch.sweep.report.judge import Samples, compare, corrected, judged_row
+from ampatch.sweep.report.judge import Samples, compare, corrected, directions, judged_row
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import pace_of, reach_of
@@ -43,7 +44,7 @@ def summarize(
 
     `judged` is the quantity that the verdict is about, by default the first metric, or
     the last loss.  `better` maps metrics to "higher" or "lower"; for other metrics their
-    name decides.  `margin` is the smallest difference that matters.
+    name decides (`directions.py`).  `margin` is the smallest difference that matters.
     """
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
@@ -51,7 +52,9 @@ def summarize(
     base = by_case.get(BASE, [])
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
     rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
-    how = judged, better or {}, seeds_matter(base), margin
+    given = better or {}
+    rows = [dataclasses.replace(row, better=directions(_quantities(row), given)) for row in rows]
+    how = judged, given, seeds_matter(base), margin
     compared = [
         [] if case == BASE or case in starts else compare(samples_of(of), samples_of(base), *how)
         for case, of in by_case.items()
@@ -152,6 +155,10 @@ def _finals(measured: Measured) -> dict[str, float]:
     _, last = first_and_last(measured)
     finals = {name: series.values[-1] for name, series in measured.metrics.items()}
     return finals if last is None else {**finals, LOSS: last}
+
+
+def _quantities(row: Row) -> list[str]:
+    return [*row.metrics, *([] if row.last_loss is None else [LOSS])]
 
 
 def _metrics(measured: Sequence[Measured]) -> dict[str, float]:

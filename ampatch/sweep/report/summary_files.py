@@ -26,8 +26,8 @@ _PLAIN = (
     "seconds",
 )  # fmt: skip
 _JUDGED = (
-    "name", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p", "corrected_p",
-    "smallest",
+    "name", "better", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p",
+    "corrected_p", "smallest",
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ _IN_LATEX = str.maketrans(
         "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
         "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        "\N{DOWNWARDS ARROW}": r"$\downarrow$", "\N{UPWARDS ARROW}": r"$\uparrow$",
         "\N{DAGGER}": r"$^{\dagger}$", "\N{DOUBLE DAGGER}": r"$^{\ddagger}$",
     }
 )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.judge import difference_text
 from ampatch.sweep.report.margin import LOSS
@@ -17,6 +18,8 @@ from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
 
 NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
+_WAYS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
 MARKS = {
     NOT_TOLD_APART: "speed not told apart from O0's by wall time",
     DIFFERS: "differs from O0 by more than the seeds do",
@@ -79,6 +82,7 @@ NAMES = (
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
+    marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
     return [
         *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
@@ -87,7 +91,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered(LOSS, lambda row: row.last_loss),
-        *(_scattered(name, lambda row, name=name: row.metrics.get(name)) for name in names),
+        *(
+            _scattered(name, lambda row, name=name: row.metrics.get(name), marks.get(name, ""))
+            for name in names
+        ),
         *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
@@ -101,16 +108,19 @@ def by_row(shown: Sequence[Column]) -> list[Column]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the table of these rows shows, as far as its titles do not say it: three lines."""
+    """What the table of these rows shows, as far as its titles do not say it: four lines."""
+    ways = _ways(rows).values()
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     said = {
         "speed: O0's step time over the row's in the same round, above 1 is faster; in brackets "
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
+        **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
     }
     of_columns = [one for one, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)
-    return [*([f"{text[0].upper()}{text[1:]}."] if text else []), *mark_notes(rows)]
+    first = [f"{text[0].upper()}{text[1:]}."] if text else []
+    return [*first, *_unknown_note(rows), *mark_notes(rows)]
 
 
 def speed_mark(row: Row) -> str:
@@ -123,7 +133,7 @@ def speed_mark(row: Row) -> str:
 def quality_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's."""
     outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
-    return DIFFERS if outcome in ("worse", "small", "better") else ""
+    return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
@@ -133,13 +143,30 @@ def mark_notes(rows: Sequence[Row]) -> list[str]:
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
 
 
-def _scattered(name: str, mean: Callable[[Row], float | None]) -> Column:
-    """A column of means ± standard deviations."""
+def _ways(rows: Sequence[Row]) -> dict[str, str | None]:
+    """The directions of the metrics of these rows; none of rows that an older ampatch wrote."""
+    return {name: row.better[name] for row in rows for name in row.metrics if name in row.better}
+
+
+def _unknown_note(rows: Sequence[Row]) -> list[str]:
+    """How to say the direction of the metrics that have none: a sentence, or nothing."""
+    names = [name for name, way in _ways(rows).items() if way is None]
+    if not names:
+        return []
+    return [
+        f"{UNKNOWN}: the name does not say whether lower or higher is better "
+        f"({', '.join(names)}), so nothing is recommended on a difference in it; "
+        f"{option(names[0])} says it."
+    ]
+
+
+def _scattered(name: str, mean: Callable[[Row], float | None], mark: str = "") -> Column:
+    """A column of means ± standard deviations; the `mark` in its title is that of its direction."""
 
     def text(row: Row) -> str:
         return plus_minus(mean(row), row.sds.get(name)) + quality_mark(row, name)
 
-    return Column(name.replace("_", " "), text)
+    return Column(f"{mark} {name.replace('_', ' ')}".strip(), text)
 
 
 def _mebibytes(row: Row) -> str:

@@ -6,6 +6,7 @@ columns, which name the row, and as many others as fit.  Long texts wrap between
 
 from __future__ import annotations
 
+import io
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
@@ -24,6 +25,8 @@ def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) 
 
     `told` are the labels of rows whose errors have been shown: these are not written again.
     """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # an arrow has no place in latin-1
     if results.rows:
         write_table(results.rows, stream)
         stream.write("\n")

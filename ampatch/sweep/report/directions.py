@@ -1,0 +1,95 @@
+"""Whether a metric is better when it is higher or lower, as far as its name says.
+
+A name is taken apart into words: at characters that are no letters, at capitals (`valLoss`) and
+around the long words of `_INSIDE` (`valloss`).  These words are looked for in the lists below, in
+the singular and the plural.
+
+    logloss, val/MSELoss, testErr, top5_error   lower
+    mAP50, val_acc, F1, ROUGE-L                 higher
+    lr, loss_scale, 1-ssim, tpr@fpr             None: the user is asked for it (`--better`)
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+_LOWER = """
+    loss logloss error err perplexity ppl mse mae rmse nmse nrmse msle rmsle mape mAPE smape wape
+    mase nll negloglikelihood bce ce cross_entropy crossentropy xent kl kld js jsd divergence hinge
+    bpc bpb bpd bits wer cer ter mer der eer fpr fnr fid FID kid fvd fad lpips dists ece mce brier
+    crps epe mpjpe emd chamfer hausdorff hd95 distance regret cost residual inaccuracy
+    misclassification mistake incorrect wrong seconds time
+"""
+_HIGHER = """
+    accuracy acc f1 f2 fbeta auc auroc rocauc auprc prauc roc ap map mAP iou IoU miou mIoU giou
+    jaccard dice dsc bleu sacrebleu rouge meteor cider CIDEr chrf chrF bertscore exact_match em
+    pass@1 pass@10 pass@100 psnr ssim msssim vmaf snr sdr pesq stoi mos r2 r_squared rsquared
+    correlation corr spearman spearmanr pearson pearsonr kappa qwk mcc nmi ari recall precision
+    specificity tpr tnr mrr ndcg nDCG dcg hits hit_rate win_rate success_rate pass_rate success
+    correct similarity agreement reward return elo elbo fitness likelihood loglikelihood log_prob
+    logprob prec
+"""
+_GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, where no other word is there
+# Beside these the other words tell nothing: a drop of accuracy is no accuracy.
+_OF_IT = """
+    scale scaling weight loss_coef loss_coefficient threshold std stdev stderr sd var variance gap
+    drop delta diff difference change improvement increase decrease reduction neg negative negated
+    minus inverse inverted
+"""
+_BETWEEN = {"at", "per", "over", "vs", "by", "to"}  # what is said of one quantity by another
+_INSIDE = "loss|error|perplexity|accuracy|precision|recall|reward"
+
+_WORD = re.compile(r"[A-Z]{2,}s(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_BEHIND = re.compile(rf"\b(?!inaccura|imprecis)([a-z]{{2,}})((?:{_INSIDE})(?:e?s)?)\b")
+_BEFORE = re.compile(rf"\b({_INSIDE})(?!less|iness)([a-z]{{2,}})\b")
+_REST_OF_ONE = re.compile(r"\s*(1|1\.0|100)?\s*-")  # 1-ssim, -loss
+_NLL = re.compile(r"\bneg(ative)? log likelihood\b")
+
+
+def direction(name: str) -> str | None:
+    """Whether a metric of this name is better when "higher" or "lower"; None if it does not say.
+
+    None too where words of both lists are there, unless the last is one of `lower`: a `dice_loss`
+    and an `accuracy_error` are lower.
+    """
+    words = _NLL.sub("nll", _words(name))
+    if _REST_OF_ONE.match(name) or _ABOUT.search(words):
+        return None
+    found = [match.lastgroup for match in _LISTED.finditer(words)]
+    found = [way for way in found if way != "generic"] or ["higher" for way in found]
+    if len(set(found)) > 1:
+        is_said = found[-1] == "lower" and "@" not in name and _BETWEEN.isdisjoint(words.split())
+        return "lower" if is_said else None
+    return found[0] if found else None
+
+
+def option(name: str) -> str:
+    """The option of the command line that gives a metric its direction, in both forms."""
+    lower, higher = (shlex.quote(f"{name}={way}") for way in ("lower", "higher"))
+    return f"--better {lower} or --better {higher}"
+
+
+def _words(name: str) -> str:
+    """The words of a name in small letters, a space between them."""
+    words = " ".join(_WORD.findall(name)).lower()
+    return _BEFORE.sub(r"\1 \2", _BEHIND.sub(r"\1 \2", words))
+
+
+def _any_of(listed: str) -> str:
+    """A pattern of the words of a list and their plurals, the longest first."""
+    spaced = sorted({_words(word) for word in listed.split()}, key=len, reverse=True)
+    return "|".join(map(_with_plural, spaced))
+
+
+def _with_plural(word: str) -> str:
+    if word.endswith("y"):
+        return f"{word[:-1]}(?:y|ies)"
+    return f"{word}(?:es)?" if word.endswith("s") else f"{word}s?"
+
+
+_ABOUT = re.compile(rf"\b(?:{_any_of(_OF_IT)})\b")
+_LISTED = re.compile(
+    rf"\b(?:(?P<lower>{_any_of(_LOWER)})|(?P<higher>{_any_of(_HIGHER)})"
+    rf"|(?P<generic>{_any_of(_GENERIC)}))\b"
+)
