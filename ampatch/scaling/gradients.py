@@ -506,10 +506,10 @@ def skip_together(several: Sequence[Gradients]) -> None:
     checks = [one.check for one in several if one.check is not None]
     flags = [check.found_inf for check in checks if check.found_inf is not None]
     if len(several) > 1 and flags:
-        found, scaler = functools.reduce(either, flags), checks[0].scaler
-        for one in several:
-            if scaler is not None:
-                one.note(found, scaler)
+        found = functools.reduce(either, flags)
+        scalers = [check.scaler for check in checks if check.scaler is not None]
+        for one in several if scalers else ():
+            one.note(found, scalers[0])
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
@@ -520,17 +520,12 @@ def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Fla
             one.note(found, scaler)
 
 
-def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> list[Gradients]:
-    """Forget what blocks with `delay_overflow_check` have left to the next step; returns whose.
+def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> None:
+    """Forget what blocks of `scaler` with `delay_overflow_check` have left to the next step.
 
     For a script that looks for overflow and decides about the step by itself: the step moves no
     scale, and is skipped only by what other blocks have found.
     """
-    found = []
     for one in several:
-        waiting = [deferred for deferred in one.waiting if deferred.scaler is not scaler]
-        if len(waiting) < len(one.waiting):
-            found.append(one)
-            one.waiting = waiting
-            one.held = [held for held in one.held if held[1] is not scaler]
-    return found
+        one.waiting = [deferred for deferred in one.waiting if deferred.scaler is not scaler]
+        one.held = [held for held in one.held if held[1] is not scaler]

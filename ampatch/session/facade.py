@@ -132,9 +132,9 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     return managed
 
 
-def drop_findings(session: Session, scaler: Scaler) -> list[gradients.Gradients]:
+def drop_findings(session: Session, scaler: Scaler) -> None:
     """As `gradients.drop_findings`, of the session's optimizers: the script decides about steps."""
-    return gradients.drop_findings(scaler, [one.gradients for one in session.optimizers])
+    gradients.drop_findings(scaler, [one.gradients for one in session.optimizers])
 
 
 # Casting
