@@ -225,7 +225,10 @@ class WeightCache:
         if not self._may_keep(forward, weight):
             return _cast_alone(weight, dtype)
         version = weight._version  # before the cast: another thread may write meanwhile
-        copies[id(weight)] = half, _ = _cast_alone(weight, dtype), version
+        half = _cast_alone(weight, dtype)
+        if not is_grad_enabled():
+            half.requires_grad = weight.requires_grad
+        copies[id(weight)] = half, version
         forward.kept.append(weight)
         forward.used.setdefault(id(weight), weight)
         return half

@@ -98,6 +98,11 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   return made;
 }
 
+// As `_outside_graph` of batched_casts.py has it.
+void want_as(const Tensor& weight, Tensor& copy) {
+  if (weight.requires_grad()) copy.set_requires_grad(true);
+}
+
 std::vector<Tensor> tensors_of(PyObject* list) {
   std::vector<Tensor> tensors;
   const Py_ssize_t size = PyList_GET_SIZE(list);

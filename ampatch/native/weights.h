@@ -87,7 +87,11 @@ std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype) {
 std::vector<Tensor> cast_outside_graph(PyObject* list, ScalarType dtype) {
   const std::vector<Tensor> tensors = tensors_of(list);
   pybind11::gil_scoped_release no_gil;
-  return copies_of(tensors, dtype);
+  std::vector<Tensor> made = copies_of(tensors, dtype);
+  if (!at::GradMode::is_enabled()) {
+    for (size_t i = 0; i < made.size(); ++i) want_as(tensors[i], made[i]);
+  }
+  return made;
 }
 
 ScalarType scalar_type_of(PyObject* dtype) {
