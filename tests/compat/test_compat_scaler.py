@@ -463,3 +463,16 @@ def test_a_pickled_scaler_goes_on(amp):
     apexs = LossScaler.__new__(LossScaler)
     apexs.__setstate__({**state, "_has_overflow": False, "_overflow_buf": torch.zeros(1)})
     assert apexs.loss_scale() == 1024.0 and apexs._scale_seq_len == 2
+
+
+def test_what_update_scale_has_answered_is_not_asked_again(amp):
+    """The script mends its gradients, and steps; its next step has no such call."""
+    model, optimizer = start(amp)
+    block(amp, model, optimizer, INF, delay_overflow_check=True)
+    for param in model.parameters():
+        param.grad.nan_to_num_(0.5, 0.5, 0.5)
+    assert scaler_of(amp).update_scale() is True
+    block(amp, model, optimizer, delay_overflow_check=True)
+    before = weights(model)
+    optimizer.step()
+    assert moved(model, before) and not ampatch.step_was_skipped(optimizer)
