@@ -21,7 +21,7 @@ _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
     *("HalfType", "BFloat16Type", "ScalarType", "tensors of type", "types other than"),
-    *("cdouble types",),
+    *("cdouble types", "Float or Double tensors"),
 )
 _SUPPORTED = re.compile(r"\bfloat,? (or |and )?double\b")
 """In messages that say what there is a kernel for, and not always what was given."""
@@ -114,19 +114,33 @@ def _halves(error: BaseException, in_line: bool) -> str | None:
 def _passed_on(error: BaseException) -> str:
     """An object of the script's own class that holds FP32 tensors: inputs in it are not cast."""
     for frame, _ in _frames(error):
-        for name, value in frame.f_locals.items():
-            if _package_of(type(value).__module__) in (*_NOT_THE_SCRIPTS, _OURS):
-                continue
-            own = getattr(value, "__dict__", {})
-            held = [key for key, one in _floating(own).items() if one.dtype is torch.float32]
-            if held and not isinstance(value, (nn.Module, Tensor, torch.optim.Optimizer)):
-                kind = type(value).__name__
-                return (
-                    f" {name} is a {kind}, and {name}.{held[0]} is FP32: tensors in objects of a "
-                    f"class of your own are not cast. Make {kind} a dataclass, pass a dict, or "
-                    f"pass the object with its tensors in half."
-                )
+        is_torchs = _package_of(frame.f_globals.get("__name__")) == "torch"
+        for name, value in () if is_torchs else frame.f_locals.items():
+            inside = value if type(value) in (list, tuple) else ()
+            inside = value.values() if type(value) is dict else inside
+            for one in (value, *inside):
+                held = _held(one)
+                if held:
+                    kind, what = type(one).__name__, "is" if one is value else "has"
+                    return (
+                        f" {name} {what} a {kind}, whose {held[0]} is FP32: tensors in objects of "
+                        f"a class of your own are not cast. Make {kind} a dataclass, pass a dict, "
+                        "or pass the object with its tensors in half."
+                    )
     return ""
+
+
+def _held(value: object) -> list[str]:
+    """The attributes of an object of the script's own class that are FP32 tensors."""
+    kind = type(value)
+    if _package_of(kind.__module__) in (*_NOT_THE_SCRIPTS, _OURS):
+        return []
+    if issubclass(kind, (nn.Module, Tensor, torch.optim.Optimizer)):
+        return []
+    own = getattr(value, "__dict__", {})
+    slots = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
+    own = {**{name: getattr(value, name, None) for name in slots}, **own}
+    return [name for name, one in _floating(own).items() if one.dtype is torch.float32]
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

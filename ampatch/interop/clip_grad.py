@@ -19,13 +19,14 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 def replacements(
     before: Callable[[], None],
-    ready: Callable[[list[Tensor]], None],
+    ready: Callable[[list[Tensor], bool], None],
     zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
     """What to replace.
 
     `before()` is called first: Ctrl-C may have left half copies where these functions look.
-    `ready(tensors)` unscales the gradients of these tensors that `delay_unscale` left scaled.
+    `ready(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
+    scaled; `by_norm`: they are clipped by one norm.
     `zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 
@@ -43,7 +44,7 @@ def replacements(
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             before()
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            ready(parameters)
+            ready(parameters, original.__name__ != "clip_grad_value_")
             return original(parameters, *args, **kwargs)
 
         return clip

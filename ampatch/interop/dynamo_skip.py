@@ -16,9 +16,10 @@ from types import CodeType, ModuleType
 
 from ..torch_private import dynamo
 
-_BEHIND_HOOKS = {
+_BEHIND_HOOKS = {  # and behind `tensor.data`, whose compiled frame would call itself
     "casting": "batched_casts cast_state contexts handlers kept_copies policy stack "
     "torch_autocast weight_cache",
+    "interop": "tensor_methods",
     "models": "conversion hooks io_casting lent_copies lent_places lent_weights lent_writes "
     "managed_model module_overrides sharded_weights submodule_calls values",
     "torch_private": "devices dtensors foreach modules nodes probes sharding tensors "

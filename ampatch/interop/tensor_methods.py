@@ -34,7 +34,10 @@ def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
             listener(tensor)
             original.__set__(tensor, data)
 
-        return property(get, set, doc=Tensor.data.__doc__)
+        def delete(tensor: Tensor) -> None:
+            original.__delete__(tensor)  # torch's error
+
+        return property(get, set, delete, doc=Tensor.data.__doc__)
 
     return [(Tensor, "data", make)]
 

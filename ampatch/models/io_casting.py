@@ -33,7 +33,7 @@ class _Given(NamedTuple):
     """What one forward was given: the caller's own, and what the forward got instead."""
 
     caller: FrameType | None  # while it runs so does the forward
-    tensors: dict[int, tuple[Tensor, Tensor]]  # by the ids of the caller's own
+    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: own, cast, and the node of the cast
     containers: list[tuple[Any, Any, Any]]  # the third: the items that the copy began with
 
 
@@ -95,13 +95,13 @@ class ModelInputs:
         if not self._open.given:  # it was recorded
             return
         _, casts, containers = self._open.given.pop()
-        for own, cast in casts.values():
+        for own, cast, node in casts.values():
             # An inference tensor cannot be written outside of that mode, and its cast begins with
             # a version of 1.  In that mode casts have no version.
             if not (own.is_inference() or cast.is_inference()) and cast._version:
-                _write_into(own, cast)
+                _write_into(own, cast, in_graph=cast.grad_fn is not node)
         if containers:
-            owns = {id(cast): own for own, cast in casts.values()}
+            owns = {id(cast): own for own, cast, _ in casts.values()}
             owns |= {id(copy): own for own, copy, _ in containers}
             for own, copy, put in containers:
                 _write_back(own, copy, put, owns)
@@ -124,7 +124,7 @@ class ModelInputs:
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_places.add(place)
-        given.tensors[id(tensor)] = (tensor, cast)
+        given.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
     def _stays_float(self, tensor: Tensor, place: int) -> bool:
@@ -168,13 +168,13 @@ class ModelInputs:
         return clamped.to(self._dtype)
 
 
-def _write_into(own: Tensor, cast: Tensor) -> None:
+def _write_into(own: Tensor, cast: Tensor, in_graph: bool) -> None:
     """Write into `own` what a forward has written into its cast; the rest keeps its FP32 values.
 
-    In the graph, as far as there is one, as the write itself would be in FP32: gradients of the
-    written tensor pass through what the forward has done.
+    `in_graph`, if the write was in the graph, as it would be in FP32: gradients of the written
+    tensor pass through what the forward has done.
     """
-    with torch.set_grad_enabled(torch.is_grad_enabled() and cast.requires_grad):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and in_graph):
         new = cast.to(own.dtype)
         if is_strided(own):
             stays = (own.detach().to(cast.dtype) == cast) & own.isfinite()

@@ -139,12 +139,9 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
 def _plain_numbers(tensor: Tensor) -> Tensor | None:
     if tensor.is_meta:
         return None
-    tensor = local_of(tensor.detach())
+    tensor = local_of(tensor)
     if not is_strided(tensor):
-        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
-    if type(tensor) is Tensor:
-        return tensor
-    if hasattr(tensor, "__tensor_flatten__"):  # made of others
-        return None
-    plain = tensor.as_subclass(Tensor)
-    return plain if type(plain) is Tensor else None  # else torch computes without values
+        tensor = (tensor.detach().coalesce() if tensor.is_sparse else tensor.detach()).values()
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None  # made of others, or without values
+    return tensor.detach().as_subclass(Tensor)

@@ -48,11 +48,13 @@ class TorchEvents:
 
     # Gradients and loss scales
 
-    def ready_gradients(self, tensors: list[Tensor]) -> None:
-        """Gradients of these tensors are about to be used: unscale them."""
+    def ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
+        """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
         wanted = {id(tensor) for tensor in tensors}
         ready = [one.gradients for one in self._registry.optimizers()]
-        skip_together([one for one in ready if one.ready(wanted)])
+        clipped = [one for one in ready if one.ready(wanted)]
+        if by_norm:
+            skip_together(clipped)
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""

@@ -200,7 +200,7 @@ def test_an_object_of_the_scripts_own_class_is_named(level):
     with pytest.raises(RuntimeError) as caught:
         model(Batch(torch.ones(2, 4)))
     text = said(caught.value)
-    assert "batch is a Batch, and batch.x is FP32" in text and "a dataclass, pass a dict" in text
+    assert "batch is a Batch, whose x is FP32" in text and "a dataclass, pass a dict" in text
     assert model(Batch(torch.ones(2, 4).bfloat16())).dtype is torch.float32
 
 

@@ -137,3 +137,32 @@ def test_values_that_are_infinite_stay_so():
     y = x * 1.0
     model(y, y)
     assert y[0, 0].item() == float("inf") and y[0, 1].item() == 2.0 and y[0, 2].isnan()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("way", ["no_grad", "detach"])
+def test_a_write_outside_of_the_graph_goes_into_a_leaf(level, way):
+    """As in FP32, where only a write in the graph is refused."""
+
+    class Clamping(nn.Linear):
+        def forward(self, x):
+            if way == "detach":
+                x.detach().clamp_(min=0)
+            else:
+                with torch.no_grad():
+                    x.clamp_(min=0)
+            return super().forward(x)
+
+    model = ampatch.initialize(Clamping(3, 2), opt_level=level, dtype="bfloat16", verbosity=0)
+    leaf = torch.tensor([[-1.0, 2.0, -3.0]], requires_grad=True)
+    model(leaf).sum().backward()
+    assert leaf.tolist() == [[0.0, 2.0, 0.0]] and leaf.is_leaf
+    torch.testing.assert_close(leaf.grad, model.weight.sum(0)[None].float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*MaskedTensor.*:UserWarning")
+def test_a_tensor_that_is_made_of_others():
+    model = managed("O2", torch.float16)
+    masked = torch.masked.masked_tensor(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool))
+    model(masked)
+    assert model.seen[0].dtype is torch.float16

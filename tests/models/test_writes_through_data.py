@@ -89,3 +89,19 @@ def test_a_block_that_changes_nothing_is_said_once(level, block, caplog):
     if said:
         assert said[0].startswith("Asking is called in a block") and f"at {level}" in said[0]
         assert "ampatch.unwrap(model)" in said[0] and "overrides=" in said[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_that_returns_data(backend):
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O2", dtype="bfloat16", verbosity=0)
+    compiled = torch.compile(lambda x: (x.data, x + 1), backend=backend)
+    data, _ = compiled(torch.ones(2, requires_grad=True))
+    assert data.tolist() == [1.0, 1.0] and not data.requires_grad
+
+
+def test_data_cannot_be_deleted():
+    with pytest.raises(RuntimeError, match="Deleting tensor data"):
+        del X.clone().data
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O2", dtype="bfloat16", verbosity=0)
+    with pytest.raises(RuntimeError, match="Deleting tensor data"):
+        del X.clone().data

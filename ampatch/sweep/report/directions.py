@@ -19,7 +19,7 @@ _LOWER = """
     mase nll negloglikelihood bce ce cross_entropy crossentropy xent kl kld js jsd divergence hinge
     bpc bpb bpd bits wer cer ter mer der eer fpr fnr fid FID kid fvd fad lpips dists ece mce brier
     crps epe mpjpe emd chamfer hausdorff hd95 distance regret cost residual inaccuracy
-    misclassification mistake incorrect wrong seconds time
+    misclassification mistake incorrect wrong seconds time medae false_positive false_negative
 """
 _HIGHER = """
     accuracy acc f1 f2 fbeta auc auroc rocauc auprc prauc roc ap map mAP iou IoU miou mIoU giou
@@ -28,7 +28,7 @@ _HIGHER = """
     correlation corr spearman spearmanr pearson pearsonr kappa qwk mcc nmi ari recall precision
     specificity tpr tnr mrr ndcg nDCG dcg hits hit_rate win_rate success_rate pass_rate success
     correct similarity agreement reward return elo elbo fitness likelihood loglikelihood log_prob
-    logprob prec
+    logprob prec loglik bacc sensitivity explained_variance winrate pck sisdr
 """
 _GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, where no other word is there
 # Beside these the other words tell nothing: a drop of accuracy is no accuracy.
@@ -42,6 +42,7 @@ _INSIDE = "loss|error|perplexity|accuracy|precision|recall|reward"
 
 _WORD = re.compile(r"[A-Z]{2,}s(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _BEHIND = re.compile(rf"\b(?!inaccura|imprecis)([a-z]{{2,}})((?:{_INSIDE})(?:e?s)?)\b")
+_SPLIT = re.compile(r"\b(best|dev|eval|test|train|val|valid)(acc|err|mae|mse|nll|ppl|rmse|wer)\b")
 _BEFORE = re.compile(rf"\b({_INSIDE})(?!less|iness)([a-z]{{2,}})\b")
 _REST_OF_ONE = re.compile(r"\s*(1|1\.0|100)?\s*-")  # 1-ssim, -loss
 _NLL = re.compile(r"\bneg(ative)? log likelihood\b")
@@ -72,7 +73,7 @@ def option(name: str) -> str:
 
 def _words(name: str) -> str:
     """The words of a name in small letters, a space between them."""
-    words = " ".join(_WORD.findall(name)).lower()
+    words = _SPLIT.sub(r"\1 \2", " ".join(_WORD.findall(name)).lower())
     return _BEFORE.sub(r"\1 \2", _BEHIND.sub(r"\1 \2", words))
 
 
