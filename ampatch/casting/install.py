@@ -7,7 +7,7 @@ What this torch lacks is left out and listed in `missing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class Installation:
 
     def _put_tables(self) -> None:
         self._put_rows((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
+        self._put_rows(EVERY_LEVEL, but=_IN_TABLES)
         for where, name, make in (
             *special_ops.module_parts(self._state),
             *self.autocast.places(),
@@ -156,9 +157,11 @@ class Installation:
         self.replacements.put(owner, name, self._maker(choose, is_whole=True))
         self.replacements.rebind(found)
 
-    def _put_rows(self, rows: Iterable[Row]) -> None:
+    def _put_rows(self, rows: Iterable[Row], but: Collection[tuple[str, str]] = ()) -> None:
         for row in rows:
             for name in () if row.native else row.names:
+                if (row.where, name) in but:
+                    continue
                 make = self._make_for(row, name)
                 self._put_if_there(row.where, name, make, shared=row not in APEX)
 
@@ -180,10 +183,13 @@ class Installation:
             choose = refused(f"{message} {row.why}")
         elif row in APEX:
             choose = APEX_CHOOSERS[rule]
+        elif (row.where, name) not in _IN_TABLES:
+            choose = never
         else:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
-            uncast = special_ops.float_inside(CHOOSERS[_AT_EVERY_LEVEL[row.where, name]])
+            in_place = name.endswith("_") and not name.endswith("__")
+            uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], in_place)
         by_itself = self._float_by_itself(row, name)
         if by_itself is not None:
             choose, uncast = by_itself.parts(choose, uncast, self._state)
@@ -206,4 +212,10 @@ class Installation:
             )
 
 
+_IN_TABLES = {
+    (row.where, name)
+    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
+    if not row.native
+    for name in row.names
+}
 _AT_EVERY_LEVEL = {(row.where, name): row.rule for row in EVERY_LEVEL for name in row.names}

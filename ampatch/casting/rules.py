@@ -183,9 +183,27 @@ def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | No
 
 
 def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of `torch.embedding`, whose fifth argument says whether gradients are sparse."""
-    is_sparse = args[4] if len(args) > 4 else kwargs.get("sparse")
+    """Of `torch.embedding` and `torch.embedding_bag`, by the fifth argument or the sixth."""
+    is_sparse = kwargs.get("sparse") or any(arg is True for arg in args[4:6])
     return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
+
+
+def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    value = first(args, kwargs)
+    is_vector = isinstance(value, Tensor) and value.dim() < 2
+    return _float_on_cpu(args, kwargs, policy) if is_vector else None
+
+
+def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    for arg in (*args, *kwargs.values()):
+        if arg is True or (type(arg) is str and arg == "replicate"):
+            return _float_on_cpu(args, kwargs, policy)
+    return None
+
+
+def first(args: tuple, kwargs: dict) -> Any:
+    """The first argument of a call."""
+    return args[0] if args else kwargs.get("input")
 
 
 def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -200,9 +218,9 @@ def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtyp
 
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    first = args[0] if args else kwargs.get("input")
-    if isinstance(first, Tensor) and castable(first, policy):
-        return dtype_of(first)
+    value = first(args, kwargs)
+    if isinstance(value, Tensor) and castable(value, policy):
+        return dtype_of(value)
     return None
 
 
@@ -255,6 +273,8 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.FLOAT: choose_float,
     Rule.FLOAT_ON_CPU: _float_on_cpu,
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
+    Rule.FLOAT_ON_CPU_IF_VECTOR: _float_on_cpu_if_vector,
+    Rule.FLOAT_ON_CPU_IF_ADDING: _float_on_cpu_if_adding,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.PROMOTE: widest,
     Rule.LIKE_FIRST: _like_first,

@@ -24,19 +24,22 @@ from .contexts import PolicyContext
 from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
-from .rules import TENSORS, Choose, cast, cast_call, castable, widest
+from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
 from .stack import FOLLOW
+from .tables import Rule
 
 Make = Callable[[Callable], Callable]
 
 _EVERYWHERE = Policy(half_to=torch.float32)
 
 
-def float_inside(choose: Choose) -> Callable:
-    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where `choose` says so.
+def float_inside(rule: Rule, in_place: bool = False) -> Callable:
+    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where `rule` says so.
 
-    For `uncast` of `wrapper.replacement`.  The result has the dtype that PyTorch gives it.
+    For `uncast` of `wrapper.replacement`.  The result has the dtype that PyTorch gives it; a call
+    that works `in_place` writes it into its first argument.
     """
+    choose, is_everywhere = CHOOSERS[rule], rule is Rule.FLOAT
 
     def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -44,11 +47,15 @@ def float_inside(choose: Choose) -> Callable:
                 break
         else:
             return call(*args, **kwargs)
-        wide, to = widest(args, kwargs, _EVERYWHERE), choose(args, kwargs, _EVERYWHERE)
-        if wide is None or to is None or wide is to or kwargs.get("out") is not None:
+        to = choose(args, kwargs, _EVERYWHERE) if is_everywhere or value.is_cpu else None
+        if to is None or kwargs.get("out") is not None:
+            return call(*args, **kwargs)
+        wide = widest(args, kwargs, _EVERYWHERE)
+        if wide is None or wide is to:
             return call(*args, **kwargs)
         cast_args, cast_kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
-        return cast(call(*cast_args, **cast_kwargs), wide, _EVERYWHERE)
+        made = call(*cast_args, **cast_kwargs)
+        return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
 
     return uncast
 

@@ -28,7 +28,9 @@ class Rule(Enum):
     CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
-    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of torch.embedding
+    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of embeddings
+    FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
+    FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     PROMOTE = "promote"  # the widest floating dtype among the inputs
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
@@ -110,6 +112,21 @@ _NO_COMPLEX = (
     " parts; the result is no view of a half input."
 )
 _SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
+_READ_OFTEN = (
+    "On the CPU PyTorch adds up the gradients of what is read several times in half: in bfloat16"
+    " the sum stops at 256 times an addend."
+)
+_ADDED_INTO = (
+    "On the CPU PyTorch adds up in half what goes to one place: in bfloat16 the sum stops at 256"
+    " times an addend."
+)
+_MATRICES = "On the CPU PyTorch adds up the products of the batch in half, one by one."
+_OUTPUTS = "On the CPU PyTorch adds up the gradients of all outputs in half, one by one."
+_WINDOWS = (
+    "On the CPU PyTorch adds up in half, over a window or over the gradients of all windows that"
+    " have an element: in bfloat16 the sum stops at 256 times an addend."
+)
+_ENTRIES = "On the CPU PyTorch adds up the entries of sparse tensors in half, one by one."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
 
 # One name a line would hide the rows.
@@ -316,17 +333,52 @@ BEYOND: tuple[Row, ...] = (
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
-# At every level: what PyTorch computes wrongly in half.  These functions have a row above too.
+# At every level: what PyTorch computes wrongly in half.  Where one of these functions has a row
+# above too, the sum is in FP32 in what that row casts to half; the others are cast by no level.
 
 EVERY_LEVEL: tuple[Row, ...] = (
-    Row("torch", ("grid_sampler",), Rule.FLOAT_ON_CPU, _OUT_OF_BOUNDS),
+    Row("torch", ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), Rule.FLOAT_ON_CPU,
+        _OUT_OF_BOUNDS),
     Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
         Rule.FLOAT, "Counts targets in the dtype of its input: from 65,505 on they are infinitely"
         " many in FP16, so that the mean and its gradient are 0."),
-    Row("torch", ("layer_norm",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the gradients of"
-        " half weights over all rows in half: in bfloat16 the sum stops at 256 times an addend."),
-    Row("torch", ("embedding",), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, "On the CPU PyTorch adds up the"
-        " gradients of a row in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds"
+        " up the gradients of half weights over all rows in half: in bfloat16 the sum stops at"
+        " 256 times an addend."),
+    Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN),
+    Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN),
+    Row("torch.Tensor", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN),
+    Row("torch", ("index_select", "repeat_interleave"), Rule.FLOAT_ON_CPU_IF_VECTOR, _READ_OFTEN),
+    Row("torch.Tensor", ("index_select", "repeat_interleave"), Rule.FLOAT_ON_CPU_IF_VECTOR,
+        _READ_OFTEN),
+    Row("torch", ("index_add",), Rule.FLOAT_ON_CPU_IF_VECTOR, _ADDED_INTO),
+    Row("torch.Tensor", ("index_add", "index_add_"), Rule.FLOAT_ON_CPU_IF_VECTOR, _ADDED_INTO),
+    Row("torch", ("index_put", "index_put_", "put"), Rule.FLOAT_ON_CPU_IF_ADDING, _ADDED_INTO),
+    Row("torch.Tensor", ("index_put", "index_put_", "put", "put_"), Rule.FLOAT_ON_CPU_IF_ADDING,
+        _ADDED_INTO),
+    Row("torch", ("index_reduce",), Rule.FLOAT_ON_CPU, _ADDED_INTO),
+    Row("torch.Tensor", ("index_reduce", "index_reduce_"), Rule.FLOAT_ON_CPU, _ADDED_INTO),
+    Row("torch", ("segment_reduce",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the rows of a"
+        " segment in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("addbmm",), Rule.FLOAT_ON_CPU, _MATRICES),
+    Row("torch.Tensor", ("addbmm", "addbmm_"), Rule.FLOAT_ON_CPU, _MATRICES),
+    Row("torch", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS),
+    Row("torch.nn.functional", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS),
+    Row("torch", ("adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d",
+                  "max_pool1d_with_indices", "max_pool2d", "max_pool3d"),
+        Rule.FLOAT_ON_CPU, _WINDOWS),
+    Row("torch._C._nn", ("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d",
+                         "adaptive_max_pool3d", "col2im", "im2col", "max_pool2d_with_indices",
+                         "max_pool3d_with_indices"),
+        Rule.FLOAT_ON_CPU, _WINDOWS),
+    Row("torch.nn.functional", ("adaptive_avg_pool1d", "avg_pool1d", "avg_pool2d"),
+        Rule.FLOAT_ON_CPU, _WINDOWS),
+    Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch adds up in half"
+        " the gradients of all places that repeat a value of the edge."),
+    Row("torch", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
+    Row("torch.Tensor", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
+    Row("torch.sparse", ("addmm", "mm", "sum"), Rule.FLOAT_ON_CPU, _ENTRIES),
+    Row("torch.Tensor", ("coalesce", "to_dense"), Rule.FLOAT_ON_CPU, _ENTRIES),
 )
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.

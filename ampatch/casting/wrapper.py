@@ -43,7 +43,7 @@ def replacement(
     """A plain function that stands in for `original` and casts to what `choose` says.
 
     `is_whole`: the function runs without casts inside, as an overridden one does.
-    `uncast(call, *args, **kwargs)`, if given, makes the calls that are not cast here.
+    `uncast(call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32.
     """
     as_object = opaque_call(original)
 
@@ -79,6 +79,8 @@ def replacement(
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
+        if uncast is not None and to is not torch.float32:
+            call = functools.partial(uncast, call)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import ampatch
 from ampatch.casting import places
 from ampatch.casting.patches import PatchSet
-from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST
+from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, EVERY_LEVEL, PROMOTE, WHITELIST
 from ampatch.torch_private import checkpoints
 
 H = torch.bfloat16
@@ -183,7 +183,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
     changed = {key for key in before.keys() & after.keys() if before[key] is not after[key]}
     rows = {
         (row.where, name)
-        for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
+        for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND, *EVERY_LEVEL)
         for name in row.names
         if not row.native and isinstance(places.resolve(row.where), types.ModuleType)
     }

@@ -29,6 +29,7 @@ from op_calls import (
     outcome,
     plain_sample,
     quietly,
+    rules_of,
     same,
     samples,
     under_autocast,
@@ -94,7 +95,7 @@ def check(trials: list[Trial]) -> None:
 def untouched(name: str, limit: int | None, tried: tuple) -> Iterator[Trial]:
     """The calls to which no rule applies, mixed dtypes included."""
     for dtype in tried:
-        ways = [call for call in CALLS[name] if not call.rules or dtype not in CASTABLE]
+        ways = [call for call in CALLS[name] if not call.is_touched(dtype)]
         for number, sample in enumerate(samples(OPS[name], dtype, limit)):
             given = [(str(dtype), sample)]
             if dtype is torch.float32:
@@ -114,7 +115,7 @@ def differentiated(name: str, limit: int | None) -> Iterator[Trial]:
     """The gradients of what no rule touches."""
     call = CALLS[name][0]
     for dtype in (torch.float32, torch.float64, torch.complex64):
-        if not call.rules or dtype not in CASTABLE:
+        if not call.is_touched(dtype):
             made = samples(OPS[name], dtype, limit, requires_grad=True)
             for number, sample in enumerate(made):
                 yield trial(f"{name} backward on {dtype} {number}", backward(call), sample)
@@ -239,7 +240,7 @@ def test_each_operator_meets_the_rows_it_is_said_to(monkeypatch):
             met.clear()
             for sample in made[name]:
                 outcome(call, sample.fresh())
-            other_way = call is not ways[0] and {RULE_OF[row] for row in met} == call.rules
+            other_way = call is not ways[0] and rules_of(met) == call.rules
             if met != set(call.rows) and not other_way:
                 wrong[f"{name}: {call}"] = (sorted(met), call.rows)
     assert wrong == {}

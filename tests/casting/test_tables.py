@@ -31,6 +31,7 @@ RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if 
 NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
 TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
 TO_WIDEST = {Rule.PROMOTE, Rule.FLOAT_ON_CPU}
+ON_THE_CPU = {rule for rule in Rule if rule.value.startswith("float on the CPU")}
 
 NEW_IN = {("torch.linalg", "matrix_sqrth"): (2, 15)}
 """Rows for functions that some torch from 2.4 on lacks, and the version that has them."""
@@ -44,7 +45,7 @@ def places(names, *wheres):
 
 
 def test_no_op_has_two_rules():
-    for rows in ((*ROWS, *BEYOND), APEX):
+    for rows in ((*ROWS, *BEYOND), EVERY_LEVEL, APEX):
         count = Counter((row.where, name) for row in rows for name in row.names)
         assert [op for op, number in count.items() if number > 1] == []
 
@@ -64,8 +65,8 @@ def test_each_table_holds_its_own_rules():
         "BANNED": {Rule.BANNED},
     }
     assert {name: {row.rule for row in table} for name, table in TABLES.items()} == expected
-    listed = {(row.where, name) for row in (*ROWS, *BEYOND) for name in row.names}
-    assert {(row.where, name) for row in EVERY_LEVEL for name in row.names} <= listed
+    assert {row.rule for row in EVERY_LEVEL} == {Rule.FLOAT, *ON_THE_CPU}
+    assert not {row.rule for row in (*ROWS, *BEYOND)} & {*ON_THE_CPU} - {Rule.FLOAT_ON_CPU}
     assert {row.rule for row in [*ROWS, *BEYOND, *APEX] if row.native} == {Rule.PROMOTE}
 
 
@@ -93,7 +94,7 @@ def test_whatever_the_dispatcher_registers_for_autocast_has_its_row():
 def test_every_row_resolves_in_this_torch():
     absent = {
         (row.where, name)
-        for row in (*ROWS, *BEYOND, *APEX)
+        for row in (*ROWS, *BEYOND, *EVERY_LEVEL, *APEX)
         for name in row.names
         if not hasattr(resolve(row.where), name)
     }

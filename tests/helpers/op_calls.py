@@ -24,14 +24,26 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampatch.casting.tables import BANNED, BEYOND, BLACKLIST, PROMOTE, WHITELIST, Rule
+from ampatch.casting.tables import (
+    BANNED,
+    BEYOND,
+    BLACKLIST,
+    EVERY_LEVEL,
+    PROMOTE,
+    WHITELIST,
+    Row,
+    Rule,
+)
 
-RULE_OF = {
-    f"{row.where}.{name}": row.rule
-    for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
-    if not row.native
-    for name in row.names
-}
+
+def _rules(rows: Iterable[Row]) -> dict[str, Rule]:
+    return {f"{row.where}.{name}": row.rule for row in rows if not row.native for name in row.names}
+
+
+_CAST = _rules((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
+RULE_OF = {**_rules(EVERY_LEVEL), **_CAST}
+IN_HALF = RULE_OF.keys() - _CAST.keys()
+"""What no level casts: these rows act on calls in half."""
 BEYOND_ROWS = {f"{row.where}.{name}" for row in BEYOND for name in row.names}
 HALVES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALVES)
@@ -57,7 +69,12 @@ class Call:
 
     @property
     def rules(self) -> set[Rule]:
-        return {RULE_OF[row] for row in self.rows}
+        """How its arguments are cast: of what acts on calls in half, nothing is seen outside."""
+        return rules_of(self.rows)
+
+    def is_touched(self, dtype: torch.dtype) -> bool:
+        """Whether a rule acts on arguments of this dtype."""
+        return any(dtype in (HALVES if row in IN_HALF else CASTABLE) for row in self.rows)
 
     @property
     def is_beyond(self) -> bool:
@@ -69,6 +86,11 @@ class Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (look_up(self.place) if self.place else self.function)(*args, **kwargs)
+
+
+def rules_of(rows: Iterable[str]) -> set[Rule]:
+    """The rules by which rows cast."""
+    return {RULE_OF[row] for row in rows if row not in IN_HALF}
 
 
 def look_up(place: str) -> Any:

@@ -12,7 +12,10 @@ LOW_RANK = (
     "torch.matmul",
 )  # fmt: skip
 WINDOWS = ("hamming", "hann", "blackman", "general_cosine", "general_hamming", "nuttall")
-CHUNKS = "torch.mm torch.Tensor.sum torch._C._nn.cross_entropy_loss torch.nn.functional.linear"
+CHUNKS = (
+    "torch.mm torch.Tensor.sum torch._C._nn.cross_entropy_loss torch.nn.functional.linear"
+    " torch.Tensor.index_select"
+)
 NEWER = hasattr(F, "_linear_cross_entropy_chunked_applies")  # torch 2.15 has it written anew
 NEAREST = tuple(f"torch._C._nn.upsample_nearest{n}d" for n in (1, 2, 3))
 
@@ -41,7 +44,22 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     "norm-inf": ("torch.linalg.vector_norm",),
     "norm-nuc": ("torch.linalg.matrix_norm",),
     "nn.functional.normalize": ("torch.linalg.vector_norm",),
-    "nn.functional.local_response_norm": ("torch.Tensor.pow",),
+    "nn.functional.local_response_norm": (
+        "torch.Tensor.pow",
+        "torch._C._nn.pad",
+        "torch.nn.functional.avg_pool2d",
+    ),
+    # Pools have one function for the values and one for their places too.
+    "nn.functional.interpolate-area": (
+        "torch.nn.functional.adaptive_avg_pool1d",
+        "torch._C._nn.adaptive_avg_pool2d",
+        "torch._C._nn.adaptive_avg_pool3d",
+    ),
+    "nn.functional.max_pool1d": ("torch.max_pool1d", "torch.max_pool1d_with_indices"),
+    "nn.functional.max_pool2d": ("torch.max_pool2d", "torch._C._nn.max_pool2d_with_indices"),
+    "nn.functional.max_pool3d": ("torch.max_pool3d", "torch._C._nn.max_pool3d_with_indices"),
+    "max_pool2d_with_indices_backward": ("torch._C._nn.max_pool2d_with_indices",),
+    "nn.functional.unfold": ("torch._C._nn.im2col",),
     # Losses and activations made of several steps.
     "nn.functional.softmin": ("torch.Tensor.softmax",),
     "nn.functional.softmin-with_dtype": ("torch.Tensor.softmax",),
@@ -67,6 +85,7 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     ),
     "nn.functional.multi_head_attention_forward": (
         "torch.Tensor.softmax",
+        "torch._C._nn.pad",
         "torch.baddbmm",
         "torch.bmm",
         "torch.nn.functional.linear",
@@ -77,7 +96,7 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     "svd_lowrank": LOW_RANK,
     # Written in Python above builtins of other names.
     "lu": ("torch._lu_with_info",),
-    "stft": ("torch._VF.stft",),
+    "stft": ("torch._C._nn.pad", "torch._VF.stft"),
     # Windows compute with a tensor of their own, in the dtype asked for.
     **{f"signal.windows.{name}": ("torch.Tensor.sum",) for name in WINDOWS},
     "signal.windows.exponential": ("torch.exp",),

@@ -28,6 +28,9 @@ RULES = {
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
+    Rule.FLOAT_ON_CPU_IF_VECTOR: "As float on the CPU, if the first input has one dimension.",
+    Rule.FLOAT_ON_CPU_IF_ADDING: "As float on the CPU, if the call says `accumulate=True` or "
+    '`mode="replicate"`.',
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
     Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",

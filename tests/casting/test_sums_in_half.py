@@ -1,0 +1,158 @@
+"""What PyTorch adds up in half on the CPU is FP32 inside at every level; the oracle is FP32.
+
+A run over PyTorch's operators (`op_db`), and calls that it cannot reach, each with thousands of
+elements that come to one place, in the result or in a gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_calls import CALLS, OPS, groups, samples
+from op_sums import ADDED, RIGHT, WRONG, ZEROS, enlarged, error_of, is_small, tried
+from torch import nn
+
+import ampatch
+from ampatch.casting.places import has, resolve
+from ampatch.casting.tables import EVERY_LEVEL, Rule
+
+HALVES = (torch.float16, torch.bfloat16)
+
+PLACES = [
+    (row.where, name)
+    for row in EVERY_LEVEL
+    for name in row.names
+    if row.rule is not Rule.FLOAT and has(row.where, name)
+]
+
+
+@pytest.fixture(params=["O1", "O2", "O3"])
+def session(request):
+    """A session of that level, for all calls."""
+    if request.param == "O1":
+        ampatch.initialize([], opt_level="O1", patch_scope="process", verbosity=0)
+    else:
+        ampatch.initialize(nn.Linear(1, 1), opt_level=request.param, verbosity=0)
+
+
+def test_what_pytorch_adds_up_in_half_is_right(session, half):
+    found = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
+    assert {name: error for name, error in found.items() if not error <= 1} == {}
+
+
+def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
+    """Else a row is needless, or the run sees nothing."""
+    met: dict[int, set] = {}
+    originals = {place: getattr(resolve(place[0]), place[1]) for place in PLACES}
+
+    def spy(original):
+        def spied(*args, **kwargs):
+            met.setdefault(id(original), set()).add(running)
+            return original(*args, **kwargs)
+
+        return spied
+
+    for (where, name), original in originals.items():
+        monkeypatch.setattr(resolve(where), name, spy(original))
+    wrong = set()
+    for running, case in {**WRONG, **RIGHT}.items():
+        if any(error_of(case, half) > 1 for half in HALVES):
+            wrong.add(running)
+    assert wrong == WRONG.keys()
+    assert [place for place, one in originals.items() if not met.get(id(one), set()) & wrong] == []
+
+
+NUMBERS = torch.ones(ADDED)
+IN_PLACE = {
+    "index_add_": lambda x, to: x.index_add_(0, ZEROS, to(NUMBERS)),
+    "index_put_": lambda x, to: x.index_put_((ZEROS,), to(NUMBERS), accumulate=True),
+    "put_": lambda x, to: x.put_(ZEROS, to(NUMBERS), accumulate=True),
+    "index_reduce_": lambda x, to: x.index_reduce_(0, ZEROS, to(NUMBERS), "mean"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_writes_in_place_writes_into_the_callers_tensor(session, name, half):
+    whole = torch.full((6,), 3, dtype=half)
+    part = whole[:3]
+    assert IN_PLACE[name](part, lambda values: values.to(half)) is part
+    total = torch.tensor(3.0 + ADDED)
+    first = (total / (ADDED + 1) if name == "index_reduce_" else total).to(half)
+    assert torch.equal(whole, torch.tensor([first, 3, 3, 3, 3, 3], dtype=half))
+    leaf = torch.ones(3, dtype=half, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        IN_PLACE[name](leaf, lambda values: values.to(half))
+
+
+def of(why: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
+
+POLYGAMMAS = " ".join(f"polygamma-polygamma_n_{n}" for n in range(5))
+CONVOLUTIONS = " ".join(f"nn.functional.conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3))
+SPARED = {
+    **of("limits.md", CONVOLUTIONS),
+    **of("whatever was in memory", "empty empty_like empty_permuted empty_strided"),
+    **of("whatever was in memory", "new_empty new_empty_strided"),
+    **of("reads and writes outside of memory for enlarged pivots or offsets", "lu_unpack"),
+    **of("offsets that go back", "nn.functional.embedding_bag"),
+    **of("results grow with the square of the elements", "combinations cartesian_prod block_diag"),
+    **of(
+        "leaves the range of a half type", "matrix_exp norm linalg.norm prod masked.var masked.std"
+    ),
+    **of(
+        "leaves the range of a half type", "nn.functional.normalize nn.functional.cosine_similarity"
+    ),
+    **of("leaves the range of a half type", "linalg.norm-subgradients_at_zero corrcoef"),
+    **of("leaves the range of a half type", "nn.functional.pairwise_distance"),
+    **of(
+        "leaves the range of a half type", f"{POLYGAMMAS} special.polygamma-special_polygamma_n_0"
+    ),
+    **of(
+        "leaves the range of a half type", " ".join(f"mvlgamma-mvlgamma_p_{n}" for n in (1, 3, 5))
+    ),
+    **of("differences of near values", "cov trapz trapezoid nn.functional.poisson_nll_loss"),
+    **of("the backward pass begins from a rounded result", "log_softmax masked.log_softmax"),
+    **of("products, rounded, and then a softmax", "nn.functional.multi_head_attention_forward"),
+    **of("products, rounded, and then a softmax", "nn.functional.linear_cross_entropy"),
+    **of("products, rounded, and then a softmax", "nn.functional.linear_cross_entropy-chunked"),
+    **of(
+        "products, rounded, and then a softmax", "nn.functional.linear_cross_entropy-chunked_none"
+    ),
+    **of("draws random numbers of the dtype", "nn.functional.fractional_max_pool2d"),
+    **of("autograd adds a gradient for each of thousands of results", "tensor_split"),
+    **of("for graphs of compilers", "_unsafe_masked_index _unsafe_masked_index_put_accumulate"),
+}
+"""Operators that differ from FP32 by more than rounding for another reason."""
+
+ROWS = {f"{where}.{name}" for where, name in PLACES}
+FEW = [
+    name
+    for name, calls in CALLS.items()
+    if name not in SPARED and any(ROWS.intersection(call.rows) for call in calls)
+]
+"""Those that meet a row."""
+
+
+@pytest.mark.parametrize(
+    "names, limit",
+    [pytest.param(FEW, 1, id="few")]
+    + [
+        pytest.param(part.values[0], 4, id=part.id, marks=pytest.mark.slow)
+        for part in groups(OPS.keys() - SPARED.keys())
+    ],
+)
+def test_no_operator_adds_up_in_half(names, limit):
+    ampatch.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+    wrong: dict[str, list] = {}
+    for name in names:
+        call = CALLS[name][0]
+        for sample in samples(OPS[name], torch.float32, limit):
+            for large in filter(lambda one: is_small(call, one), enlarged(sample)):
+                for half in HALVES:
+                    error = tried(call, large, half)
+                    if error is not None and not error <= 1:
+                        shapes = [tuple(tensor.shape) for tensor in large.tensors()]
+                        wrong.setdefault(name, []).append((half, shapes, error))
+    assert wrong == {}
