@@ -8,6 +8,7 @@ are left as they are.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,34 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
     return None
 
 
+_FEW = 16  # addends that half adds up with the error of a few roundings
+_COUNTED = 65_504  # elements of a window, which float16 kernels count
+
+
+def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of pooling: where an element is in many windows, whose gradients are added up in half.
+
+    A number instead of a tuple counts for as many dimensions as it may stand for.
+    """
+    value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
+    size = args[1] if len(args) > 1 else size
+    rank = len(size) if isinstance(size, (list, tuple)) else min(3, value.dim() - 1)
+    window = _of_rank(size, rank)
+    if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # so many windows
+        lengths = value.shape[value.dim() - rank :]
+        counts = [1 if out is None else out // n + 1 for out, n in zip(window, lengths)]
+    else:
+        stride = args[2] if len(args) > 2 else kwargs.get("stride")
+        strides = _of_rank(stride, rank) if stride else window
+        counts = [-(-one // step) for one, step in zip(window, strides)]
+        counts += [_FEW + 1] if math.prod(window) > _COUNTED else []
+    return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
+
+
+def _of_rank(size: Any, rank: int) -> list:
+    return list(size) if isinstance(size, (list, tuple)) and len(size) == rank else [size] * rank
+
+
 def first(args: tuple, kwargs: dict) -> Any:
     """The first argument of a call."""
     return args[0] if args else kwargs.get("input")
@@ -275,6 +304,7 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
     Rule.FLOAT_ON_CPU_IF_VECTOR: _float_on_cpu_if_vector,
     Rule.FLOAT_ON_CPU_IF_ADDING: _float_on_cpu_if_adding,
+    Rule.FLOAT_ON_CPU_IF_OVERLAPPING: _float_on_cpu_if_overlapping,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.PROMOTE: widest,
     Rule.LIKE_FIRST: _like_first,

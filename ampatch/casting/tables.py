@@ -31,6 +31,7 @@ class Rule(Enum):
     FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of embeddings
     FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
     FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
+    FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # windows of pooling
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     PROMOTE = "promote"  # the widest floating dtype among the inputs
     LIKE_FIRST = "like first"  # that of the first input, which the call writes into
@@ -366,13 +367,13 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch.nn.functional", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS),
     Row("torch", ("adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d",
                   "max_pool1d_with_indices", "max_pool2d", "max_pool3d"),
-        Rule.FLOAT_ON_CPU, _WINDOWS),
-    Row("torch._C._nn", ("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d",
-                         "adaptive_max_pool3d", "col2im", "im2col", "max_pool2d_with_indices",
-                         "max_pool3d_with_indices"),
-        Rule.FLOAT_ON_CPU, _WINDOWS),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
+    Row("torch._C._nn", ("adaptive_avg_pool2d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+                         "max_pool2d_with_indices", "max_pool3d_with_indices"),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
+    Row("torch._C._nn", ("adaptive_avg_pool3d", "col2im", "im2col"), Rule.FLOAT_ON_CPU, _WINDOWS),
     Row("torch.nn.functional", ("adaptive_avg_pool1d", "avg_pool1d", "avg_pool2d"),
-        Rule.FLOAT_ON_CPU, _WINDOWS),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
     Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch adds up in half"
         " the gradients of all places that repeat a value of the edge."),
     Row("torch", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),

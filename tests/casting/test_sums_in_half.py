@@ -11,6 +11,7 @@ import torch
 from op_calls import CALLS, OPS, groups, samples
 from op_sums import ADDED, RIGHT, WRONG, ZEROS, enlarged, error_of, is_small, tried
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch.casting.places import has, resolve
@@ -156,3 +157,45 @@ def test_no_operator_adds_up_in_half(names, limit):
                         shapes = [tuple(tensor.shape) for tensor in large.tensors()]
                         wrong.setdefault(name, []).append((half, shapes, error))
     assert wrong == {}
+
+
+class _Dtypes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "pool" in func.overloadpacket.__name__ or "mean" in func.overloadpacket.__name__:
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+F = torch.nn.functional
+USUAL = [
+    lambda x: F.max_pool2d(x, 3, 2, 1),
+    lambda x: F.max_pool2d(x, 2),
+    lambda x: F.avg_pool2d(x, (3, 3), (1, 1)),
+    lambda x: F.adaptive_avg_pool2d(x, 1),
+    lambda x: F.adaptive_max_pool2d(x, (7, None)),
+    lambda x: torch.max_pool2d(x, kernel_size=2, stride=1),
+]
+OVERLAPPING = [
+    lambda x: F.max_pool2d(x, 5, 1),
+    lambda x: F.avg_pool2d(x, (9, 1), (1, 1)).mean() + F.avg_pool2d(x, (8, 8), stride=1).mean(),
+    lambda x: F.adaptive_avg_pool2d(x, 64),
+    lambda x: F.adaptive_max_pool2d(x, output_size=(64, 64)),
+]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_pooling_is_fp32_inside_where_many_windows_have_an_element_alone(level):
+    """A ResNet's pooling stays in half, as under autocast."""
+    model = torch.nn.Linear(1, 1)
+    ampatch.initialize(model, opt_level=level, dtype="bfloat16", verbosity=0)
+    x = torch.randn(2, 4, 12, 12).bfloat16()
+    for calls, expected in ((USUAL, torch.bfloat16), (OVERLAPPING, torch.float32)):
+        for call in calls:
+            with _Dtypes() as dtypes:
+                call(x)
+            assert expected in dtypes.seen
+            assert expected is torch.float32 or set(dtypes.seen) == {expected}
