@@ -7,10 +7,11 @@ locals of the failing frame.  Calls without an error cost nothing more.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, GetSetDescriptorType, MemberDescriptorType
 
 import torch
 from torch import Tensor, nn
@@ -137,9 +138,14 @@ def _held(value: object) -> list[str]:
         return []
     if issubclass(kind, (nn.Module, Tensor, torch.optim.Optimizer)):
         return []
-    own = getattr(value, "__dict__", {})
-    slots = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
-    own = {**{name: getattr(value, name, None) for name in slots}, **own}
+    own: dict[str, object] = {}
+    for cls in kind.__mro__:  # by descriptors: no code of the user's runs, which could raise
+        for name, member in vars(cls).items():
+            if name == "__dict__" and type(member) is GetSetDescriptorType:
+                own.update(member.__get__(value))
+            elif type(member) is MemberDescriptorType:  # of __slots__
+                with contextlib.suppress(AttributeError):  # not set
+                    own[name] = member.__get__(value)
     return [name for name, one in _floating(own).items() if one.dtype is torch.float32]
 
 
@@ -182,5 +188,5 @@ def _floating(values: dict[str, object]) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if issubclass(type(value), Tensor) and value.is_floating_point()
     }

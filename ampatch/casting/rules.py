@@ -213,21 +213,23 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
     """
     value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
-    rank = len(size) if isinstance(size, (list, tuple)) else min(3, value.dim() - 1)
+    stride = args[2] if len(args) > 2 else kwargs.get("stride")
+    given = [len(one) for one in (size, stride) if isinstance(one, (list, tuple)) and len(one) > 1]
+    rank = given[0] if given else min(3, value.dim() - 1)
     window = _of_rank(size, rank)
     if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # so many windows
         lengths = value.shape[value.dim() - rank :]
-        counts = [1 if out is None else out // n + 1 for out, n in zip(window, lengths)]
+        counts = [1 if out is None else out // max(n, 1) + 1 for out, n in zip(window, lengths)]
     else:
-        stride = args[2] if len(args) > 2 else kwargs.get("stride")
         strides = _of_rank(stride, rank) if stride else window
-        counts = [-(-one // step) for one, step in zip(window, strides)]
+        counts = [-(-one // max(step, 1)) for one, step in zip(window, strides)]
         counts += [_FEW + 1] if math.prod(window) > _COUNTED else []
     return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
 
 
 def _of_rank(size: Any, rank: int) -> list:
-    return list(size) if isinstance(size, (list, tuple)) and len(size) == rank else [size] * rank
+    sizes = list(size) if isinstance(size, (list, tuple)) else [size]
+    return sizes if len(sizes) == rank else sizes[:1] * rank
 
 
 def first(args: tuple, kwargs: dict) -> Any:

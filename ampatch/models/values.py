@@ -94,12 +94,13 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is Tensor:
         found = value.dtype
         return value.to(dtype) if found is not dtype and found in CASTABLE else value
-    convert, made = caster(dtype), {}
+    convert = caster(dtype)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
 
     def convert_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = convert(tensor)
-        return made[id(tensor)]
+            made[id(tensor)] = tensor, convert(tensor)
+        return made[id(tensor)][1]
 
     return map_tensors(value, convert_once)
 

@@ -204,6 +204,31 @@ def test_an_object_of_the_scripts_own_class_is_named(level):
     assert model(Batch(torch.ones(2, 4).bfloat16())).dtype is torch.float32
 
 
+class Slotted:
+    """Holds a tensor in a slot; another is not set, and every other look raises."""
+
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x):
+        self.x = x
+
+    def __getattr__(self, name):
+        raise ImportError(name)
+
+
+@pytest.mark.parametrize("inside", [lambda batch: batch, lambda batch: [batch]])
+def test_an_object_with_slots_is_named_too_and_looking_never_raises(inside):
+    class Model(nn.Linear):
+        def forward(self, given):
+            batch = given[0] if isinstance(given, list) else given
+            return super().forward(batch.x)
+
+    model = ampatch.initialize(Model(4, 4), opt_level="O2", dtype="bfloat16", verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(inside(Slotted(torch.ones(2, 4))))
+    assert "a Slotted, whose x is FP32" in said(caught.value)
+
+
 class MakesWeight(nn.Module):
     def forward(self, x):
         self.weight = nn.Parameter(torch.eye(4))

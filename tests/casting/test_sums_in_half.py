@@ -172,6 +172,13 @@ class _Dtypes(TorchDispatchMode):
 
 F = torch.nn.functional
 USUAL = [
+    lambda x: F.max_pool2d(x, 3, (2, 2)),
+    lambda x: F.avg_pool2d(x, (3, 3), 2),
+    lambda x: F.avg_pool2d(x, [2], [1]),
+    lambda x: F.max_pool1d(x.flatten(0, 1), (2,), (1,)),
+    lambda x: F.avg_pool1d(x.flatten(0, 1), 3, 2),
+    lambda x: F.max_pool3d(x[:, :, None], (1, 2, 2)),
+    lambda x: F.max_pool2d(x, kernel_size=2, stride=2, return_indices=True),
     lambda x: F.max_pool2d(x, 3, 2, 1),
     lambda x: F.max_pool2d(x, 2),
     lambda x: F.avg_pool2d(x, (3, 3), (1, 1)),
@@ -180,6 +187,7 @@ USUAL = [
     lambda x: torch.max_pool2d(x, kernel_size=2, stride=1),
 ]
 OVERLAPPING = [
+    lambda x: F.max_pool2d(x, 9, (1, 2)),
     lambda x: F.max_pool2d(x, 5, 1),
     lambda x: F.avg_pool2d(x, (9, 1), (1, 1)).mean() + F.avg_pool2d(x, (8, 8), stride=1).mean(),
     lambda x: F.adaptive_avg_pool2d(x, 64),
@@ -199,3 +207,12 @@ def test_pooling_is_fp32_inside_where_many_windows_have_an_element_alone(level):
                 call(x)
             assert expected in dtypes.seen
             assert expected is torch.float32 or set(dtypes.seen) == {expected}
+
+
+def test_pooling_that_torch_refuses_or_that_is_empty_is_left_to_torch():
+    model = torch.nn.Linear(1, 1)
+    ampatch.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
+    empty = torch.zeros(2, 0, 4, 4).bfloat16()
+    assert F.adaptive_avg_pool2d(empty, 2).shape == (2, 0, 2, 2)
+    with pytest.raises(RuntimeError, match="stride should not be zero"):
+        F.max_pool2d(torch.ones(1, 1, 4, 4).bfloat16(), 2, (0, 0))
