@@ -12,6 +12,7 @@ import linecache
 import re
 from collections.abc import Iterator
 from types import FrameType, GetSetDescriptorType, MemberDescriptorType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +185,7 @@ def _tensors(frame: FrameType, line: int, in_line: bool) -> dict[str, Tensor]:
     return named if is_told or in_line else _floating(found)
 
 
-def _floating(values: dict[str, object]) -> dict[str, Tensor]:
+def _floating(values: dict[str, Any]) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in values.items()
