@@ -20,7 +20,6 @@ from measuring import measure, speed_ups, table, told
 from systems import (
     AGAIN,
     AUTOCAST,
-    CACHED,
     COMPILER,
     FP32,
     FUSED,
@@ -79,8 +78,8 @@ TABLES = {
         COMPILED,
     ),
     "evaluation": Table(
-        "Evaluation under no_grad, dispatch-bound; cached: inside one block of cached_weights",
-        [*SYSTEMS, "O1" + CACHED, "O2" + CACHED],
+        "Evaluation under no_grad, dispatch-bound",
+        SYSTEMS,
         evaluates=True,
     ),
     "compute": Table("Training, compute-bound", SYSTEMS, models=tuple(LARGE)),

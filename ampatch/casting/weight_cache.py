@@ -23,10 +23,9 @@ from torch.nn import Parameter
 from .. import native
 from ..torch_private.modules import share_block
 from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.probes import is_recording
 from .batched_casts import Copies, LastForward, cast_in_one_block, cast_into
 from .cast_observers import note_copies, observers
-from .kept_copies import KeptCopies
 
 
 @dataclasses.dataclass
@@ -46,7 +45,6 @@ class _Forward:
         opener: object,
         last: LastForward | None = None,
         below: _Forward | None = None,
-        lasting: KeptCopies | None = None,
     ) -> None:
         self.opener = opener
         self.last = last
@@ -55,9 +53,6 @@ class _Forward:
         self.graphed: Copies = {}
         self.plain: Copies = {}
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
-        self.lasting = lasting  # keeps the plain copies beyond this forward
-        if lasting is not None:
-            self.plain, self.kept = lasting.store()
         self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order
         self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
 
@@ -74,11 +69,8 @@ class WeightCache:
         self._thread = _Thread()
         self.hits = self.misses = 0
 
-    def open(
-        self, opener: object, last: LastForward | None = None, lasting: KeptCopies | None = None
-    ) -> None:
-        """Start a forward of `opener`: no copy of an earlier forward is used, except
-        those of `lasting`.
+    def open(self, opener: object, last: LastForward | None = None) -> None:
+        """Start a forward of `opener`: no copy of an earlier forward is used.
 
         Within another model's forward nothing happens: the outermost counts.
         If a forward of the opener is still open, it was interrupted (Ctrl-C skips
@@ -91,12 +83,7 @@ class WeightCache:
         if is_recording():
             thread.forward = None
             return
-        if lasting is not None:
-            thread.forward = None
-            lasting.check()
-            if computes_with_fakes():
-                lasting = None
-        thread.forward = forward = _Forward(opener, last, lasting=lasting)
+        thread.forward = forward = _Forward(opener, last)
         if last is not None:
             for weights in last.buckets():
                 self._begin_with(forward, weights, last.dtype)
@@ -105,15 +92,12 @@ class WeightCache:
         """Cast weights that all belong into the graph, or all outside of it."""
         in_graph = weights[0].requires_grad and is_grad_enabled()
         copies = forward.graphed if in_graph else forward.plain
-        if forward.lasting is not None:
-            weights = [one for one in weights if id(one) not in copies]
-        if weights:
-            cast_into(copies, weights, dtype, in_graph)
-            run_when_ready(copies[id(weights[0])][0])
-            forward.kept.append(weights)
-            self.misses += len(weights)
-            if observers:
-                note_copies([copies[id(one)][0] for one in weights])
+        cast_into(copies, weights, dtype, in_graph)
+        run_when_ready(copies[id(weights[0])][0])
+        forward.kept.append(weights)
+        self.misses += len(weights)
+        if observers:
+            note_copies([copies[id(one)][0] for one in weights])
 
     def close(self, opener: object = None) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.cast_state import CastState
-from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values, is_captured
@@ -115,7 +114,7 @@ class Lending:
         """Make copies of the parameters of `tree`, and put them in their places."""
         owner, self.tree = self.owner, tree
         if tree.parameters:
-            self.copies = copies_of(tree, owner.dtype, owner.model, owner.kept)
+            self.copies = copies_of(tree, owner.dtype, owner.model)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
         self._put()
@@ -215,7 +214,6 @@ class LentWeights:
         dtype: torch.dtype,
         stays_float: StaysFloat,
         state: CastState,
-        kept: KeptCopies,
         *,
         at_change: Callable[[], object],
         computes_in: Callable[[], torch.dtype],
@@ -225,7 +223,6 @@ class LentWeights:
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
         self.state = state
-        self.kept = kept  # while it is open, they serve all forwards that record no graph
         self._at_change = at_change
         self.computes_in = computes_in
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
@@ -301,8 +298,6 @@ class LentWeights:
         try:
             if self.known:
                 self.take_turn()
-            if self.kept.blocks:
-                self.kept.check()
             lending.lend(self._tree_of(root))
         except BaseException:
             lending.end()
