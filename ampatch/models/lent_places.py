@@ -6,7 +6,7 @@ The entries of all modules are compared and exchanged together, in the native pa
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -57,6 +57,40 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
     ]
 
 
+LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+"""Forwards that look up in a weight in FP32, and so need no half copy of it: see `lookups`."""
+
+_FEW = 2**14
+"""Elements of a weight that are copied in less time than a table in its place takes."""
+
+
+class Lookup(NamedTuple):
+    """An embedding, and the place of its weight, which stands nowhere else."""
+
+    module: nn.Module
+    place: Place
+
+
+def divide_lookups(
+    modules: list[nn.Module], places: list[Place]
+) -> tuple[list[Lookup], list[Place]]:
+    """The places that only lookups read by themselves, and all others."""
+    owners = {
+        id(one._parameters): one
+        for one in modules
+        if getattr(type(one), "forward", None) in LOOKUPS
+    }
+    times = Counter(id(place.parameter) for place in places)
+    lookups, others = [], []
+    for place in places:
+        owner = owners.get(id(place.table))
+        if owner is None or times[id(place.parameter)] > 1 or place.parameter.numel() < _FEW:
+            others.append(place)
+        else:
+            lookups.append(Lookup(owner, place))
+    return lookups, others
+
+
 class Tree:
     """A module and its parts: the places that are lent to, with their parameters in buckets.
 
@@ -72,10 +106,11 @@ class Tree:
         self._all_tables = [*tables, *filter(None, map(part_table, modules))]
         self._sizes = list(map(len, self._all_tables))
         self._seen = _columns(entries_of(self._all_tables))
-        places = lent_of(entries_of(tables), leave)
+        self.lookups, places = divide_lookups(modules, lent_of(entries_of(tables), leave))
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
-        self.ids = set(found)
+        self.looked_up = {id(one.place.parameter) for one in self.lookups}
+        self.ids = self.looked_up.union(found)
         self._rnns = [
             one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
         ]

@@ -33,6 +33,7 @@ from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import REPLICA, exchange_parametrized
 from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.tensors import hooks_of
 from .lent_copies import copies_of, put_in_replica, put_in_traced
 from .lent_places import (
     Place,
@@ -44,6 +45,7 @@ from .lent_places import (
     share_attributes,
 )
 from .lent_writes import LentWrites
+from .lookups import LentTable
 from .sharded_weights import sharded_parameters
 
 PATIENCE = 300.0
@@ -67,7 +69,7 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     """The parameter that a lent copy stands in for; None for other tensors."""
     for lender in list(lenders.values()):
         for lending in list(lender.lendings):
-            found = lending.behind.get(id(tensor))
+            found = lending.behind(tensor)
             if found is not None:
                 return found
     return None
@@ -78,7 +80,7 @@ def note_values(tensor: Tensor, state: CastState) -> None:
     if is_dynamo_compiling() or is_recording() or computes_with_fakes():
         return
     for lending in state.thread.lent:
-        if lending.is_in_place and id(tensor) in lending.behind:
+        if lending.is_in_place and lending.behind(tensor) is not None:
             lending.note_values(tensor)
 
 
@@ -106,27 +108,57 @@ class Lending:
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
+        self.parameters: list[Tensor] = []  # those that have `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
+        self._tables: list[LentTable] = []
 
     def lend(self, tree: Tree) -> None:
         """Make copies of the parameters of `tree`, and put them in their places."""
         owner, self.tree = self.owner, tree
         if tree.parameters:
-            self.copies = copies_of(tree, owner.dtype, owner.model)
+            self.copies, self.parameters = (
+                copies_of(tree, owner.dtype, owner.model),
+                list(tree.parameters),
+            )
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
         self._put()
 
     @functools.cached_property
-    def behind(self) -> dict[int, Tensor]:
-        """The parameters by the ids of their copies."""
-        return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
+    def _indices(self) -> dict[int, int]:
+        """Where each copy is in the lists, by its id."""
+        return {id(copy): index for index, copy in enumerate(self.copies)}
+
+    def behind(self, copy: Tensor) -> Tensor | None:
+        """The parameter that a copy stands in for; None for other tensors."""
+        index = self._indices.get(id(copy))
+        return None if index is None else self.parameters[index]
+
+    def _note_copy(self, parameter: Tensor, copy: Tensor) -> None:
+        """A copy is made while the forward runs."""
+        share_attributes([copy], [vars(parameter)])
+        self.parameters.append(parameter)
+        self._versions.append(copy._version)
+        self.copies.append(copy)
+        self._indices[id(copy)] = len(self.copies) - 1
+
+    def float_of(self, copy: Tensor) -> Tensor | None:
+        """The FP32 weight that has the values of a copy; None if the forward wrote into that."""
+        index = self._indices.get(id(copy))
+        if (
+            index is None
+            or copy._version != self._versions[index]
+            or index in self._values
+            or any(hooks_of(copy))
+        ):
+            return None
+        return self.parameters[index]
 
     def note_values(self, copy: Tensor) -> None:
         """Have the values that a copy has now compared with those at the end of the call."""
-        index = next(n for n, one in enumerate(self.copies) if one is copy)
+        index = self._indices[id(copy)]
         if index not in self._values and has_values(copy.device) and not is_captured(copy):
             self._values[index] = local_of(copy).detach().clone()
 
@@ -134,11 +166,26 @@ class Lending:
         """Put the copies in their places.  That they are lent is noted before."""
         self.owner.state.thread.lent.append(self)
         self.owner.lendings.append(self)
-        if self.copies:
+        if self.tree.ids:
             self.is_lent = True
+            if self.tree.lookups:
+                self._put_tables()
             self.tree.put(self.copies)
             self._parametrized = exchange_parametrized({})
         self.is_in_place = True
+
+    def _put_tables(self) -> None:
+        made = dict(zip(map(id, self.parameters), self.copies))
+        for lookup in self.tree.lookups:
+            copy = made.get(id(lookup.place.parameter))
+            table = LentTable(lookup, self.owner.dtype, self._note_copy, copy)
+            self._tables.append(table)
+            table.put()
+
+    def _take_tables_back(self) -> None:
+        for table in self._tables:
+            table.take_back()
+        self._tables = []  # they know this object
 
     def end(self) -> None:
         """Take back what is lent, also to a call that was interrupted.  May be called again."""
@@ -147,6 +194,7 @@ class Lending:
         try:
             if self.is_lent:
                 self.tree.put(self.tree.parameters, instead_of=self.copies)
+                self._take_tables_back()
                 if self._parametrized is not None:
                     self._put_parametrized_back()
                 self.is_lent = False
@@ -168,7 +216,7 @@ class Lending:
         """What the forward wrote into copies, which have these versions now, goes to parameters."""
         values, self._values = self._values, {}
         versions, self._versions = self._versions, now
-        self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
+        self.owner.writes.carry(self.parameters, self.copies, versions, values)
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -183,7 +231,7 @@ class Lending:
             return
         found: list[Any] | None = None
         try:
-            if self.copies:
+            if self.tree.ids:
                 self.owner.take_turn()
             self.caller = calling_frame()
             found = self.tree.found()
@@ -193,6 +241,7 @@ class Lending:
             self.is_in_place = False
             if found is not None:
                 self.tree.put_found(found)
+                self._take_tables_back()
             self._put_parametrized_back()
             self.is_lent = False
             self.owner.forget(self)

@@ -37,6 +37,9 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
 APPLY = "_apply"
 """The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
 
+PARAMETERS = "_parameters"
+"""The attribute in which a module has its table of parameters."""
+
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute in which an `nn.RNNBase` has its weights as a list."""
 

@@ -64,5 +64,5 @@ def test_no_batched_product_where_fp32_has_none(level, half, frozen):
             found = calls(model, x)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    assert found["bmm"] == expected["bmm"], (found, expected)
+    assert found["bmm"] <= expected["bmm"], (found, expected)
     assert found["addmm"] + found["mm"] > 0
