@@ -67,8 +67,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
 
     def given(value: Any) -> Any:
-        is_lent = isinstance(value, Tensor) and not is_dynamo_compiling() and state.thread.lent
-        return state.float_of(value) if is_lent else value
+        return state.float_of(value) if isinstance(value, Tensor) else value
 
     return uncast
 
