@@ -170,13 +170,6 @@ class CastState:
                 return found
         return copy
 
-    def type_of_lookup(self, weight: Any) -> torch.dtype | None:
-        """What results an embedding gives that looks up in an FP32 weight; None: as torch does."""
-        for lending in reversed(self.thread.lent):
-            if lending.is_in_place and id(weight) in lending.tree.looked_up:
-                return lending.owner.computes_in()
-        return None
-
     def watch(self, change: int) -> None:
         """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
 

@@ -189,8 +189,6 @@ class Installation:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
             uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
-            if name in special_ops.LOOKUPS:
-                uncast = special_ops.looking_up(uncast, self._state)
         by_itself = self._float_by_itself(row, name)
         if by_itself is not None:
             choose, uncast = by_itself.parts(choose, uncast, self._state)

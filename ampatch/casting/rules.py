@@ -54,7 +54,9 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if value.layout is not torch.strided and _must_stay_float(value, to):
             raise _NoHalfKernel
         if kind is Parameter:
-            return _traced_cast(value, to) if is_dynamo_compiling() else policy.cache.cast(value, to)
+            return (
+                _traced_cast(value, to) if is_dynamo_compiling() else policy.cache.cast(value, to)
+            )
         return value.to(to)
     if kind in SCALARS:
         return value

@@ -31,8 +31,6 @@ from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
 
-LOOKUPS = ("embedding", "embedding_bag")
-
 _EVERYWHERE = Policy(half_to=torch.float32)
 
 
@@ -80,24 +78,6 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
         if isinstance(value, Tensor) and value.requires_grad:
             return True
     return is_dynamo_compiling() or is_recording()
-
-
-def looking_up(uncast: Callable, state: CastState) -> Callable:
-    """`uncast` for a call that may look up in an FP32 weight, where the forward has half weights.
-
-    The result is half then (`models/lookups`).
-    """
-
-    def looked_up(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        to = None
-        if not is_dynamo_compiling() and state.thread.lent:
-            to = state.type_of_lookup(args[0] if args else kwargs.get("weight"))
-        if to is None:
-            return uncast(call, *args, **kwargs)
-        cast_args, cast_kwargs = cast_call(args, kwargs, torch.float32, _EVERYWHERE)
-        return cast(call(*cast_args, **cast_kwargs), to, _EVERYWHERE)
-
-    return looked_up
 
 
 class FloatByItself(NamedTuple):

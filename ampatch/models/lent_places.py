@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import native
 from ..casting.batched_casts import below_hooks, divide, hook_tables
 from ..torch_private.modules import flat_weights, list_weights, part_table
+from .lookups import FORWARDS, Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
@@ -57,28 +58,18 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
     ]
 
 
-LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-"""Forwards that look up in a weight in FP32, and so need no half copy of it: see `lookups`."""
-
 _FEW = 2**14
-"""Elements of a weight that are copied in less time than a table in its place takes."""
-
-
-class Lookup(NamedTuple):
-    """An embedding, and the place of its weight, which stands nowhere else."""
-
-    module: nn.Module
-    place: Place
+"""Elements of an embedding that are copied in less time than a `Lookup` takes."""
 
 
 def divide_lookups(
     modules: list[nn.Module], places: list[Place]
 ) -> tuple[list[Lookup], list[Place]]:
-    """The places that only lookups read by themselves, and all others."""
+    """The weights that embeddings alone read by themselves, and the places of all others."""
     owners = {
         id(one._parameters): one
         for one in modules
-        if getattr(type(one), "forward", None) in LOOKUPS
+        if getattr(type(one), "forward", None) in FORWARDS
     }
     times = Counter(id(place.parameter) for place in places)
     lookups, others = [], []
@@ -87,7 +78,7 @@ def divide_lookups(
         if owner is None or times[id(place.parameter)] > 1 or place.parameter.numel() < _FEW:
             others.append(place)
         else:
-            lookups.append(Lookup(owner, place))
+            lookups.append(Lookup(owner, place.name))
     return lookups, others
 
 
@@ -109,8 +100,7 @@ class Tree:
         self.lookups, places = divide_lookups(modules, lent_of(entries_of(tables), leave))
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
-        self.looked_up = {id(one.place.parameter) for one in self.lookups}
-        self.ids = self.looked_up.union(found)
+        self.ids = set(found).union(id(one.parameter) for one in self.lookups)
         self._rnns = [
             one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
         ]

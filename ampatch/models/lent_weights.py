@@ -45,7 +45,7 @@ from .lent_places import (
     share_attributes,
 )
 from .lent_writes import LentWrites
-from .lookups import LentTable
+from .lookups import Lookup
 from .sharded_weights import sharded_parameters
 
 PATIENCE = 300.0
@@ -112,7 +112,7 @@ class Lending:
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
-        self._tables: list[LentTable] = []
+        self._lookups: list[Lookup] = []
 
     def lend(self, tree: Tree) -> None:
         """Make copies of the parameters of `tree`, and put them in their places."""
@@ -169,23 +169,21 @@ class Lending:
         if self.tree.ids:
             self.is_lent = True
             if self.tree.lookups:
-                self._put_tables()
+                self._put_lookups()
             self.tree.put(self.copies)
             self._parametrized = exchange_parametrized({})
         self.is_in_place = True
 
-    def _put_tables(self) -> None:
+    def _put_lookups(self) -> None:
         made = dict(zip(map(id, self.parameters), self.copies))
         for lookup in self.tree.lookups:
-            copy = made.get(id(lookup.place.parameter))
-            table = LentTable(lookup, self.owner.dtype, self._note_copy, copy)
-            self._tables.append(table)
-            table.put()
+            self._lookups.append(lookup)
+            lookup.put(self.owner.dtype, made.get(id(lookup.parameter)), self._note_copy)
 
-    def _take_tables_back(self) -> None:
-        for table in self._tables:
-            table.take_back()
-        self._tables = []  # they know this object
+    def _take_lookups_back(self) -> None:
+        for lookup in self._lookups:
+            lookup.take_back(self._note_copy)
+        self._lookups = []
 
     def end(self) -> None:
         """Take back what is lent, also to a call that was interrupted.  May be called again."""
@@ -194,7 +192,7 @@ class Lending:
         try:
             if self.is_lent:
                 self.tree.put(self.tree.parameters, instead_of=self.copies)
-                self._take_tables_back()
+                self._take_lookups_back()
                 if self._parametrized is not None:
                     self._put_parametrized_back()
                 self.is_lent = False
@@ -241,7 +239,7 @@ class Lending:
             self.is_in_place = False
             if found is not None:
                 self.tree.put_found(found)
-                self._take_tables_back()
+                self._take_lookups_back()
             self._put_parametrized_back()
             self.is_lent = False
             self.owner.forget(self)
