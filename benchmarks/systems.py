@@ -146,11 +146,14 @@ def make_evaluation(task: Task, system: str, how: How) -> Callable[[], None]:
         around = functools.partial(torch.autocast, "cpu", dtype=how.dtype)
     elif engine(system) in OURS:
         amp.initialize(task.modules, opt_level=engine(system), dtype=how.dtype, verbosity=0)
+    modules = task.modules
+    if how.situation == "compile":
+        modules = [torch.compile(module, backend=how.compiler) for module in modules]
 
     def step() -> None:
         with torch.no_grad(), around():
             for loss_of in task.losses:
-                loss_of(task.modules)
+                loss_of(modules)
 
     return step
 

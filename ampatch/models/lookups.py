@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.batched_casts import cast_together
 from ..torch_private.modules import PARAMETERS
 from ..torch_private.probes import is_recording
 from .values import cast_tensors, caster, map_tensors
@@ -34,9 +35,9 @@ class _Table(dict):
     grad_mode: bool
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(module._parameters)
+        self.table: dict[str, Any] = vars(module)[PARAMETERS]
+        super().__init__(self.table)
         self.module = module
-        self.table: dict[str, Any] = module._parameters
         self.name = name
         self.parameter: Tensor = self.table[name]
         self.copy_made: Tensor | None = None
@@ -50,7 +51,7 @@ class _Table(dict):
         if own.get(PARAMETERS) is self:
             if self.copy_made is None:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    self.copy_made = self.parameter.to(self.dtype)
+                    [self.copy_made] = cast_together([self.parameter], self.dtype, in_graph=True)
                 assert self.note is not None
                 self.note(self.parameter, self.copy_made)
             self.table[self.name] = self.copy_made

@@ -91,6 +91,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       made = tensor.to(to_);
+      if (!at::GradMode::is_enabled()) want_as(tensor, made);
     }
     return THPVariable_Wrap(std::move(made));
   }
