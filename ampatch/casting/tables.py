@@ -126,8 +126,12 @@ _ADDED_INTO = (
 _MATRICES = "On the CPU PyTorch adds up the products of the batch in half, one by one."
 _OUTPUTS = "On the CPU PyTorch adds up the gradients of all outputs in half, one by one."
 _WINDOWS = (
-    "On the CPU PyTorch adds up in half, over a window or over the gradients of all windows that"
-    " have an element: in bfloat16 the sum stops at 256 times an addend."
+    "On the CPU PyTorch adds up in half what a window or an element of several windows has: in"
+    " bfloat16 the sum stops at 256 times an addend."
+)
+_OF_WINDOWS = (
+    "On the CPU PyTorch adds up in half the gradients of all windows that have an element: in"
+    " bfloat16 the sum stops at 256 times an addend."
 )
 _ENTRIES = "On the CPU PyTorch adds up the entries of sparse tensors in half, one by one."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
@@ -371,14 +375,14 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch.nn.functional", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS, only_gradient=True),
     Row("torch", ("adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d",
                   "max_pool1d_with_indices", "max_pool2d", "max_pool3d"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS, only_gradient=True),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
     Row("torch._C._nn", ("adaptive_avg_pool2d", "adaptive_max_pool2d", "adaptive_max_pool3d",
                          "max_pool2d_with_indices", "max_pool3d_with_indices"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS, only_gradient=True),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
     Row("torch._C._nn", ("adaptive_avg_pool3d", "col2im"), Rule.FLOAT_ON_CPU, _WINDOWS),
-    Row("torch._C._nn", ("im2col",), Rule.FLOAT_ON_CPU, _WINDOWS, only_gradient=True),
+    Row("torch._C._nn", ("im2col",), Rule.FLOAT_ON_CPU, _OF_WINDOWS, only_gradient=True),
     Row("torch.nn.functional", ("adaptive_avg_pool1d", "avg_pool1d", "avg_pool2d"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS, only_gradient=True),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
     Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch adds up in half"
         " the gradients of all places that repeat a value of the edge.", only_gradient=True),
     Row("torch", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
