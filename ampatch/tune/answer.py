@@ -54,12 +54,13 @@ def write_answer(directory: Path, answer: Answer) -> None:
 
 
 def read_answer(directory: str | Path) -> Answer | None:
-    """The answer in a directory of `ampatch tune`; None if there is none."""
-    data = read_json(Path(directory) / ANSWER)
-    return None if data is None else restored(Answer, data)
+    """The answer in a directory of `ampatch tune`; None if there is none.
 
-
-def delete_answer(directory: Path) -> None:
-    """Delete the answer of an earlier tuning."""
-    for name in (ANSWER, OVERRIDES):
-        (directory / name).unlink(missing_ok=True)
+    Raises `ValueError` for a file that is none.
+    """
+    path = Path(directory) / ANSWER
+    try:
+        data = read_json(path)
+        return None if data is None else restored(Answer, data)
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{path}: is damaged, or ampatch tune did not write it.") from None

@@ -358,11 +358,12 @@ def test_report_makes_again_what_was_lost(made, capsys):
     before = [path.read_bytes() for path in paths]
     for path in paths:
         path.unlink()
-    (directory / "plots" / "of-an-earlier-sweep.png").write_bytes(b"")
+    mine = directory / "plots" / "mine.png"
+    mine.write_bytes(b"mine")
     assert main(["report", str(directory)]) == 0
     assert [path.read_bytes() for path in paths] == before
     shown = {path.stem for path in (directory / "plots").iterdir()}
-    assert shown == set(NAMES)
+    assert shown == {*NAMES, "mine"} and mine.read_bytes() == b"mine"
     assert f"Recommendation: {results.recommendation}" in capsys.readouterr().out
 
 
@@ -370,7 +371,7 @@ def test_report_wants_a_sweep(tmp_path, capsys):
     for wrong, message in [
         (None, "there are no results of a sweep in this directory"),
         ('{"format": 1}', "in format 1. This version reads"),
-        ("{", "Expecting property name"),
+        *((one, "is damaged, or no sweep wrote it") for one in ("{", "[1]", '{"loss": 1}')),
     ]:
         if wrong is not None:
             (tmp_path / "summary.json").write_text(wrong)

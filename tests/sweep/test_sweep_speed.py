@@ -222,7 +222,9 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         "O0 seed 0 repeat 3 (timing)",
     ]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
-    with pytest.raises(ValueError, match="rounds was 4, now 3"):  # would leave out measured rounds
+    with pytest.raises(
+        ValueError, match="rounds before: 4, now: 3"
+    ):  # would leave out measured rounds
         make(tmp_path, resume=True, rounds=3)
     make(tmp_path, resume=True).close()  # without a number it has those that it had
     ran.clear()

@@ -13,7 +13,9 @@ import pytest
 from sweep_made import trained
 
 from ampatch.config.sweep_options import SweepOptions
+from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions
@@ -44,6 +46,9 @@ class Trials:
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
+        files = list(options.get("files", ()))
+        record = Results("train.py", [], "", 0, {"dtypes": []}, {}, files=files)
+        write_json(Path(out) / "summary.json", record)
         self.last = SweepOptions(rows=rows, **options)
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
@@ -236,8 +241,7 @@ def test_a_probe_that_did_not_end_well_ranks_nothing_and_is_run_again(tuned, end
 
 def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
     tuned(["head"])
-    (tmp_path / "out/speed").mkdir(exist_ok=True)
-    (tmp_path / "out/speed/summary.json").write_text("")
+    mine = tmp_path / "out/probe/mine.txt"
+    mine.write_text("mine")
     _, trials = tuned(["stem"], overwrite=True)
-    assert len(trials.probed) == 1
-    assert not (tmp_path / "out/speed/summary.json").exists()
+    assert len(trials.probed) == 1 and mine.exists()

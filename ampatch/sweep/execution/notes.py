@@ -150,7 +150,11 @@ def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
     timed = [run for run in runs if run.alone]
     notes = []
     if runs and not timed:
-        more = "" if any(trial.short for trial in plan.trials) else " --rounds 3 adds runs that do."
+        more = (
+            ""
+            if any(trial.short for trial in plan.trials)
+            else " --resume --rounds 3 adds runs that do."
+        )
         notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
     elif len(timed) < len(runs):
         notes.append(

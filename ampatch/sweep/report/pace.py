@@ -99,19 +99,20 @@ def surely_not(row: Row) -> bool:
 def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed."""
     if not any(row.pace for row in rows):
-        return "Stay with O0: the speed of no row that is as accurate was measured."
+        return "Stay with O0: how fast the other rows are was not measured."
     if any(row.pace in (ONE_ROUND, NO_NOISE) for row in rows):
         return (
             "Not known yet: a speed takes two rounds or more, in which O0 is measured twice. "
             "--resume --rounds 3 adds them."
         )
+    rounds = base.speeds.n if base.speeds else 0
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
             f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g} times as fast; not "
             f"told apart: {', '.join(unknown)}, as O0 beside itself was {_ratio(base.speeds)}. "
-            "When the machine is idle, measure anew (--overwrite) or add rounds (--resume "
-            "--rounds N)."
+            "When the machine is idle, measure anew (--overwrite), or add rounds: --resume "
+            f"--rounds {rounds + 3}."
         )
     fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)
     return (

@@ -21,14 +21,13 @@ from ampatch.sweep.report import provenance
 from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
-from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.results import FORMATS, Results, Row
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FORMATS = ("svg", "pdf", "png")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars

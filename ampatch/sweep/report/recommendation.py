@@ -112,7 +112,7 @@ def no_direction(row: Row) -> str:
     difference = difference_text(one) or f"{one.difference:+.2g}"
     return (
         f"its {one.title} differs from O0's by {difference}, and the name does not say whether "
-        f"lower or higher is better: --resume with {option(one.name)}."
+        f"lower or higher is better: --resume {option(one.name)}."
     )
 
 

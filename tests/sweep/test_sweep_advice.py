@@ -1,0 +1,155 @@
+"""What reports advise, pasted behind the script's name: it does what it says, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+from sweep_made import trained
+
+from ampatch.cli import main
+from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep import read_results
+from ampatch.sweep.execution import planning
+from ampatch.sweep.execution.directory import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import write_json
+from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
+from ampatch.sweep.measure.record import Series
+from ampatch.sweep.trial import BASE
+
+SCATTER = (0.0, 0.013, -0.009, 0.004, -0.004)
+
+
+class Machine:
+    """Stands for the processes: half is 1.5 times as fast, and scatters from seed to seed."""
+
+    def __init__(self):
+        self.kind, self.metric, self.noise, self.ran = AMPATCH, "accuracy", 1.0, []
+
+    def run(self, runner, trial, watch, place):
+        self.ran.append((trial, runner.script_arguments(trial)))
+        is_base, seed = trial.case == BASE, trial.seed
+        ms = (self.noise if trial.again else 1.0) * (150.0 if is_base else 100.0)
+        taken = min(filter(None, (runner.steps, 40)))
+        made = trained(trial, [1.0] * taken, steps=taken, ms=ms, kind=Kind(self.kind))
+        value = 0.9 + (0 if is_base else SCATTER[seed % 5])
+        if not trial.short:
+            made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
+        log = RunFiles.of(runner.directory, trial).log
+        log.write_text(f"acc {value}\n")
+        run = dataclasses.replace(made, seconds=4.0 + taken * ms / 1000, alone=place.alone)
+        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
+        return run
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    machine = Machine()
+    monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
+    half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
+    monkeypatch.setattr(planning, "measured", lambda: half)
+    monkeypatch.setattr("ampatch.sweep.report.render.available", lambda: False)  # no pictures
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return machine
+
+
+def sweep(*words):
+    """The results of `ampatch sweep train.py` with these words."""
+    assert main.main(["sweep", "train.py", *words]) == 0
+    return read_results("ampatch-sweep/train")
+
+
+def advice(results):
+    said = " ".join([results.recommendation, *results.notes])
+    return [shlex.split(one) for one in re.findall(r"--resume --\w+ [^\s,;:.]+", said)]
+
+
+KINDS = {
+    "plain": (AMPATCH, ["--rounds", "1"]),
+    "auto": (NO_AMP, ["--rounds", "1"]),
+    "with rows": (AMPATCH, ["--rounds", "1", "--with", "O2 loss_scale=128", "--no-autocast"]),
+    "with a budget": (AMPATCH, ["--budget", "0.8"]),
+    "with levels": (AMPATCH, ["--levels", "O0,O2", "--dtypes", "float16", "--seeds", "1"]),
+    "side by side": (AMPATCH, ["--jobs", "2", "--rounds", "1", "--margin", "2%"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_advice_does_what_it_says(kind, machine, capsys):
+    machine.kind, words = KINDS[kind]
+    results = sweep(*words, "--", "--lr", "1")
+    followed, rows = [], results.settings["rows"]
+    while todo := [one for one in advice(results) if one not in followed]:
+        machine.ran.clear()
+        before, seen = results, {row.label: row for row in results.rows}
+        capsys.readouterr()
+        results = sweep(*todo[0])
+        followed.append(todo[0])
+        _, flag, value = todo[0]
+        assert results.settings["rows"] == rows and results.arguments == ["--lr", "1"]
+        assert all(given == ["--lr", "1"] for _, given in machine.ran) and machine.ran
+        kept = capsys.readouterr().err.partition("keeps its settings: ")[2].partition("\n")[0]
+        own = [word for word in words if word.startswith("--") and word not in (flag, "--rounds")]
+        assert all(word in kept for word in own if word != "--budget" or flag == "--budget")
+        if flag == "--rounds":
+            assert min(row.speeds.n for row in results.rows if row.speeds) >= int(value)
+            assert {row.label: row.seeds for row in results.rows} == {
+                label: row.seeds for label, row in seen.items()
+            }
+        elif flag == "--seeds":
+            assert {row.seeds for row in results.rows} == {int(value)}
+        else:
+            assert flag == "--budget" and results.settings["seeds"] == 5
+            assert {row.seeds for row in results.rows} == {5}
+        assert before.options.keys() - {"budget"} <= results.options.keys()
+    assert followed, results.recommendation
+
+
+def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_budget(machine):
+    """Also where the line of before is repeated: its budget is then not asked for anew."""
+    machine.noise = 1.6
+    results = sweep("--budget", "3", "--levels", "O0,O1")
+    [words] = [one for one in advice(results) if one[1] == "--rounds"]
+    assert int(words[2]) == results.rows[0].speeds.n + 3
+    more = sweep("--budget", "3", "--levels", "O0,O1", *words)
+    assert {row.speeds.n for row in more.rows} == {int(words[2])}
+    assert [row.seeds for row in more.rows] == [row.seeds for row in results.rows]
+
+
+def test_a_direction_that_is_advised_runs_nothing_again(machine):
+    machine.metric = "foo"
+    results = sweep("--levels", "O0,O1", "--seeds", "3")
+    [words] = advice(results)
+    assert words == ["--resume", "--better", "foo=lower"]
+    machine.ran.clear()
+    assert "does not say" not in sweep(*words).recommendation and not machine.ran
+
+
+def test_a_metric_is_read_from_the_output_of_runs_that_have_ended(machine):
+    sweep("--levels", "O0,O1", "--seeds", "2")
+    machine.ran.clear()
+    results = sweep("--resume", "--metric", r"acc=acc (\S+)", "--judge", "acc")
+    assert not machine.ran and results.rows[1].metrics["acc"] == pytest.approx(0.9065)
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--resume", "--metric", r"loss=loss (\S+)")
+    assert "metrics" in results.options and read_results("ampatch-sweep/train") == results
+
+
+def test_levels_and_rows_that_are_named_later_are_added(machine):
+    sweep("--levels", "O0,O1", "--seeds", "1", "--no-autocast")
+    results = sweep("--resume", "--levels", "O2", "--with", "O1 loss_scale=8", "--dtypes=float16")
+    assert [row.label for row in results.rows] == [
+        "O0", "O1-bfloat16", "O1-float16", "O2-bfloat16", "O2-float16",
+        "O1-bfloat16-loss_scale=8", "O1-float16-loss_scale=8",
+    ]  # fmt: skip
+    assert {row.seeds for row in results.rows} == {1}
+
+
+def test_going_on_and_beginning_anew_exclude_each_other(machine, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--resume", "--overwrite")
+    assert "--resume and --overwrite: give one of them" in capsys.readouterr().err
