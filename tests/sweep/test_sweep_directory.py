@@ -55,21 +55,21 @@ def make(script, out="out", **options):
     return Sweep(script, autocast=False, out=out, **settings)
 
 
-ALL = ["O0 seed 0", "O1-float16 seed 0", "O1-float16 seed 1", "O0 seed 1"]
+ALL = ["O0 seed 0", "O0 seed 1", "O1-float16 seed 0", "O1-float16 seed 1"]
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(script, machine):
-    machine.fails[2] = KeyboardInterrupt()
+    machine.fails[3] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         make(script).run()
     kept = read_results("out")
-    assert (kept.done, kept.planned, kept.complete) == (2, 4, False)
+    assert (kept.done, kept.planned, kept.complete) == (3, 4, False)
     assert [row.label for row in kept.rows] == ["O0", "O1-float16"]
 
     machine.ran.clear()
     plan = make(script, resume=True).run()
 
-    assert machine.ran == ALL[2:]
+    assert machine.ran == ALL[3:]
     results = read_results("out")
     assert results.complete and results == plan.results and results.started == kept.started
     assert [row.runs for row in results.rows] == [2, 2]
@@ -79,9 +79,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(script, machine):
 
 
 def test_a_longer_timeout_gives_another_chance(script, machine):
-    machine.fails[1] = "timed out: after 5 s"
+    machine.fails[2] = "timed out: after 5 s"
     make(script, timeout=5.0).run()
-    for timeout, again in ((5.0, []), (9.0, [ALL[1]])):
+    for timeout, again in ((5.0, []), (9.0, [ALL[2]])):
         machine.ran.clear()
         make(script, timeout=timeout, resume=True).run()
         assert machine.ran == again
@@ -121,7 +121,7 @@ def test_given_rows_are_run_alone_and_may_be_added_later(script, machine):
     grown = Sweep(script, rows=rows, seeds=2, rounds=1, out="out", resume=True).run()
 
     assert machine.ran == [
-        f"{cured.label} seed 0", f"{cured.label} seed 1", "O3-bfloat16 seed 1", "O0 seed 1",
+        "O0 seed 1", f"{cured.label} seed 0", f"{cured.label} seed 1", "O3-bfloat16 seed 1",
     ]  # fmt: skip
     assert [row.runs for row in grown.rows] == [2, 2, 2]
     assert [run.case for run in read_runs("out", cured.label)] == [cured, cured]

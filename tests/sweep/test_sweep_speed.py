@@ -55,6 +55,9 @@ def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
     assert len(rounds) == max(3, seeds)
     for number, one in enumerate(rounds.values()):
         forwards = one if number % 2 == 0 else one[::-1]
+        if number == 1 and seeds > 1:  # its O0 has run at once after the first
+            assert forwards[-1] == plan[1] == Trial(BASE, 1)
+            forwards = [forwards[-1], *forwards[:-1]]
         assert [trial.case for trial in forwards] == [*ROWS, BASE]
         assert [trial.again for trial in forwards] == [False, False, True]
         assert forwards[-1].short

@@ -227,7 +227,7 @@ def test_a_script_that_changes_meanwhile_is_said(tuned, monkeypatch):
 @pytest.mark.parametrize(
     "ends, said",
     (
-        ({"exit_code": 1}, "exited: code 1"),
+        ({"exit_code": 1}, "exit status 1"),
         ({"ended_by": "timed out: after 9 s"}, "timed out: after 9 s"),
     ),
 )

@@ -132,9 +132,10 @@ def fitting(
 ) -> Amounts:
     """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
 
-    A seed after the first that a row has begun is run by all rows: half a round compares nothing.
+    A seed after the first that a row but O0 has begun is run by all rows: half a round compares nothing.
     """
-    started = max((trial.seed + 1 for trial in begun if not trial.short), default=0)
+    whole = (one for one in begun if not one.short and one.case != BASE)
+    started = max((trial.seed + 1 for trial in whole), default=0)
     least = started if started > 1 else 0
     possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
     limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))

@@ -33,8 +33,16 @@ def script_notes(
         "losses": _loss_note(script, runs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
+        "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
     }
     return {about: note for about, note in notes.items() if note}
+
+
+def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
+    """What a script without `initialize` has, and what is lacking that the user did not name."""
+    asks_for_all = plan.kind.is_plain and options.levels is None and options.rows is None
+    said = f"{script} {plan.kind.in_words()}."
+    return f"{said} {plan.kind.needs}." if asks_for_all else said
 
 
 def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:

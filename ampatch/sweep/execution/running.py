@@ -13,6 +13,7 @@ from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
+from ampatch.sweep.execution.notes import kind_note
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
@@ -67,7 +68,7 @@ class Course:
             if self._shows_kind(event):
                 schedule.plan(*self._by_turn())
                 if self._plan.kind.is_foreign:
-                    shown.said(f"{self._program} {self._plan.kind.in_words()}.")
+                    shown.said(kind_note(str(self._program), self._options, self._plan))
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.has_budget:
                 schedule.plan(*self._by_turn())  # nothing else has been submitted, and waits
@@ -99,7 +100,7 @@ class Course:
         try:
             is_new = self._plan.recognize(kind)
         except ValueError as error:
-            raise SweepError(f"{self._program}: {error}") from None
+            raise SweepError(f"{self._program} {error}") from None
         if is_new:
             self._held.keep(self._plan.settings())
             self._outcome.write()  # the record names each trial before it starts

@@ -26,6 +26,7 @@ from ampatch.sweep.report.judge import difference_text, quality_text
 from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
+from ampatch.sweep.trial import BASE
 
 NOTHING_YET = "Nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
@@ -187,7 +188,8 @@ def _what_lacks(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):
-        return "there is no O0 that went well"
+        base = next((row for row in rows if row.label == BASE.label), None)
+        return f"{base.status} at O0" if base else "O0 has not run"
     return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
 
 
