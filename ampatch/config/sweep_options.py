@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import did_you_mean
-from .opt_levels import LEVELS
 from .validation import positive_number, whole_number
 
 ROUNDS = 3
@@ -63,13 +62,12 @@ class SweepOptions:
         files: names of what the caller writes into the folder: these are the sweep's files too
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
-        seeds: run seeds 0 to N-1; 2 or more test accuracy (default: what the budget allows, at
-            most 5)
+        seeds: run seeds 0 to N-1 (default: by the budget)
         budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
         margin: the smallest difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
-        resume: go on with the sweep in the folder, with its options and what is given now
+        resume: go on with the sweep in the folder, as it was
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
         autocast: with or without rows of torch.autocast
@@ -250,6 +248,8 @@ def going_on(
     An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
     `but` are not kept.
     """
+    from .opt_levels import LEVELS  # imports torch, which the options do without
+
     rows, known = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
     had = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}

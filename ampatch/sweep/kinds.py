@@ -111,8 +111,9 @@ class Kind:
         """Why such a script has no O2 and O3, and what has to be written for them."""
         lacking = "O2 and O3" if self.places else "O2, O3 and the row autocast"
         more = (
-            ", and in the place of create_supervised_trainer: trainer = Engine(ampatch.integrations."
-            "ignite.supervised_training_step(model, optimizer, loss_fn))"
+            ", and in the place of create_supervised_trainer: "
+            "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
+            "model, optimizer, loss_fn))"
         )
         return (
             "Without a call of initialize nothing says which module is the model: O0 and O1 are "

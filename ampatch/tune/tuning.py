@@ -208,11 +208,12 @@ class Tuning:
         self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
+        unshown = not_shown(row) if outcome in (PASSES, CURED) else ""
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,
             dtype=self._task.dtype,
-            outcome=outcome,
+            outcome=UNDECIDED if unshown else outcome,
             needed=[str(one) for one in found.needed],
             settings=remedies.settings(found.needed),
             overrides=remedies.overrides(found.needed, seen.paths),
@@ -225,7 +226,7 @@ class Tuning:
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
-            not_shown=not_shown(row) if outcome in (PASSES, CURED) else "",
+            not_shown=unshown,
             modules=ranked(seen.modules),
         )
         write_answer(self.directory, answer)

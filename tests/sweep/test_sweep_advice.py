@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 
@@ -15,8 +16,9 @@ from ampatch.sweep import read_results
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.json_files import write_json
+from ampatch.sweep.json_files import plain, write_json
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
+from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.trial import BASE
 
@@ -40,6 +42,7 @@ class Machine:
             made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
         log = RunFiles.of(runner.directory, trial).log
         log.write_text(f"acc {value}\n")
+        made.measured.metrics |= read_metrics(log, runner.metrics or {})
         run = dataclasses.replace(made, seconds=4.0 + taken * ms / 1000, alone=place.alone)
         write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
         return run
@@ -147,6 +150,28 @@ def test_levels_and_rows_that_are_named_later_are_added(machine):
         "O1-bfloat16-loss_scale=8", "O1-float16-loss_scale=8",
     ]  # fmt: skip
     assert {row.seeds for row in results.rows} == {1}
+
+
+def test_the_summary_is_all_of_the_output_with_json(machine, capsys):
+    words = ["--levels", "O0,O1", "--seeds", "2", "--metric", r"acc=acc (\S+)"]
+    results = sweep("--json", *words)
+    said = capsys.readouterr()
+    assert json.loads(said.out) == plain(results.to_json())
+    assert "[1/" in said.err and "Recommendation: " in said.err and "Written to " in said.err
+    sweep("--quiet", "--json", "--resume")
+    said = capsys.readouterr()
+    assert json.loads(said.out)["complete"] and "[1/" not in said.err
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--json", *words, "--seeds", "0")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_quiet_sweep_shows_its_results_alone_and_all_of_them(machine, capsys):
+    machine.kind = NO_AMP
+    sweep("--quiet", "--seeds", "2")
+    said = capsys.readouterr()
+    assert "seed 0" not in said.err and "Note" not in said.err
+    assert "Recommendation: " in said.out and "Note: train.py has no mixed" in said.out
 
 
 def test_going_on_and_beginning_anew_exclude_each_other(machine, capsys):

@@ -145,11 +145,17 @@ def test_what_passed_with_few_seeds_alone_is_no_answer(tuned, lucky):
 @pytest.mark.parametrize("cures", (["O3"], ["head"]))
 def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
     """So does a sweep, which recommends nothing then."""
-    said = " ".join(summary(tuned(cures, noise=0.01)[0]))
-    assert "But with 6 seeds the 95 % interval of its last loss ends" in said
+    answer, _ = tuned(cures, noise=0.01)
+    said = " ".join(summary(answer))
+    assert said.startswith("Not known yet whether ") and answer.outcome == "undecided"
+    assert ": with 6 seeds the 95 % interval of its last loss ends" in said
     assert "and 0.0053 matters (--margin)" in said and "--resume --seeds" in said
-    said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
-    assert "But" not in said and "would have been seen" in said
+    assert "passes as it is" not in said and "comes back" not in said
+    assert ("may come back to O0 with 1 module" in said) == bool(answer.line) == (cures == ["head"])
+    answer, _ = tuned(cures, noise=0.0001)
+    said = " ".join(summary(answer))
+    assert "Not known" not in said and "would have been seen" in said
+    assert answer.outcome == ("passes" if cures == ["O3"] else "cured")
 
 
 def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
@@ -171,7 +177,9 @@ def test_used_up_candidates_are_no_verdict(tuned):
     answer, _ = tuned(["stem"], candidates=2)
     assert answer.outcome == "undecided" and answer.candidates == 2
     [said] = summary(answer)
-    assert "Not known yet: 2 candidates were tried" in said and "--resume --candidates" in said
+    assert (
+        "Not known yet: 2 candidates were tried" in said and "--resume --candidates 4 goes" in said
+    )
 
 
 @pytest.mark.parametrize(

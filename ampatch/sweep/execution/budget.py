@@ -132,7 +132,8 @@ def fitting(
 ) -> Amounts:
     """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
 
-    A seed after the first that a row but O0 has begun is run by all rows: half a round compares nothing.
+    A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
+    nothing.
     """
     whole = (one for one in begun if not one.short and one.case != BASE)
     started = max((trial.seed + 1 for trial in whole), default=0)
