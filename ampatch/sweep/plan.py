@@ -47,10 +47,7 @@ def cases(
     """
     possible = FROM_OUTSIDE if kind.is_plain else LEVELS
     named = list(possible) if levels is None else known(levels, LEVELS, "levels")
-    overrides, halves = list(overrides), known(dtypes, DTYPES, "dtypes")
-    if kind.is_plain and (overrides or set(named) - set(possible)):
-        raise ValueError(f"{kind.in_words()}. {kind.needs}")
-    rows = []
+    halves, rows = known(dtypes, DTYPES, "dtypes"), []
     for level in named:
         rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
         if level == "O0" and tf32:
@@ -62,7 +59,7 @@ def cases(
         for dtype in _dtypes(level, halves):
             _check_settings(text, level, dtype, settings)
             rows.append(Case(level, dtype, settings=tuple(settings.items())))
-    return list(dict.fromkeys(rows))
+    return check_possible(list(dict.fromkeys(rows)), kind)
 
 
 def check_possible(rows: list[Case], kind: Kind) -> list[Case]:

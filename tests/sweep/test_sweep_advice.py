@@ -18,7 +18,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import plain, write_json
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
-from ampatch.sweep.measure.output_metrics import read_metrics
+from ampatch.sweep.measure.output_metrics import hint, read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.trial import BASE
 
@@ -38,7 +38,7 @@ class Machine:
         taken = min(filter(None, (runner.steps, 40)))
         made = trained(trial, [1.0] * taken, steps=taken, ms=ms, kind=Kind(self.kind))
         value = 0.9 + (0 if is_base else SCATTER[seed % 5])
-        if not trial.short:
+        if not trial.short and self.metric:
             made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
         log = RunFiles.of(runner.directory, trial).log
         log.write_text(f"acc {value}\n")
@@ -68,7 +68,7 @@ def sweep(*words):
 
 def advice(results):
     said = " ".join([results.recommendation, *results.notes])
-    return [shlex.split(one) for one in re.findall(r"--resume --\w+ [^\s,;:.]+", said)]
+    return [shlex.split(one) for one in re.findall(r"--resume --\w+ (?:'[^']*'|[^\s,;:.]+)", said)]
 
 
 KINDS = {
@@ -140,6 +140,36 @@ def test_a_metric_is_read_from_the_output_of_runs_that_have_ended(machine):
     with pytest.raises(SystemExit, match="2"):
         sweep("--resume", "--metric", r"loss=loss (\S+)")
     assert "metrics" in results.options and read_results("ampatch-sweep/train") == results
+
+
+def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, capsys):
+    machine.metric = None
+    results = sweep("--levels", "O0,O1", "--seeds", "2")
+    assert capsys.readouterr().err.count('The output has "acc 0.9"') == 1
+    [words] = [one for one in advice(results) if one[1] == "--metric"]
+    machine.ran.clear()
+    results = sweep(*words)
+    assert results.rows[1].comparisons[0].name == "acc" and not machine.ran
+    assert not [one for one in advice(results) if one[1] == "--metric"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("epoch 3 loss 0.5 val_acc: 0.93, 4 s", r"val_acc=val_acc: ([\d.]+)"),
+        ("Accuracy = 93.1%", r"Accuracy=Accuracy = ([\d.]+)"),
+        ("lr 0.1 loss 0.5 acc_std 0.2 epoch 7", None),
+        ("", None),
+    ],
+)
+def test_what_looks_like_a_metric(text, found, tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(text + "\n")
+    told = hint(log, len(text))
+    assert (told and told[1]) == found
+    if found:
+        name, _, pattern = found.partition("=")
+        assert 0.9 < read_metrics(log, {name: pattern})[name].values[0] < 94
 
 
 def test_levels_and_rows_that_are_named_later_are_added(machine):

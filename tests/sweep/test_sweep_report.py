@@ -436,7 +436,7 @@ def test_the_table_is_whole(tmp_path):
     assert len(lines) == 1 + len(results.rows)
     assert {line.count("&") for line in lines} == {len(sides) - 1}
     assert r"0.9050 $\pm$ 0.0071" in text and r"2.00x$^{\dagger}$" in text
-    assert "% \N{DAGGER} speed not told apart" in text
+    assert "% \N{DAGGER} a speed that may be noise" in text
     head = text.partition(r"\midrule")[0]  # the main columns alone
     assert "last loss" in head and "accuracy" in head
     assert "first" not in head and "scale" not in head and "status" not in head

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.numbers import setting_text
@@ -55,11 +56,9 @@ class RunFiles:
     ranks: Path  # a directory for torchrun, until the run has ended
 
     @classmethod
-    def of(cls, directory: Path, trial: Trial) -> RunFiles:
-        return cls.named(directory, trial.file_stem)
-
-    @classmethod
-    def named(cls, directory: Path, stem: str) -> RunFiles:
+    def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
+        """The files of a trial, or of its stem."""
+        stem = trial if isinstance(trial, str) else trial.file_stem
         endings = ("json", "record", "progress", "log", "dir", "ranks")
         return cls(*(directory / f"{stem}.{ending}" for ending in endings))
 
@@ -137,7 +136,7 @@ def clear(path: Path) -> None:
     if record is None:
         return
     for stem in record.trials:
-        RunFiles.named(path / RUNS, stem).remove()
+        RunFiles.of(path / RUNS, stem).remove()
         remove_directory(path / EVENTS / stem)
     for name in (*TABLES, REPORT, *DRAWN, *record.files):
         (path / name).unlink(missing_ok=True)
@@ -152,31 +151,22 @@ class Directory:
     """A directory that one sweep holds, from construction to `release`.
 
     Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run
-    in it, or as `record_of`.  `files` are those that the caller will write into it.
+    in it, or as `record_of`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: dict[str, Any],
-        resume: bool,
-        overwrite: bool,
-        files: Sequence[str] = (),
-    ) -> None:
-        self.path = path
-        self.runs = path / RUNS
+    def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
+        self.path, self.runs = path, path / RUNS
         self.settings = plain(settings)
-        self.earlier: Results | None = None
-        record_of(path, files)
+        record_of(path, options.files)
         self._lock = _held(self, path)
         try:
             with _explained(path):
-                found = record_of(path, files)
-                if found is not None and not overwrite:
-                    self._check(found, resume)
-                    self.earlier = found
-                else:
+                found = record_of(path, options.files)
+                self.earlier = None if options.overwrite else found
+                if self.earlier is None:
                     clear(path)
+                else:
+                    self._check(self.earlier, options.resume)
         except BaseException:
             self.release()
             raise

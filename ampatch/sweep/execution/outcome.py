@@ -98,5 +98,5 @@ class Outcome:
 
     def _script_notes(self) -> dict[str, str]:
         return notes.script_notes(
-            self._script, self._arguments, self._options, self._plan, self.runs
+            *(self._script, self._arguments, self._options, self._plan, self.runs), self._held.runs
         )

@@ -69,9 +69,7 @@ class Sweep:
             device_groups(asked.devices, asked.nproc_per_node or 1)
         margin = Margin.of(asked.margin)
         self._plan = Plan(asked, earlier)
-        self._held = Directory(
-            path, self._settings(), asked.resume, asked.overwrite, files=asked.files
-        )
+        self._held = Directory(path, self._settings(), asked)
         self._outcome = Outcome(
             self._program, self.arguments, asked, given, margin, self._plan, self._held
         )

@@ -1,17 +1,7 @@
 """Which row is recommended, and what is missing where none is: in two sentences at most.
 
-A row is recommended only if all of this was shown:
-
-* it starts as O0 does (`start_check.py`);
-* neither the judged quantity nor the last loss is worse than O0's by what matters (`margin.py`);
-* the interval of the judged quantity shows it: its end is within the margin, by default 1 % of
-  O0's value; or, where it has no direction, its values are O0's;
-* it is faster than O0, by enough to matter, on a machine that tells it apart (`pace.py`).
-
-A row that is surely no faster is out whatever its accuracy, so where all are, speed is the reason.
-
-Of rows that are not told apart in speed the one with more FP32 is named.  `O1` and `autocast` keep
-the same in FP32: of these the one that the script has already.
+What has to be shown of a row: docs/explanation/sweep_figures.md, "What is recommended".  Whether
+rows start alike is in `start_check.py`, what matters in `margin.py`, what is faster in `pace.py`.
 """
 
 from __future__ import annotations
