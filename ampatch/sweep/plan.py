@@ -4,10 +4,9 @@ Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a 
 runs once, close together in time, and O0 once more, so that each round has its own comparison
 with O0 and its own measure of the machine's noise.
 
-Both come from one list.  The whole runs of a seed are a round.  Where there are fewer than the
-rounds, short ones follow, whose runs are ended after a few seconds of training
-(`execution/budget.py`).  The second O0 of a round is short in any case.  Where there is no O0,
-or nothing else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
+The whole runs of a seed are a round.  Where there are fewer than the rounds, short ones follow,
+ended after a few seconds of training (`execution/budget.py`).  The second O0 of a round is always
+short.  Nothing is added where there is no O0 or nothing else, nor with `rounds=1`.
 """
 
 from __future__ import annotations

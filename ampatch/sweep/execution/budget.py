@@ -4,10 +4,7 @@ The first whole run of O0 says how long a process, a step and a run take.  Anoth
 need O0's time, longer by the measured speed of its half type, until its own runs have shown theirs.
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
-
-What is given up, in this order: seeds, down to `TESTED`; the other seeds but one, and with each
-number of them rounds, down to `FEWEST_ROUNDS`; whole runs of all rows but O0, whose timed runs then
-take `FEWEST_STEPS`.
+`plans` has what is given up, in its order.
 """
 
 from __future__ import annotations

@@ -120,13 +120,12 @@ def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
             f"{path}: has files, and no summary.json of a sweep. Nothing was changed. Choose a new "
             "or an empty folder with --out; --overwrite replaces the files of sweeps alone."
         )
-    known = record.files if record else ()
-    taken = [name for name in files if name not in known and (path / name).exists()]
-    if taken:
-        raise ValueError(
-            f"{path / taken[0]}: was not written by the sweep in this folder. Nothing was changed. "
-            "Move the file away, or choose another folder with --out."
-        )
+    for name in set(files).difference(record.files if record else ()):
+        if (path / name).exists():
+            raise ValueError(
+                f"{path / name}: was not written by the sweep in this folder. Nothing was changed. "
+                "Move the file away, or choose another folder with --out."
+            )
     return record
 
 
@@ -150,14 +149,12 @@ def _is_free(path: Path) -> bool:
 class Directory:
     """A directory that one sweep holds, from construction to `release`.
 
-    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run
-    in it, or as `record_of`.
+    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run in it.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
         self.path, self.runs = path, path / RUNS
         self.settings = plain(settings)
-        record_of(path, options.files)
         self._lock = _held(self, path)
         try:
             with _explained(path):

@@ -31,13 +31,12 @@ class Outcome:
         arguments: Sequence[str],
         options: SweepOptions,
         given: dict[str, Any],
-        margin: Margin,
         plan: Plan,
         held: Directory,
     ) -> None:
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
-        self._options, self._given, self._margin = options, given, margin
+        self._options, self._given, self._margin = options, given, Margin.of(options.margin)
         self._plan, self._held = plan, held
         self._stems = dict.fromkeys(held.earlier.trials if held.earlier else ())
         if held.earlier is None:

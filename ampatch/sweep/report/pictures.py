@@ -1,8 +1,7 @@
 """The pictures of a sweep: the loss by step and by time, and the speed.
 
-A row has the same colour in every picture.  Colours are opt levels, chosen for colour-blind
-readers (Okabe and Ito, "Color Universal Design", 2008, without yellow, which is hard to see on
-white).  The same data give the same bytes: no dates, and fixed names inside an SVG.
+Colours are opt levels, for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008,
+without yellow).  The same data give the same bytes: no dates, and fixed names inside an SVG.
 """
 
 from __future__ import annotations

@@ -60,9 +60,6 @@ def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> st
         looks=LOOKS,
         lacking=lacking,
         facts=facts(results),
-        settings={
-            name: setting_text(value)
-            for name, value in {**results.options, **results.settings}.items()
-        },
+        settings={n: setting_text(v) for n, v in {**results.options, **results.settings}.items()},
         split_interval=split_interval,
     )

@@ -7,7 +7,6 @@ nothing about opt levels, and none is recommended.
 
 Rounding may do 32 units of roundoff (docs/explanation/sweep_figures.md has what was measured); in
 FP32 2**-10, for kernels that add up in another order.
-
 The loss that this is relative to is the larger of the two, or O0's usual one where that is larger.
 A row in half may also differ as O0's loss does from step to step at the start: what is drawn at
 random within the model can be another draw in another type.
