@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from sweep_made import trained
@@ -30,6 +31,7 @@ class Machine:
 
     def __init__(self):
         self.kind, self.metric, self.noise, self.ran = AMPATCH, "accuracy", 1.0, []
+        self.slower = 0.0  # seconds by which each run takes longer than the one before
 
     def run(self, runner, trial, watch, place):
         self.ran.append((trial, runner.script_arguments(trial)))
@@ -43,7 +45,8 @@ class Machine:
         log = RunFiles.of(runner.directory, trial).log
         log.write_text(f"acc {value}\n")
         made.measured.metrics |= read_metrics(log, runner.metrics or {})
-        run = dataclasses.replace(made, seconds=4.0 + taken * ms / 1000, alone=place.alone)
+        taken = 4.0 + taken * ms / 1000 + self.slower * len(self.ran)
+        run = dataclasses.replace(made, seconds=taken, alone=place.alone)
         write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
         return run
 
@@ -121,6 +124,17 @@ def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_
     more = sweep("--budget", "3", "--levels", "O0,O1", *words)
     assert {row.speeds.n for row in more.rows} == {int(words[2])}
     assert [row.seeds for row in more.rows] == [row.seeds for row in results.rows]
+
+
+def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):
+    """Also where the last run has changed what all of it would take."""
+    machine.slower = 0.7
+    results = sweep("--budget", "2")
+    [note] = [one for one in results.notes if one.startswith("Planned")]
+    said = capsys.readouterr()
+    last = [line for line in (said.err + said.out).splitlines() if "Planned" in line][-1]
+    assert last == f"Note: {note}" and "--resume --budget" in note
+    assert note in Path("ampatch-sweep/train/report.html").read_text()
 
 
 def test_a_direction_that_is_advised_runs_nothing_again(machine):
