@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 
 import pytest
 from run_command import write
@@ -241,6 +242,19 @@ def test_a_file_beside_a_sweep_is_not_taken_for_a_tunings_answer(script, machine
         with pytest.raises(ValueError, match=r"tune.json: (was not written|is damaged)"):
             Tuning(script, opt_level="O1", out="out", **way)
     assert (tmp_path / "out/tune.json").read_text() == "mine" and read_results("out").done == 8
+
+
+def test_a_tuning_goes_on_with_its_options_and_arguments(script, machine):
+    options = {"opt_level": "O1", "out": "out"}
+    Tuning(script, ["--lr", "1"], seeds=4, margin="20%", **options)
+    gc.collect()  # lets the folder go
+    said = []
+    Tuning(script, seeds=6, resume=True, say=said.append, **options)
+    assert said == [
+        "Goes on with the sweep in its folder, and keeps its settings: --margin 20% -- --lr 1."
+    ]
+    kept = read_results("out")
+    assert kept.options["margin"] == "20%" and kept.settings["seeds"] == 6
 
 
 def test_the_default_folder_is_one_that_is_free(script, machine, tmp_path):
