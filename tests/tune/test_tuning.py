@@ -46,10 +46,10 @@ class Trials:
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
-        files = list(options.get("files", ()))
-        record = Results("train.py", [], "", 0, {"dtypes": []}, {}, files=files)
+        self.last = asked = SweepOptions(rows=rows, **options)
+        kept = {"options": asked.given(options), "files": list(asked.files)}
+        record = Results("train.py", list(arguments), "", 0, {"dtypes": []}, {}, **kept)
         write_json(Path(out) / "summary.json", record)
-        self.last = SweepOptions(rows=rows, **options)
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
@@ -156,6 +156,12 @@ def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cur
     said = " ".join(summary(answer))
     assert "Not known" not in said and "would have been seen" in said
     assert answer.outcome == ("passes" if cures == ["O3"] else "cured")
+
+
+def test_a_tuning_that_goes_on_judges_by_the_margin_of_before(tuned):
+    assert tuned(["O3"], noise=0.01, margin="50%")[0].outcome == "passes"
+    assert tuned(["O3"], noise=0.01, resume=True)[0].outcome == "passes"
+    assert tuned(["O3"], noise=0.01, resume=True, margin="1%")[0].outcome == "undecided"
 
 
 def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
