@@ -143,13 +143,25 @@ def dtype_of(value: Tensor) -> torch.dtype:
 
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """The dtype PROMOTE casts to: the widest castable one, FP32 for two different half types."""
+    """The widest castable dtype, FP32 for two different half types; None: nothing is castable."""
     dtypes = {
         dtype_of(value)
         for value in tensors_in((*args, *kwargs.values()))
         if castable(value, policy)
     }
     return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
+
+
+def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """As `widest`, and None where all have one dtype: nothing is to be cast."""
+    found = None
+    for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
+        dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
+        if dtype is not found and dtype in CASTABLE and castable(value, policy):
+            if found is not None:
+                return torch.float32
+            found = dtype
+    return None
 
 
 def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -316,7 +328,7 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.FLOAT_ON_CPU_IF_ADDING: _float_on_cpu_if_adding,
     Rule.FLOAT_ON_CPU_IF_OVERLAPPING: _float_on_cpu_if_overlapping,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
-    Rule.PROMOTE: widest,
+    Rule.PROMOTE: _promote,
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
