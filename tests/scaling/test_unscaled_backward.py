@@ -416,7 +416,7 @@ def test_the_hook_keeps_nothing():
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what Dynamo looks at
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("compiles", ["model", "step", "backward"])
 def test_compiled_code_is_silent_and_looked_at(compiles, caplog):
     model, optimizer = start("O1", dtype=torch.bfloat16, loss_scale=64.0, verbosity=1)
