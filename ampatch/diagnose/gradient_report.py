@@ -23,7 +23,8 @@ class GradientReport:
     hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
 
     `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted,
-    `hooked` parameters with gradient hooks: what these left is counted, and no scale is suggested.
+    `hooked` parameters with gradient hooks: what these left is counted, and no scale is suggested;
+    nor is one where nothing was counted.
     """
 
     steps: int
@@ -49,10 +50,10 @@ class GradientReport:
         lines = [
             f"{self.total.counted} gradients that are not zero, over {self.steps} optimizer steps"
             f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} not finite.",
-            *_bars(self.total),
-            *_shares(self),
-            self._hooks_note() or str(self.suggestion),
         ]
+        if self.total.counted:
+            advice = self._hooks_note() or str(self.suggestion)
+            lines += [*_bars(self.total), *_shares(self), advice]
         if self.floor is not None:
             lines.append(
                 f"These were computed in float16: what was smaller than {self.floor:.3g} is among "
@@ -65,6 +66,9 @@ class GradientReport:
                 "cancels it, so its gradient is rounding errors of zero."
             )
         return "\n".join(lines)
+
+    def _suggests(self) -> bool:
+        return bool(self.total.counted) and not self.hooked
 
     def _hooks_note(self) -> str:
         if not self.hooked:
@@ -81,7 +85,7 @@ class GradientReport:
             "skipped_steps": self.skipped,
             "loss_scale": self.scale,
             "floor": self.floor,
-            "suggestion": None if self.hooked else dataclasses.asdict(self.suggestion),
+            "suggestion": dataclasses.asdict(self.suggestion) if self._suggests() else None,
             "left_out": self.left_out,
             "hooked": self.hooked,
             **_histogram_as_dict(self.total),

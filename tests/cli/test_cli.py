@@ -86,11 +86,18 @@ WRONG = [
     ("polish", "there is no command 'polish'.\nExpected one of sweep, "),
     ("swep train.py", "there is no command 'swep'. Did you mean \"sweep\"?"),
     ("train.py", "To run a script: ampatch run train.py"),
+    ("--verison", 'unrecognized arguments: --verison. Did you mean "--version"?'),
+    ("--verison run train.py", 'Did you mean "--version"?'),
+    ("--opt-level O1 run train.py", "--opt-level. Options of a command come behind it."),
     ("doctor --fast", "unrecognized arguments: --fast"),
     ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
     ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
     # what is to run
     *((command, NO_SCRIPT) for command in ("run", "sweep", "explain", "gradients")),
+    *(
+        (f"{command} ''", "the name of the script is empty: an unset variable?")
+        for command in ("run", "sweep", "explain", "gradients", "run -m", "sweep -m")
+    ),
     *((f"{command} gone.py", "there is no such script") for command in ("sweep", "gradients")),
     ("explain .", ".: not a file"),
     ("sweep notebook.ipynb", "jupyter nbconvert --to script notebook.ipynb"),
@@ -114,6 +121,7 @@ WRONG = [
     ("sweep torchrun -- train.py", WATCHES),
     # options
     ("run --fast train.py", "unrecognized arguments: --fast"),
+    ("run -opt-level O1 train.py", ': -opt-level. Did you mean "--opt-level"?'),
     ("run --opt O1 train.py", "unrecognized arguments: --opt"),
     ("explain --opt-level O9 train.py", "argument --opt-level: O9: not understood. Expected O0"),
     ("run --dtype=float32 train.py", "for FP32 use opt level O0"),
