@@ -22,9 +22,10 @@ class GradientReport:
     If gradients were computed in float16, `floor` is the smallest number that they could
     hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
 
-    `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted,
-    `hooked` parameters with gradient hooks: what these left is counted, and no scale is suggested;
-    nor is one where nothing was counted.
+    `left_out` names biases of which a part is not counted, as its gradients are rounding errors of
+    zero (an attention's keys, which the softmax cancels).  `hooked` names parameters with gradient
+    hooks: what these left is counted, and no scale is suggested; nor is one where nothing was
+    counted.
     """
 
     steps: int
@@ -62,8 +63,8 @@ class GradientReport:
             )
         if self.left_out:
             lines.append(
-                f"Left out: the part for the keys of {', '.join(self.left_out)}. The softmax "
-                "cancels it, so its gradient is rounding errors of zero."
+                f"Left out: parts of {', '.join(self.left_out)}. Their gradients are rounding "
+                "errors of zero: a softmax cancels the bias of its keys, a batch norm that before it."
             )
         return "\n".join(lines)
 
