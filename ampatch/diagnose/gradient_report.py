@@ -64,7 +64,7 @@ class GradientReport:
         if self.left_out:
             lines.append(
                 f"Left out: parts of {', '.join(self.left_out)}. Their gradients are rounding "
-                "errors of zero: a softmax cancels the bias of its keys, a batch norm that before it."
+                "errors of zero: a softmax cancels its keys' bias, a batch norm the one before it."
             )
         return "\n".join(lines)
 
