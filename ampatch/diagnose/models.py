@@ -75,6 +75,11 @@ class Models:
         """The name of a parameter; None for other models' weights."""
         return self._parameters.get(weight)
 
+    def owner(self, parameter: str) -> nn.Module | None:
+        """The module that a parameter of this name sits in."""
+        path = parameter.rpartition(".")[0]
+        return next((module for module, name in self.names.items() if name == path), None)
+
     def _adopt(self, model: nn.Module, prefix: str) -> None:
         for name, module in model.named_modules(prefix=prefix):
             self.names[module] = name
