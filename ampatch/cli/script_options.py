@@ -58,9 +58,6 @@ AUTO: Options = {
         "check each step(); at O1, in float16 or bfloat16",
     },
 }
-_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""How shtab has shells complete a name (the extra `completion`)."""
-
 DEFAULT_STEPS = 20
 WATCHED: Options = {
     "--steps": {
@@ -95,7 +92,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     """Add SCRIPT, and `-m MODULE` in its place."""
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     script: Any = parser.add_argument("script", nargs="?", metavar="SCRIPT")
-    script.complete = _FILES
+    if (shtab := sys.modules.get("shtab")) is not None:  # it asks for the parsers
+        script.complete = shtab.FILE
 
 
 def split(argv: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 _LEAST = 2.0**-16
 """Below this part of its weight's gradient a bias's is noise also where that is all of it."""
+_OF_THREE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _RUN = 4  # so many neighbours are small: single ones are small by chance
 
 
@@ -45,7 +46,7 @@ def _sizes_of_rows(name: str, grads: Mapping[str, Tensor]) -> Tensor | None:
     own = [grads.get(f"{before}weight{after}")]
     if own == [None]:  # nn.MultiheadAttention whose keys have another size
         before = before.removesuffix("in_proj_")
-        own = [grads.get(f"{before}{one}_proj_weight") for one in "qkv"]
+        own = [grads.get(f"{before}{one}") for one in _OF_THREE]
     if not is_bias or any(one is None or one.is_sparse or one.dim() < 2 for one in own):
         return None
     sides = [one.float().flatten(1) for one in own if one is not None]

@@ -1,9 +1,11 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
+import argparse
 import io
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 from run_command import ampatch_run, write
@@ -12,6 +14,7 @@ from warm_python import environment
 
 import ampatch
 from ampatch.cli import main
+from ampatch.cli.script_options import add_program
 
 STEPS = """
     for _ in range(10):
@@ -228,3 +231,17 @@ def test_what_is_said_where_torch_cannot_be_imported(arguments, code, said, tmp_
     assert done.returncode == code
     assert all(words in done.stdout + done.stderr for words in said)
     assert ("Traceback" in done.stderr) == (arguments == "uses.py")
+
+
+def test_shtab_is_told_where_a_shell_completes_files(monkeypatch):
+    """It makes the completion from the parsers, and gives this to the arguments that are files."""
+    added = []
+
+    class Parser(argparse.ArgumentParser):
+        def add_argument(self, *names, **given):
+            added.append(super().add_argument(*names, **given))
+            return added[-1]
+
+    monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(FILE="files"))
+    add_program(Parser())
+    assert [one.dest for one in added if getattr(one, "complete", "") == "files"] == ["script"]

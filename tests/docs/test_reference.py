@@ -9,7 +9,6 @@ import pytest
 from repository import ROOT
 
 import ampatch
-from ampatch.cli.main import build_parser
 
 FOLDER = ROOT / "docs" / "reference"
 
@@ -47,11 +46,3 @@ def test_each_option_is_in_the_page_of_commands(here):
         section = text.split(f"\n## ampatch {command}\n")[1].split("\n## ")[0]
         options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+|-m)", said, re.M)) - {"--help"}
         assert options and all(f"- `{option}" in section for option in options)
-
-
-def test_the_shell_completes_files_where_a_script_is_expected():
-    """By the names that shtab's scripts have for it."""
-    parsers = build_parser()._subparsers._group_actions[0].choices
-    for command in ("run", "sweep", "tune", "explain", "gradients"):
-        [script] = [one for one in parsers[command]._actions if one.dest == "script"]
-        assert script.complete == {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}

@@ -206,6 +206,18 @@ def test_a_block_without_a_backward_pass_says_so_once(opt_level, caplog):
     assert "scaled_loss.backward()" in caplog.text
 
 
+def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
+    """These are no new ones."""
+    model, optimizer = start("O0", loss_scale=64.0, verbosity=1)
+    for _ in range(2):
+        with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+    with ampatch.scale_loss(loss_of(model), optimizer):
+        pass
+    assert caplog.text.count("without a backward pass") == 1
+    assert close(grads(optimizer), float_grads(data(), data()))
+
+
 # Right uses
 
 
