@@ -29,7 +29,6 @@ except (ImportError, OSError) as _error:  # doctor and --version run all the sam
 else:
     from . import native as native  # loads a build of the native part that matches
     from .api.casting import (
-        cached_weights,
         disable_casts,
         float_function,
         half_function,
@@ -77,7 +76,6 @@ __all__ = [
     "add_models",
     "add_optimizers",
     "cache_info",
-    "cached_weights",
     "deactivate",
     "debug",
     "disable_casts",
@@ -120,6 +118,12 @@ if not TYPE_CHECKING:  # a checker would take any name to be there
                 f"ampatch.{name} needs torch, which cannot be imported: {_no_torch}. Expected a "
                 "torch that works: pip install torch"
             ) from _no_torch
+        if name == "cached_weights":
+            raise AttributeError(
+                "ampatch.cached_weights was removed in 0.2.0: each forward casts its weights. To "
+                "evaluate or decode with weights that do not change, call a half copy: "
+                "half = ampatch.unwrap(model).half() (or .bfloat16()), on inputs of that dtype."
+            )
         if name not in _DIAGNOSTICS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)

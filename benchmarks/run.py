@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import speed
 import torch
 from measuring import command, machine
+from realistic import REALISTIC
 from tasks import ON_A_DEVICE, TASKS
 
 HALF_TYPES = ("float16", "bfloat16")
@@ -38,7 +39,7 @@ def place(text: str) -> Path:
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "models": {"nargs": "+", "metavar": "MODEL", "choices": (*TASKS, *ON_A_DEVICE)},
+    "models": {"nargs": "+", "metavar": "MODEL", "choices": (*TASKS, *REALISTIC, *ON_A_DEVICE)},
     "systems": {"nargs": "+", "metavar": "SYSTEM", "help": "the first is the reference"},
     "rounds": {"type": int},
     "seconds": {"type": float, "help": "of each system's turn"},
@@ -80,8 +81,9 @@ SPEED = Mode(
     "speed:report",
     {"models": None, "systems": None, "rounds": 31, "seconds": 0.02, "dtype": "bfloat16"},
     "{dtype}, CPU, one thread: median and quartiles of {rounds} interleaved rounds, {seconds} s "
-    "per turn. Above 1 is faster than the first column (autocast: with a GradScaler). SGD, dynamic "
-    "loss scaling wherever there is one, static 1 at O3; `levels`: momentum, each level's own.",
+    "per turn. Above 1 is faster than the first column (autocast: with a GradScaler). SGD, "
+    "for models of users' sizes AdamW; dynamic loss scaling wherever there is one, static 1 at "
+    "O3; `levels`: momentum, each level's own.",
 )
 MODES: dict[str, Mode] = {
     **dict.fromkeys(speed.TABLES, SPEED),

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from measuring import measure, speed_ups, table, told
+from realistic import REALISTIC
 from systems import (
     AGAIN,
     AUTOCAST,
-    CACHED,
     COMPILER,
     FP32,
     FUSED,
@@ -39,6 +39,9 @@ from tasks import LARGE, SMALL, TASKS
 
 TO_THE_LIMIT = [AUTOCAST, AUTOCAST + AGAIN, HALF, "O1", "O2"]
 COMPILED = ("MLP, 8 layers", "conv net, BatchNorm", "transformer, d=16")
+USUAL = ("encoder", "ViT", "U-Net")
+SYSTEMS_OF_USERS = [AUTOCAST, AUTOCAST + AGAIN, FP32, "O1", "O2", "O3"]
+ADAMW = How(optimizer=functools.partial(torch.optim.AdamW, lr=1e-4))
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
@@ -79,8 +82,8 @@ TABLES = {
         COMPILED,
     ),
     "evaluation": Table(
-        "Evaluation under no_grad, dispatch-bound; cached: inside one block of cached_weights",
-        [*SYSTEMS, "O1" + CACHED, "O2" + CACHED],
+        "Evaluation under no_grad, dispatch-bound",
+        SYSTEMS,
         evaluates=True,
     ),
     "compute": Table("Training, compute-bound", SYSTEMS, models=tuple(LARGE)),
@@ -89,6 +92,23 @@ TABLES = {
         TO_THE_LIMIT,
         How(situation="compile"),
         ("MLP 1024", "ResNet-like", "GPT block, d=256"),
+    ),
+    "realistic": Table(
+        "Training of models of users' sizes", SYSTEMS_OF_USERS, ADAMW, tuple(REALISTIC)
+    ),
+    "realistic-evaluation": Table(
+        "Evaluation of models of users' sizes under no_grad",
+        *(SYSTEMS_OF_USERS, PLAIN, tuple(REALISTIC)),
+        evaluates=True,
+    ),
+    "realistic-compile": Table(
+        f"Training of models of users' sizes under torch.compile ({COMPILER})",
+        *(TO_THE_LIMIT, replace(ADAMW, situation="compile"), USUAL),
+    ),
+    "realistic-compile-evaluation": Table(
+        f"Evaluation of models of users' sizes under torch.compile ({COMPILER})",
+        *(TO_THE_LIMIT, replace(ADAMW, situation="compile"), USUAL),
+        evaluates=True,
     ),
     "levels": Table(
         "The levels beside FP32, compute-bound",
@@ -99,12 +119,15 @@ TABLES = {
 }
 
 
+ALL = {**TASKS, **REALISTIC}
+
+
 def make(which: str, name: str, dtype: str, system: str) -> Callable[[], None]:
     """The function that does one step of a table's model under a system."""
     torch.manual_seed(0)
     of = TABLES[which]
     how = replace(of.how, dtype=getattr(torch, dtype))
-    return (make_evaluation if of.evaluates else make_step)(TASKS[name](), system, how)
+    return (make_evaluation if of.evaluates else make_step)(ALL[name](), system, how)
 
 
 def report(which: str, options: Namespace) -> Iterator[str]:

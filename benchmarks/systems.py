@@ -2,7 +2,7 @@
 
 A system's name begins with what it is: FP32, pure half, autocast, O0 to O3.  What follows may be:
 "again" (the reference a second time), "native" (in a process that may use ampatch's native part),
-"cached" (evaluated inside `cached_weights`), "compiled".
+"compiled".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import ampatch as amp
 from ampatch import native
 
 FP32, HALF, AUTOCAST = "FP32", "pure half", "autocast"
-AGAIN, CACHED, COMPILED, NATIVE = " again", " cached", " compiled", " native"
+AGAIN, COMPILED, NATIVE = " again", " compiled", " native"
 SYSTEMS = [AUTOCAST, AUTOCAST + AGAIN, FP32, HALF, "O1", "O2", "O3"]
 OURS = ("O0", "O1", "O2", "O3")
 MICRO_BATCHES = 4
@@ -56,7 +56,7 @@ def with_native(systems: list[str]) -> list[str]:
     """The systems, and O1 and O2 with the native part beside them where it is built."""
     if native.part is None:
         return systems
-    ours = [one for one in systems if one.removesuffix(CACHED) in ("O1", "O2")]
+    ours = [one for one in systems if one in ("O1", "O2")]
     return [*systems, *(one + NATIVE for one in ours)]
 
 
@@ -146,13 +146,14 @@ def make_evaluation(task: Task, system: str, how: How) -> Callable[[], None]:
         around = functools.partial(torch.autocast, "cpu", dtype=how.dtype)
     elif engine(system) in OURS:
         amp.initialize(task.modules, opt_level=engine(system), dtype=how.dtype, verbosity=0)
-        if CACHED in system:
-            amp.cached_weights(task.modules).__enter__()  # it lasts as long as the process
+    modules = task.modules
+    if how.situation == "compile":
+        modules = [torch.compile(module, backend=how.compiler) for module in modules]
 
     def step() -> None:
         with torch.no_grad(), around():
             for loss_of in task.losses:
-                loss_of(task.modules)
+                loss_of(modules)
 
     return step
 

@@ -1,15 +1,11 @@
-"""Casting controlled by the user: decorators, registrations, `disable_casts`, `precision`,
-`cached_weights`.
-"""
+"""Casting controlled by the user: decorators, registrations, `disable_casts`, `precision`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..casting import user_functions
 from ..casting.contexts import PolicyContext
@@ -20,10 +16,8 @@ from ..casting.tables import Rule
 from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
-from ..session.cached_weights import CachedWeights
 from ..session.registry import cast_state, registry
 from ..types import Function, Owner, Precision
-from .argument_checks import as_models
 
 
 def half_function(function: Function) -> Function:
@@ -128,32 +122,3 @@ def precision(dtype: Precision) -> PolicyContext:
         return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
 
     return PolicyContext(registry.state, forced, call)
-
-
-def cached_weights(model: nn.Module | Sequence[nn.Module]) -> CachedWeights:
-    """Context manager: the model's weights are cast once, for all forwards inside.
-
-        model.eval()
-        with torch.no_grad(), ampatch.cached_weights(model):
-            for inputs, targets in loader:
-                outputs = model(inputs)
-
-    For decoding, evaluation, and other loops of forwards without a step.  Without the block each
-    forward at O1 and O2 casts the weights again.  Results are the same to the bit.  The copies are
-    made when a forward first needs them, serve all threads, and take half the memory of the weights
-    until the block ends.  Only forwards that record no graph use them; with gradients on, frozen
-    weights alone.  At O0 and O3, and with `enabled=False`, nothing changes.
-
-    Weights may change inside: after a step, and when a forward begins after a write, all are cast
-    again.  A write through NumPy, or into a `.data` that was read before the block's forwards, is
-    not seen: forwards then use the old values.
-
-    Args:
-        model: one that `initialize` was given, a part of it, or a module around it
-            (DistributedDataParallel, what torch.compile returned, ...); or a list of these.
-
-    Raises:
-        TypeError: the argument is no module.
-        AmpatchError: no open session manages the model.
-    """
-    return CachedWeights(as_models(model, "ampatch.cached_weights"))

@@ -46,8 +46,8 @@ def _refusing(what: str, original: Callable) -> Callable:
 
 
 _INSTEAD_OF_TORCH = (
-    "Run it with plain Python, or remove these lines: what stands in a torch.autocast that is "
-    "switched off runs in FP32 under --auto too."
+    "Run it with plain Python, or remove these lines. Regions with enabled=False may stay: they "
+    "run in FP32 under --auto too."
 )
 
 

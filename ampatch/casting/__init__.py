@@ -7,8 +7,7 @@ Where to look first:
 * what is in force, and for which thread: `policy`, `cast_state`; what pushes a policy of its own,
   and whether a forward still runs: `stack`; the user's blocks: `contexts`; recomputations, custom
   Functions' backward and replicas: `context_propagation`;
-* half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`,
-  `kept_copies` (of several forwards);
+* half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`;
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
   `places`;
 * the user's functions: `user_functions`, `registered_functions`;

@@ -70,15 +70,17 @@ class _CastTogether(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
         if (  # one call may write them all
-            type(None) not in map(type, grads)
-            and set(map(_layout_of, grads)) == {torch.strided}
+            set(map(_layout_of, given)) == {torch.strided}
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
             and not is_recording()
-            and not any(map(is_batched, grads))
+            and not any(map(is_batched, given))
         ):
-            return None, None, *copies(grads, torch.float32)  # type: ignore[arg-type]
-        return None, None, *[None if grad is None else grad.float() for grad in grads]
+            made = iter(copies(given, torch.float32))
+        else:
+            made = map(Tensor.float, given)
+        return None, None, *[None if grad is None else next(made) for grad in grads]
 
 
 _apply = super(Function, _CastTogether).apply
@@ -148,9 +150,16 @@ def cast_together(weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> 
 
 
 def cast_into(known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph: bool) -> None:
-    """`cast_together`; each copy is entered in `known`, with the version that it was made from."""
+    """`cast_together`; each copy is entered in `known`, with the version that it was made from.
+
+    Under `no_grad` all copies require a gradient, since only torch's functions get them: see
+    `_outside_graph`.
+    """
     versions = list(map(_version_of, weights))  # before: another thread may write meanwhile
     halves = cast_together(weights, dtype, in_graph)
+    if not torch.is_grad_enabled():
+        for half in halves:
+            half.requires_grad = True
     known.update(zip(map(id, weights), zip(halves, versions)))
 
 

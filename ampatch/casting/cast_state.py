@@ -163,6 +163,13 @@ class CastState:
                 return True
         return False
 
+    def float_of(self, copy: Any) -> Any:
+        """The FP32 weight with the values of `copy`, if this thread's forward has lent that."""
+        for lending in self.thread.lent:
+            if lending.is_in_place and (found := lending.float_of(copy)) is not None:
+                return found
+        return copy
+
     def watch(self, change: int) -> None:
         """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
 

@@ -188,8 +188,7 @@ class Installation:
         else:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
-            in_place = name.endswith("_") and not name.endswith("__")
-            uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], in_place)
+            uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
         by_itself = self._float_by_itself(row, name)
         if by_itself is not None:
             choose, uncast = by_itself.parts(choose, uncast, self._state)
@@ -218,4 +217,4 @@ _IN_TABLES = {
     if not row.native
     for name in row.names
 }
-_AT_EVERY_LEVEL = {(row.where, name): row.rule for row in EVERY_LEVEL for name in row.names}
+_AT_EVERY_LEVEL = {(row.where, name): row for row in EVERY_LEVEL for name in row.names}

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS
+from ..torch_private.probes import is_recording
 from .cast_observers import observers
 from .cast_state import CastState
 from .contexts import PolicyContext
@@ -26,20 +27,22 @@ from .policy import Policy
 from .recording import opaque_call
 from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
 from .stack import FOLLOW
-from .tables import Rule
+from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
 
 _EVERYWHERE = Policy(half_to=torch.float32)
 
 
-def float_inside(rule: Rule, in_place: bool = False) -> Callable:
-    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where `rule` says so.
+def float_inside(row: Row, name: str, state: CastState) -> Callable:
+    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where the row says so.
 
     For `uncast` of `wrapper.replacement`.  The result has the dtype that PyTorch gives it; a call
-    that works `in_place` writes it into its first argument.
+    that works in place writes it into its first argument.  Instead of a half copy that a model has
+    lent the call takes the FP32 weight.
     """
-    choose, is_everywhere = CHOOSERS[rule], rule is Rule.FLOAT
+    choose, is_everywhere = CHOOSERS[row.rule], row.rule is Rule.FLOAT
+    in_place = name.endswith("_") and not name.endswith("__")
 
     def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -47,17 +50,34 @@ def float_inside(rule: Rule, in_place: bool = False) -> Callable:
                 break
         else:
             return call(*args, **kwargs)
+        if row.only_gradient and not _is_recorded(args, kwargs):
+            return call(*args, **kwargs)
         to = choose(args, kwargs, _EVERYWHERE) if is_everywhere or value.is_cpu else None
         if to is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
         wide = widest(args, kwargs, _EVERYWHERE)
         if wide is None or wide is to:
             return call(*args, **kwargs)
-        cast_args, cast_kwargs = cast_call(args, kwargs, to, _EVERYWHERE)
+        cast_args, cast_kwargs = cast_call(
+            map(given, args), {key: given(value) for key, value in kwargs.items()}, to, _EVERYWHERE
+        )
         made = call(*cast_args, **cast_kwargs)
         return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
 
+    def given(value: Any) -> Any:
+        return state.float_of(value) if isinstance(value, Tensor) else value
+
     return uncast
+
+
+def _is_recorded(args: tuple, kwargs: dict) -> bool:
+    """Whether a graph may be recorded; within a transform a tensor does not know."""
+    if not torch.is_grad_enabled():
+        return False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return is_dynamo_compiling() or is_recording()
 
 
 class FloatByItself(NamedTuple):

@@ -44,7 +44,8 @@ class Row(NamedTuple):
     """The functions `names` of the namespace `where` follow `rule`, for the reason `why`.
 
     A `native` row is there for the reader: PyTorch itself does what the rule
-    asks, and nothing is installed.
+    asks, and nothing is installed.  `only_gradient`: what is wrong in half is the gradient, so that
+    calls that record no graph stay in half.
     """
 
     where: str
@@ -52,6 +53,7 @@ class Row(NamedTuple):
     rule: Rule
     why: str
     native: bool = False
+    only_gradient: bool = False
 
 
 BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
@@ -124,8 +126,12 @@ _ADDED_INTO = (
 _MATRICES = "On the CPU PyTorch adds up the products of the batch in half, one by one."
 _OUTPUTS = "On the CPU PyTorch adds up the gradients of all outputs in half, one by one."
 _WINDOWS = (
-    "On the CPU PyTorch adds up in half, over a window or over the gradients of all windows that"
-    " have an element: in bfloat16 the sum stops at 256 times an addend."
+    "On the CPU PyTorch adds up in half what a window or an element of several windows has: in"
+    " bfloat16 the sum stops at 256 times an addend."
+)
+_OF_WINDOWS = (
+    "On the CPU PyTorch adds up in half the gradients of all windows that have an element: in"
+    " bfloat16 the sum stops at 256 times an addend."
 )
 _ENTRIES = "On the CPU PyTorch adds up the entries of sparse tensors in half, one by one."
 _NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
@@ -345,13 +351,15 @@ EVERY_LEVEL: tuple[Row, ...] = (
         " many in FP16, so that the mean and its gradient are 0."),
     Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds"
         " up the gradients of half weights over all rows in half: in bfloat16 the sum stops at"
-        " 256 times an addend."),
-    Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN),
-    Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN),
-    Row("torch.Tensor", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN),
-    Row("torch", ("index_select", "repeat_interleave"), Rule.FLOAT_ON_CPU_IF_VECTOR, _READ_OFTEN),
+        " 256 times an addend.", only_gradient=True),
+    Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,
+        only_gradient=True),
+    Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),
+    Row("torch.Tensor", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),
+    Row("torch", ("index_select", "repeat_interleave"), Rule.FLOAT_ON_CPU_IF_VECTOR, _READ_OFTEN,
+        only_gradient=True),
     Row("torch.Tensor", ("index_select", "repeat_interleave"), Rule.FLOAT_ON_CPU_IF_VECTOR,
-        _READ_OFTEN),
+        _READ_OFTEN, only_gradient=True),
     Row("torch", ("index_add",), Rule.FLOAT_ON_CPU_IF_VECTOR, _ADDED_INTO),
     Row("torch.Tensor", ("index_add", "index_add_"), Rule.FLOAT_ON_CPU_IF_VECTOR, _ADDED_INTO),
     Row("torch", ("index_put", "index_put_", "put"), Rule.FLOAT_ON_CPU_IF_ADDING, _ADDED_INTO),
@@ -363,19 +371,20 @@ EVERY_LEVEL: tuple[Row, ...] = (
         " segment in half: in bfloat16 the sum stops at 256 times an addend."),
     Row("torch", ("addbmm",), Rule.FLOAT_ON_CPU, _MATRICES),
     Row("torch.Tensor", ("addbmm", "addbmm_"), Rule.FLOAT_ON_CPU, _MATRICES),
-    Row("torch", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS),
-    Row("torch.nn.functional", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS),
+    Row("torch", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS, only_gradient=True),
+    Row("torch.nn.functional", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS, only_gradient=True),
     Row("torch", ("adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d",
                   "max_pool1d_with_indices", "max_pool2d", "max_pool3d"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
     Row("torch._C._nn", ("adaptive_avg_pool2d", "adaptive_max_pool2d", "adaptive_max_pool3d",
                          "max_pool2d_with_indices", "max_pool3d_with_indices"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
-    Row("torch._C._nn", ("adaptive_avg_pool3d", "col2im", "im2col"), Rule.FLOAT_ON_CPU, _WINDOWS),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
+    Row("torch._C._nn", ("adaptive_avg_pool3d", "col2im"), Rule.FLOAT_ON_CPU, _WINDOWS),
+    Row("torch._C._nn", ("im2col",), Rule.FLOAT_ON_CPU, _OF_WINDOWS, only_gradient=True),
     Row("torch.nn.functional", ("adaptive_avg_pool1d", "avg_pool1d", "avg_pool2d"),
-        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _WINDOWS),
+        Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
     Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch adds up in half"
-        " the gradients of all places that repeat a value of the edge."),
+        " the gradients of all places that repeat a value of the edge.", only_gradient=True),
     Row("torch", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
     Row("torch.Tensor", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
     Row("torch.sparse", ("addmm", "mm", "sum"), Rule.FLOAT_ON_CPU, _ENTRIES),

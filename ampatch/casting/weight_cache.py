@@ -23,10 +23,9 @@ from torch.nn import Parameter
 from .. import native
 from ..torch_private.modules import share_block
 from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.probes import is_recording
 from .batched_casts import Copies, LastForward, cast_in_one_block, cast_into
 from .cast_observers import note_copies, observers
-from .kept_copies import KeptCopies
 
 
 @dataclasses.dataclass
@@ -39,27 +38,34 @@ class CacheInfo:
 
 
 class _Forward:
-    """The copies of one forward: those in its graph, and those outside of it."""
+    """The copies of one forward, apart by what a gradient finds.
+
+    Those in `graphed` lead back to their weights.  Those in `frozen` want no gradient, as their
+    weights.  Those in `plain` were made under `no_grad`, and require one: see `_outside_graph`.
+    """
 
     def __init__(
-        self,
-        opener: object,
-        last: LastForward | None = None,
-        below: _Forward | None = None,
-        lasting: KeptCopies | None = None,
+        self, opener: object, last: LastForward | None = None, below: _Forward | None = None
     ) -> None:
         self.opener = opener
         self.last = last
         self.below = below
         self.in_inference = torch.is_inference_mode_enabled()
         self.graphed: Copies = {}
+        self.frozen: Copies = {}
         self.plain: Copies = {}
         self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
-        self.lasting = lasting  # keeps the plain copies beyond this forward
-        if lasting is not None:
-            self.plain, self.kept = lasting.store()
         self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order
         self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
+
+    def copies_for(self, wants_grad: bool) -> Copies:
+        """Where the copies are that serve under the current grad mode."""
+        if not is_grad_enabled():
+            return self.plain
+        return self.graphed if wants_grad else self.frozen
+
+    def __len__(self) -> int:
+        return len(self.graphed) + len(self.frozen) + len(self.plain)
 
 
 class _Thread(threading.local):
@@ -74,11 +80,8 @@ class WeightCache:
         self._thread = _Thread()
         self.hits = self.misses = 0
 
-    def open(
-        self, opener: object, last: LastForward | None = None, lasting: KeptCopies | None = None
-    ) -> None:
-        """Start a forward of `opener`: no copy of an earlier forward is used, except
-        those of `lasting`.
+    def open(self, opener: object, last: LastForward | None = None) -> None:
+        """Start a forward of `opener`: no copy of an earlier forward is used.
 
         Within another model's forward nothing happens: the outermost counts.
         If a forward of the opener is still open, it was interrupted (Ctrl-C skips
@@ -91,12 +94,7 @@ class WeightCache:
         if is_recording():
             thread.forward = None
             return
-        if lasting is not None:
-            thread.forward = None
-            lasting.check()
-            if computes_with_fakes():
-                lasting = None
-        thread.forward = forward = _Forward(opener, last, lasting=lasting)
+        thread.forward = forward = _Forward(opener, last)
         if last is not None:
             for weights in last.buckets():
                 self._begin_with(forward, weights, last.dtype)
@@ -104,16 +102,13 @@ class WeightCache:
     def _begin_with(self, forward: _Forward, weights: list[Tensor], dtype: torch.dtype) -> None:
         """Cast weights that all belong into the graph, or all outside of it."""
         in_graph = weights[0].requires_grad and is_grad_enabled()
-        copies = forward.graphed if in_graph else forward.plain
-        if forward.lasting is not None:
-            weights = [one for one in weights if id(one) not in copies]
-        if weights:
-            cast_into(copies, weights, dtype, in_graph)
-            run_when_ready(copies[id(weights[0])][0])
-            forward.kept.append(weights)
-            self.misses += len(weights)
-            if observers:
-                note_copies([copies[id(one)][0] for one in weights])
+        copies = forward.copies_for(weights[0].requires_grad)
+        cast_into(copies, weights, dtype, in_graph)
+        run_when_ready(copies[id(weights[0])][0])
+        forward.kept.append(weights)
+        self.misses += len(weights)
+        if observers:
+            note_copies([copies[id(one)][0] for one in weights])
 
     def close(self, opener: object = None) -> None:
         """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
@@ -144,8 +139,7 @@ class WeightCache:
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
         forward = self._thread.forward
-        entries = 0 if forward is None else len(forward.graphed) + len(forward.plain)
-        return CacheInfo(self.hits, self.misses, entries)
+        return CacheInfo(self.hits, self.misses, 0 if forward is None else len(forward))
 
     def forget(self, weight: Tensor) -> None:
         """Cast the weight at each use, from now to the end of this thread's forward.
@@ -155,15 +149,15 @@ class WeightCache:
         forward = self._thread.forward
         while forward is not None:
             forward.touched.add(id(weight))
-            forward.graphed.pop(id(weight), None)
-            forward.plain.pop(id(weight), None)
+            for copies in (forward.graphed, forward.frozen, forward.plain):
+                copies.pop(id(weight), None)
             forward = forward.below
 
     def forget_all(self) -> None:
         """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
         forward = self._thread.forward
         if forward is not None:
-            forward.graphed, forward.plain = {}, {}
+            forward.graphed, forward.frozen, forward.plain = {}, {}, {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
@@ -174,8 +168,10 @@ class WeightCache:
         forward = self._thread.forward
         if forward is None:
             return _cast_alone(weight, dtype)
-        in_graph = weight.requires_grad and is_grad_enabled()
-        copies = forward.graphed if in_graph else forward.plain
+        if not is_grad_enabled():  # as `copies_for`, without the price of a call
+            copies = forward.plain
+        else:
+            copies = forward.graphed if weight.requires_grad else forward.frozen
         copy = copies.get(id(weight))
         if copy is not None:
             half, version = copy
@@ -196,10 +192,9 @@ class WeightCache:
         use, and never as a forward begins.
         """
         forward, versions = self._thread.forward, list(map(_version_of, weights))
-        in_graph = is_grad_enabled() and any(map(_wants_grad, weights))
         if forward is None:
             return _noted(cast_in_one_block(weights, dtype))
-        copies = forward.graphed if in_graph else forward.plain
+        copies = forward.copies_for(any(map(_wants_grad, weights)))
         found = [copies.get(id(weight), (None, None)) for weight in weights]
         halves = [half for half, _ in found if half is not None and half.dtype is dtype]
         if (
@@ -227,7 +222,7 @@ class WeightCache:
         version = weight._version  # before the cast: another thread may write meanwhile
         half = _cast_alone(weight, dtype)
         if not is_grad_enabled():
-            half.requires_grad = weight.requires_grad
+            half.requires_grad = True
         copies[id(weight)] = half, version
         forward.kept.append(weight)
         forward.used.setdefault(id(weight), weight)

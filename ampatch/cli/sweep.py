@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
@@ -34,22 +35,29 @@ def add_parser(commands: Any) -> None:
         "replaced; AMPATCH_SEED and AMPATCH_TRIAL_DIR have them too.",
     )
     add_program(parser)
-    add_trackers(add_options(parser))
+    later = add_options(parser)
+    add_trackers(later)
+    later.add_argument("--quiet", action="store_true", help="no progress, the results alone")
+    later.add_argument(
+        "--json", action="store_true", help="print summary.json, and all else to stderr"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
+    from ampatch.sweep.json_files import plain
 
     trackers = check_trackers(options)
     sweep = made(options, Sweep)
     stopped: str | None = None
-    shown, code = Lines(sys.stderr), 0
+    lines = None if options.quiet else Lines(sys.stderr)
+    code = 0
     try:
         with interruptible():
             if not sweep.runs:  # a sweep that goes on keeps what its first trials had
                 native_first.build()
-            sweep.run(shown)
+            sweep.run(lines)
     except KeyboardInterrupt as error:
         way_on, code = interrupted(error, sweep.directory)
         print(way_on, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
@@ -58,21 +66,28 @@ def run(options: argparse.Namespace) -> int:
         stopped, code = f"{error}. Mend that, and go on with --resume.", 1
     except SweepError as error:
         stopped, code = f"Stopped: {error}", 1
-    return report(sweep, shown.texts, stopped, trackers) or code
+    said = None if lines is None else lines.texts
+    result = report(sweep, said, stopped, trackers, sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(json.dumps(plain(sweep.results.to_json()), indent=1))
+    return result or code
 
 
-def report(sweep: Sweep, said: list[str], stopped: str | None, trackers: list[str]) -> int:
-    """Print and write the results so far, but the notes `said`; returns 1 if no run went well.
+def report(
+    sweep: Sweep, said: list[str] | None, stopped: str | None, trackers: list[str], stream: TextIO
+) -> int:
+    """Print and write the results so far, but what was `said`; returns 1 if no run went well.
 
     `stopped` is why not all have run, "" if that has been told; None: they have.
     """
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    unsaid = dataclasses.replace(results, notes=[one for one in results.notes if one not in said])
-    write_results(unsaid, sys.stdout, told={case.label for case in sweep.told})
+    notes = [one for one in results.notes if one not in (said or ())]
+    told = () if said is None else {case.label for case in sweep.told}
+    write_results(dataclasses.replace(results, notes=notes), stream, told)
     try:
-        write_shown(sweep.directory, trackers)
+        write_shown(sweep.directory, trackers, stream)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _TRACKERS = {
     "tensorboard": "also write event files, to DIR/tensorboard",
@@ -33,17 +33,18 @@ def check_trackers(options: argparse.Namespace) -> list[str]:
     return chosen
 
 
-def write_shown(directory: Path, trackers: Sequence[str]) -> None:
-    """Write pages, pictures and tables of the stored results, and print where they are."""
+def write_shown(directory: Path, trackers: Sequence[str], stream: TextIO | None = None) -> None:
+    """Write pages, pictures and tables of the stored results, and say where they are."""
     from ampatch.sweep.report.render import write_report
     from ampatch.sweep.report.trackers import write
 
     lacking = write_report(directory)
     print(
         f"Written to {directory}: report.html, plots/, summary.json, .csv, .md and .tex; "
-        "runs and their logs in runs/."
+        "runs and their logs in runs/.",
+        file=stream,
     )
     if lacking:
         print(lacking, file=sys.stderr)
     for name in trackers:
-        print(write(name, directory))
+        print(write(name, directory), file=stream)

@@ -96,7 +96,6 @@ def run(options: argparse.Namespace) -> int:
         return 1
     write_report(tuning.directory)
     write_terminal(answer, sys.stdout)
-    cured = answer.outcome == CURED
-    named = f"{ANSWER},{' overrides.json,' if cured else ''} report.html"
+    named = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
     print(f"Written to {tuning.directory}: {named}.")
-    return 0 if cured or answer.outcome == PASSES else 1
+    return 0 if answer.outcome in (CURED, PASSES) else 1

@@ -6,7 +6,8 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from .validation import positive_number, whole_number
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
+OF_ONE_CALL = ("out", "resume", "overwrite")  # say nothing of how a sweep runs
+AMOUNTS = ("seeds", "rounds", "budget")  # whose values in force the plan of a sweep keeps
 
 
 def _shown(
@@ -56,15 +59,15 @@ class SweepOptions:
         fewer_seeds: by case the number of seeds of rows that have fewer than the others
         probe: a module, and a text; each trial calls start(text, off, writes) of it before
             the script; of several ranks the first writes
+        files: names of what the caller writes into the folder: these are the sweep's files too
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
-        seeds: run seeds 0 to N-1; 2 or more test accuracy (default: what the budget allows, at
-            most 5)
+        seeds: run seeds 0 to N-1 (default: by the budget)
         budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
         margin: the smallest difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
-        resume: go on with the sweep in the folder
+        resume: go on with the sweep in the folder, as it was
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
         autocast: with or without rows of torch.autocast
@@ -89,6 +92,7 @@ class SweepOptions:
     fail_fast: bool = False
     fewer_seeds: dict[Any, int] = field(default_factory=dict)
     probe: tuple[str, str] | None = None
+    files: Sequence[str] = ()
     levels: list[str] | None = field(default=None, metadata=_shown(first=True))
     dtypes: list[str] | None = field(default=None, metadata=_shown(first=True))
     seeds: int | None = field(default=None, metadata=_shown("N", parse=int, first=True))
@@ -96,7 +100,7 @@ class SweepOptions:
         default=None, metadata=_shown("MINUTES", parse=float, first=True, only_for=("local",))
     )
     metrics: dict[str, str] = field(
-        default_factory=dict, metadata=_shown("NAME=REGEX", flag="--metric", first=True, kept=True)
+        default_factory=dict, metadata=_shown("NAME=REGEX", flag="--metric", first=True)
     )
     margin: str | None = field(default=None, metadata=_shown("NUMBER|PERCENT%", first=True))
     out: Any = field(default=None, metadata=_shown("DIR", first=True))
@@ -133,6 +137,7 @@ class SweepOptions:
             raise ValueError(
                 "sweep(rows=...): expected the cases alone, without levels, dtypes and overrides."
             )
+        self._check_folder()
         self._check_numbers()
         self._check_metrics()
         self._check_engine()
@@ -148,6 +153,24 @@ class SweepOptions:
         """The options that a resumed sweep must share."""
         names = [one.name for one in dataclasses.fields(self) if one.metadata.get("kept")]
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of `names` that say how the sweep runs, as JSON has them."""
+        shown = {one.name for one in of_command()} - set(OF_ONE_CALL)
+        values = {name: getattr(self, name) for name in names if name in shown}
+        plain = {n: list(one) if isinstance(one, tuple) else one for n, one in values.items()}
+        return {name: one for name, one in plain.items() if one not in (None, [], {})}
+
+    def _check_folder(self) -> None:
+        if self.out is not None and not str(self.out).strip():
+            raise ValueError(
+                "--out '': expected the name of a folder. Is the variable empty that has it?"
+            )
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "--resume and --overwrite: give one of them. --resume keeps what has run, "
+                "--overwrite deletes it."
+            )
 
     def _check_numbers(self) -> None:
         for one in dataclasses.fields(self):
@@ -210,6 +233,65 @@ class SweepOptions:
 def of_command() -> list[dataclasses.Field[Any]]:
     """The fields that are options of `ampatch sweep`, in their order."""
     return [one for one in dataclasses.fields(SweepOptions) if one.metadata]
+
+
+def going_on(
+    earlier: Any,
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    arguments: Sequence[str],
+    but: Sequence[str] = (),
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """What a sweep keeps of the `earlier` results, in words; the options to record, and to use.
+
+    `options` are those of this call, `given` those that say how it runs, `arguments` the script's.
+    An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
+    `but` are not kept.
+    """
+    from .opt_levels import LEVELS  # imports torch, which the options do without
+
+    rows, known = earlier.settings.get("rows", ()), earlier.options
+    levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
+    had = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
+    kept = {n: had[n] for n in had if (n in known or n in given) and n not in but}
+    both = _joined(kept, given)
+    new = {name for name in AMOUNTS if name in given and given[name] != kept.get(name)}
+    if new and "budget" not in new:
+        both.pop("budget", None)
+    words = in_words({name: both[name] for name in both if name not in given})
+    if earlier.arguments and not arguments:
+        words = f"{words} {shlex.join(['--', *earlier.arguments])}".strip()
+    said = f"Goes on with the sweep in its folder, and keeps its settings: {words}."
+    others = {name: options[name] for name in options if name not in AMOUNTS}
+    used = {name: both[name] for name in both if name in new or name not in AMOUNTS}
+    return said if words else "", both, {**others, **used}
+
+
+def _joined(kept: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Both of these options: lists and dictionaries grow, other values are replaced."""
+    both = {**kept, **given}
+    for name in kept.keys() & given.keys():
+        if isinstance(given[name], dict):
+            both[name] = {**kept[name], **given[name]}
+        elif isinstance(given[name], list):
+            both[name] = list(dict.fromkeys([*kept[name], *given[name]]))
+    return both
+
+
+def in_words(options: Mapping[str, Any]) -> str:
+    """Options of a record as the command line has them."""
+    words: list[str] = []
+    for one in of_command():
+        value = options.get(one.name)
+        if isinstance(value, dict):
+            values = [f"{name}={text}" for name, text in value.items()]
+        elif isinstance(value, list):
+            values = value if one.name == "overrides" else [",".join(value)]
+        else:
+            values = [] if value is None else [value]
+        for text in values:
+            words += [flag(one)] if isinstance(text, bool) else [flag(one), str(text)]
+    return shlex.join(words)
 
 
 def flag(option: dataclasses.Field[Any]) -> str:

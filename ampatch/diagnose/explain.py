@@ -167,7 +167,7 @@ def _open_levels() -> set[str]:
 def _functions(found: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
     if not found.functions:
-        return ["No patched function was called (O2 and O3 run the model in half; see below)."]
+        return ["No function was called whose arguments ampatch casts."]
     rows = [
         (name, calls.calls, calls.casts, calls.cached, calls.bytes,
          ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()))

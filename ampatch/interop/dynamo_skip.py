@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from ..torch_private import dynamo
 
 _BEHIND_HOOKS = {  # and behind `tensor.data`, whose compiled frame would call itself
-    "casting": "batched_casts cast_state contexts handlers kept_copies policy stack "
+    "casting": "batched_casts cast_state contexts handlers policy stack "
     "torch_autocast weight_cache",
     "interop": "tensor_methods",
     "models": "conversion hooks io_casting lent_copies lent_places lent_weights lent_writes "

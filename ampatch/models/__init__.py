@@ -5,7 +5,7 @@ Where to look first:
 * one model and its hooks: `managed_model`, `hooks`;
 * half copies of FP32 weights during a forward (O2): when they are lent, `lent_weights`; how they
   are made, `lent_copies`; where they are put, `lent_places`; what a forward writes into them,
-  `lent_writes`;
+  `lent_writes`; those of embeddings, made when they are read, `lookups`;
 * weights to half and back (O3): `conversion`;
 * casts of inputs and outputs: `values`, `io_casting`; calls of parts of a model, and a framework's
   steps: `submodule_calls`; parts in another precision: `module_overrides`;

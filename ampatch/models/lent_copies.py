@@ -26,23 +26,20 @@ from ..casting.batched_casts import (
     cast_together,
     may_use_all,
 )
-from ..casting.kept_copies import KeptCopies
 from ..torch_private.modules import list_weights
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import is_recording
 from .lent_places import Place, StaysFloat, Tree
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, kept: KeptCopies) -> list[Tensor]:
+def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module) -> list[Tensor]:
     """Half copies of the parameters of a tree, which is `model` or a part of it, in their order."""
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, model, kept)
+            return copies_of(tree, dtype, model)
     if is_recording():
         return [parameter.to(dtype) for parameter in tree.parameters]
     in_graph = torch.is_grad_enabled()
-    if kept.blocks and not in_graph:
-        return kept.of_all(tree.groups, dtype)
     alone: Collection[int] = ()
     if in_graph and not (model.training and may_use_all(model)):
         alone = tree.ids
@@ -55,30 +52,28 @@ def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, kept: KeptCopies
             run_when_ready(copies[0])
             made += copies
         elif not in_graph or (not alone and are_alike(weights[0], weights)):
-            made += _cast(weights, dtype, kept)
+            made += _cast(weights, dtype)
         else:
-            made += _cast_in_parts(weights, dtype, kept, alone)
+            made += _cast_in_parts(weights, dtype, alone)
     return made
 
 
-def _cast(weights: list[Tensor], dtype: torch.dtype, kept: KeptCopies) -> Sequence[Tensor]:
+def _cast(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """The copies of weights that all require a gradient, or of which none does."""
     if weights[0].requires_grad and torch.is_grad_enabled():
         made = cast_in_graph(weights, dtype)
         run_when_ready(made[0])
         return made
-    if kept.blocks:
-        return kept.of(weights, dtype)
     return cast_together(weights, dtype, in_graph=False)
 
 
 def _cast_in_parts(
-    weights: list[Tensor], dtype: torch.dtype, kept: KeptCopies, alone: Collection[int]
+    weights: list[Tensor], dtype: torch.dtype, alone: Collection[int]
 ) -> list[Tensor]:
     """The copies of a bucket in which weights in `alone` (ids) and with hooks have a node each."""
     copies: dict[int, Tensor] = {}
     for part in alike(weights, alone):
-        copies.update(zip(map(id, part), _cast(part, dtype, kept), strict=True))
+        copies.update(zip(map(id, part), _cast(part, dtype), strict=True))
     for one in weights:
         if id(one) not in copies:
             copies[id(one)] = made = one.to(dtype)

@@ -6,7 +6,7 @@ The entries of all modules are compared and exchanged together, in the native pa
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import native
 from ..casting.batched_casts import below_hooks, divide, hook_tables
 from ..torch_private.modules import flat_weights, list_weights, part_table
+from .lookups import FORWARDS, Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
@@ -57,6 +58,30 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
     ]
 
 
+_FEW = 2**14
+"""Elements of an embedding that are copied in less time than a `Lookup` takes."""
+
+
+def divide_lookups(
+    modules: list[nn.Module], places: list[Place]
+) -> tuple[list[Lookup], list[Place]]:
+    """The weights that embeddings alone read by themselves, and the places of all others."""
+    owners = {
+        id(one._parameters): one
+        for one in modules
+        if getattr(type(one), "forward", None) in FORWARDS
+    }
+    times = Counter(id(place.parameter) for place in places)
+    lookups, others = [], []
+    for place in places:
+        owner = owners.get(id(place.table))
+        if owner is None or times[id(place.parameter)] > 1 or place.parameter.numel() < _FEW:
+            others.append(place)
+        else:
+            lookups.append(Lookup(owner, place.name))
+    return lookups, others
+
+
 class Tree:
     """A module and its parts: the places that are lent to, with their parameters in buckets.
 
@@ -72,10 +97,10 @@ class Tree:
         self._all_tables = [*tables, *filter(None, map(part_table, modules))]
         self._sizes = list(map(len, self._all_tables))
         self._seen = _columns(entries_of(self._all_tables))
-        places = lent_of(entries_of(tables), leave)
+        self.lookups, places = divide_lookups(modules, lent_of(entries_of(tables), leave))
         self._tables, self._names, weights = _columns(places)
         found = {id(weight): weight for weight in weights}
-        self.ids = set(found)
+        self.ids = set(found).union(id(one.parameter) for one in self.lookups)
         self._rnns = [
             one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
         ]

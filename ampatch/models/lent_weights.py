@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.cast_state import CastState
-from ..casting.kept_copies import KeptCopies
 from ..casting.stack import calling_frame, is_running
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import REPLICA, exchange_parametrized
 from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.tensors import hooks_of
 from .lent_copies import copies_of, put_in_replica, put_in_traced
 from .lent_places import (
     Place,
@@ -45,6 +45,7 @@ from .lent_places import (
     share_attributes,
 )
 from .lent_writes import LentWrites
+from .lookups import Lookup
 from .sharded_weights import sharded_parameters
 
 PATIENCE = 300.0
@@ -68,7 +69,7 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
     """The parameter that a lent copy stands in for; None for other tensors."""
     for lender in list(lenders.values()):
         for lending in list(lender.lendings):
-            found = lending.behind.get(id(tensor))
+            found = lending.behind(tensor)
             if found is not None:
                 return found
     return None
@@ -79,7 +80,7 @@ def note_values(tensor: Tensor, state: CastState) -> None:
     if is_dynamo_compiling() or is_recording() or computes_with_fakes():
         return
     for lending in state.thread.lent:
-        if lending.is_in_place and id(tensor) in lending.behind:
+        if lending.is_in_place and lending.behind(tensor) is not None:
             lending.note_values(tensor)
 
 
@@ -107,27 +108,57 @@ class Lending:
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
+        self.parameters: list[Tensor] = []  # those that have `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
+        self._lookups: list[Lookup] = []
 
     def lend(self, tree: Tree) -> None:
         """Make copies of the parameters of `tree`, and put them in their places."""
         owner, self.tree = self.owner, tree
         if tree.parameters:
-            self.copies = copies_of(tree, owner.dtype, owner.model, owner.kept)
+            self.copies, self.parameters = (
+                copies_of(tree, owner.dtype, owner.model),
+                list(tree.parameters),
+            )
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
         self._put()
 
     @functools.cached_property
-    def behind(self) -> dict[int, Tensor]:
-        """The parameters by the ids of their copies."""
-        return dict(zip(map(id, self.copies), self.tree.parameters, strict=True))
+    def _indices(self) -> dict[int, int]:
+        """Where each copy is in the lists, by its id."""
+        return {id(copy): index for index, copy in enumerate(self.copies)}
+
+    def behind(self, copy: Tensor) -> Tensor | None:
+        """The parameter that a copy stands in for; None for other tensors."""
+        index = self._indices.get(id(copy))
+        return None if index is None else self.parameters[index]
+
+    def _note_copy(self, parameter: Tensor, copy: Tensor) -> None:
+        """A copy is made while the forward runs."""
+        share_attributes([copy], [vars(parameter)])
+        self.parameters.append(parameter)
+        self._versions.append(copy._version)
+        self.copies.append(copy)
+        self._indices[id(copy)] = len(self.copies) - 1
+
+    def float_of(self, copy: Tensor) -> Tensor | None:
+        """The FP32 weight that has the values of a copy; None if the forward wrote into that."""
+        index = self._indices.get(id(copy))
+        if (
+            index is None
+            or copy._version != self._versions[index]
+            or index in self._values
+            or any(hooks_of(copy))
+        ):
+            return None
+        return self.parameters[index]
 
     def note_values(self, copy: Tensor) -> None:
         """Have the values that a copy has now compared with those at the end of the call."""
-        index = next(n for n, one in enumerate(self.copies) if one is copy)
+        index = self._indices[id(copy)]
         if index not in self._values and has_values(copy.device) and not is_captured(copy):
             self._values[index] = local_of(copy).detach().clone()
 
@@ -135,11 +166,24 @@ class Lending:
         """Put the copies in their places.  That they are lent is noted before."""
         self.owner.state.thread.lent.append(self)
         self.owner.lendings.append(self)
-        if self.copies:
+        if self.tree.ids:
             self.is_lent = True
+            if self.tree.lookups:
+                self._put_lookups()
             self.tree.put(self.copies)
             self._parametrized = exchange_parametrized({})
         self.is_in_place = True
+
+    def _put_lookups(self) -> None:
+        made = dict(zip(map(id, self.parameters), self.copies))
+        for lookup in self.tree.lookups:
+            self._lookups.append(lookup)
+            lookup.put(self.owner.dtype, made.get(id(lookup.parameter)), self._note_copy)
+
+    def _take_lookups_back(self) -> None:
+        for lookup in self._lookups:
+            lookup.take_back(self._note_copy)
+        self._lookups = []
 
     def end(self) -> None:
         """Take back what is lent, also to a call that was interrupted.  May be called again."""
@@ -148,6 +192,7 @@ class Lending:
         try:
             if self.is_lent:
                 self.tree.put(self.tree.parameters, instead_of=self.copies)
+                self._take_lookups_back()
                 if self._parametrized is not None:
                     self._put_parametrized_back()
                 self.is_lent = False
@@ -169,7 +214,7 @@ class Lending:
         """What the forward wrote into copies, which have these versions now, goes to parameters."""
         values, self._values = self._values, {}
         versions, self._versions = self._versions, now
-        self.owner.writes.carry(self.tree.parameters, self.copies, versions, values)
+        self.owner.writes.carry(self.parameters, self.copies, versions, values)
 
     def end_if_interrupted(self) -> None:
         """Take back what a call left that never ended: Ctrl-C skips hooks."""
@@ -184,7 +229,7 @@ class Lending:
             return
         found: list[Any] | None = None
         try:
-            if self.copies:
+            if self.tree.ids:
                 self.owner.take_turn()
             self.caller = calling_frame()
             found = self.tree.found()
@@ -194,6 +239,7 @@ class Lending:
             self.is_in_place = False
             if found is not None:
                 self.tree.put_found(found)
+                self._take_lookups_back()
             self._put_parametrized_back()
             self.is_lent = False
             self.owner.forget(self)
@@ -215,7 +261,6 @@ class LentWeights:
         dtype: torch.dtype,
         stays_float: StaysFloat,
         state: CastState,
-        kept: KeptCopies,
         *,
         at_change: Callable[[], object],
         computes_in: Callable[[], torch.dtype],
@@ -225,7 +270,6 @@ class LentWeights:
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
         self.state = state
-        self.kept = kept  # while it is open, they serve all forwards that record no graph
         self._at_change = at_change
         self.computes_in = computes_in
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
@@ -301,8 +345,6 @@ class LentWeights:
         try:
             if self.known:
                 self.take_turn()
-            if self.kept.blocks:
-                self.kept.check()
             lending.lend(self._tree_of(root))
         except BaseException:
             lending.end()

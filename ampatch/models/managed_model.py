@@ -25,7 +25,6 @@ from ..casting import dtype_errors
 from ..casting.batched_casts import LastForward
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
-from ..casting.kept_copies import KeptCopies
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
 from ..casting.stack import USER, Block
@@ -114,7 +113,6 @@ class ManagedModel:
         self._running = Running()
         self.conversions = ConvertedWeights(model)
         self.lent: LentWeights | None = None
-        self.kept = KeptCopies(model)
         self._stays_float: StaysFloat = lambda module: False
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
@@ -161,7 +159,7 @@ class ManagedModel:
             return
         if self.lent is None:
             self.lent = LentWeights(
-                *(self.model, self.in_dtype, self._stays_float, self._state, self.kept),
+                *(self.model, self.in_dtype, self._stays_float, self._state),
                 at_change=self._look_at_buffers,
                 computes_in=self._computes_in,
             )
@@ -293,7 +291,6 @@ class ManagedModel:
         if self._parts is not None:
             self._parts.forget()
             self._parts = None
-        self.kept.end()
         self._copies.uninstall()
         if self.lent is not None:
             self.lent.close()
@@ -360,8 +357,7 @@ class ManagedModel:
         elif policy is not state.process:
             self._block.enter(policy)
         if policy is not None and not is_compiled:
-            is_kept = bool(self.kept.blocks) and lent is None
-            policy.cache.open(self, self._last, self.kept if is_kept else None)
+            policy.cache.open(self, self._last)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         return taken

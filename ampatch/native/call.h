@@ -12,7 +12,7 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread, *forward, *graphed, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
+  PyObject *thread, *forward, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
       *kept, *is_compiling;
 };
 Names names;
@@ -150,8 +150,10 @@ class Caster {
 
   // nullptr, with no error set: `WeightCache.cast` must decide.
   PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
-    const bool in_graph = tensor.requires_grad() && at::GradMode::is_enabled();
-    THPObjectPtr copies(got(forward_, in_graph ? names.graphed : names.plain));
+    THPObjectPtr copies(got(
+        forward_,
+        !at::GradMode::is_enabled() ? names.plain
+            : tensor.requires_grad() ? names.graphed : names.frozen));
     THPObjectPtr id(checked(PyLong_FromVoidPtr(weight)));
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
@@ -188,6 +190,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       made = tensor.to(to_);
+      if (!at::GradMode::is_enabled()) made.set_requires_grad(true);
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(made))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));

@@ -51,6 +51,7 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
       {&names.thread, "_thread"},
       {&names.forward, "forward"},
       {&names.graphed, "graphed"},
+      {&names.frozen, "frozen"},
       {&names.plain, "plain"},
       {&names.in_inference, "in_inference"},
       {&names.used, "used"},

@@ -39,14 +39,19 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
   }
 
   static variable_list backward(AutogradContext*, variable_list grads) {
-    variable_list widened;
+    variable_list given, widened;
+    for (const Tensor& grad : grads) {
+      if (grad.defined()) given.push_back(grad);
+    }
     if (!at::GradMode::is_enabled() && !is_traced() &&
-        std::all_of(grads.begin(), grads.end(), is_plain)) {
-      widened = copies_of(grads, at::kFloat);
+        std::all_of(given.begin(), given.end(), is_plain)) {
+      given = copies_of(given, at::kFloat);
     } else {
-      for (const Tensor& grad : grads) {
-        widened.push_back(grad.defined() ? grad.to(at::kFloat) : Tensor());
-      }
+      for (Tensor& grad : given) grad = grad.to(at::kFloat);
+    }
+    auto next = given.begin();
+    for (const Tensor& grad : grads) {
+      widened.push_back(grad.defined() ? std::move(*next++) : Tensor());
     }
     widened.push_back(Tensor());  // for the argument of `forward` that is no tensor
     return widened;
@@ -126,6 +131,7 @@ PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   auto halves =
       args[3] == Py_True ? cast_in_graph(weights, dtype) : cast_outside_graph(weights, dtype);
   for (Py_ssize_t i = 0; i < size; ++i) {
+    if (!at::GradMode::is_enabled()) halves[i].set_requires_grad(true);
     THPObjectPtr id(PyLong_FromVoidPtr(PyList_GET_ITEM(weights, i)));
     THPObjectPtr half(THPVariable_Wrap(std::move(halves[i])));
     THPObjectPtr version(PyLong_FromLongLong(versions[i]));

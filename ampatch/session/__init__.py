@@ -8,6 +8,5 @@ Where to look first:
   torch are replaced: `torch_tools`; what these tools report to the sessions: `torch_events`; what
   the ranks of one model compare: `rank_settings`;
 * batch norms after a step that was skipped: `running_statistics`;
-* the block around forwards whose weights do not change: `cached_weights`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """

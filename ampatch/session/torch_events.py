@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..casting.kept_copies import KeptCopies
 from ..models.lent_weights import note_values
 from ..scaling.gradients import skip_together
 from ..scaling.optimizers.state import fit_state
@@ -66,7 +65,6 @@ class TorchEvents:
     def note_data_access(self, tensor: Tensor) -> None:
         """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
         if isinstance(tensor, nn.Parameter):
-            KeptCopies.unseen_changes += 1
             for session in self._registry.sessions:
                 session.policies.cache.forget(tensor)
         elif self._registry.state.thread.lent:
@@ -74,6 +72,5 @@ class TorchEvents:
 
     def forget_copies(self) -> None:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
-        KeptCopies.unseen_changes += 1
         for session in self._registry.sessions:
             session.policies.cache.forget_all()

@@ -9,15 +9,7 @@ level, dtype and settings from the environment.
 torch is imported before the script starts.  Variables such as `OMP_NUM_THREADS` that the script
 itself sets come too late; set them in the shell.
 
-What is where:
-
-* `config/sweep_options.py`: the options.  `plan.py`, `trial.py`, `kinds.py`: what is run.
-* `execution/`: `sweep.py` puts a sweep together; `planning.py` and `budget.py` say which trials
-  there are, `running.py` and `early_stops.py` what follows from their news, `outcome.py` and
-  `notes.py` what they have shown.  Of a trial `runner.py` is the parent's part and `child.py` the
-  child's.  `engines/` start trials, on this machine or on Ray.
-* `measure/`: what is measured in the child, and the record of a trial (`record.py`).
-* `report/`: figures and verdicts of the records, the results (`results.py`), how they are shown.
+The options are in `config/sweep_options.py`; docs/design.md says what is where.
 """
 
 from __future__ import annotations

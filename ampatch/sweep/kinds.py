@@ -106,6 +106,23 @@ class Kind:
         given = ", ".join(["model", "optimizer", *settings])
         return f"model, optimizer = ampatch.initialize({given})"
 
+    @property
+    def needs(self) -> str:
+        """Why such a script has no O2 and O3, and what has to be written for them."""
+        lacking = "O2 and O3" if self.places else "O2, O3 and the row autocast"
+        more = (
+            ", and in the place of create_supervised_trainer: "
+            "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
+            "model, optimizer, loss_fn))"
+        )
+        return (
+            "Without a call of initialize nothing says which module is the model: O0 and O1 are "
+            f"applied from outside, {lacking} cannot be. To add them, import ampatch, and write "
+            "behind model and optimizer: model, optimizer = ampatch.initialize(model, optimizer)"
+            + more
+            * (self.framework == "ignite")
+        )
+
     def in_words(self) -> str:
         """What was found and what follows, without the script's name."""
         shown = self.framework and FRAMEWORKS[self.framework].shown

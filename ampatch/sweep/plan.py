@@ -4,10 +4,9 @@ Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a 
 runs once, close together in time, and O0 once more, so that each round has its own comparison
 with O0 and its own measure of the machine's noise.
 
-Both come from one list.  The whole runs of a seed are a round.  Where there are fewer than the
-rounds, short ones follow, whose runs are ended after a few seconds of training
-(`execution/budget.py`).  The second O0 of a round is short in any case.  Where there is no O0,
-or nothing else, there is no speed to compare, and nothing is added; nor with `rounds=1`.
+The whole runs of a seed are a round.  Where there are fewer than the rounds, short ones follow,
+ended after a few seconds of training (`execution/budget.py`).  The second O0 of a round is always
+short.  Nothing is added where there is no O0 or nothing else, nor with `rounds=1`.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def cases(
     """
     possible = FROM_OUTSIDE if kind.is_plain else LEVELS
     named = list(possible) if levels is None else known(levels, LEVELS, "levels")
-    overrides, halves = list(overrides), known(dtypes, DTYPES, "dtypes")
-    if kind.is_plain and (overrides or set(named) - set(possible)):
-        raise ValueError(_needs_a_line(kind))
-    rows = []
+    halves, rows = known(dtypes, DTYPES, "dtypes"), []
     for level in named:
         rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
         if level == "O0" and tf32:
@@ -62,7 +58,7 @@ def cases(
         for dtype in _dtypes(level, halves):
             _check_settings(text, level, dtype, settings)
             rows.append(Case(level, dtype, settings=tuple(settings.items())))
-    return list(dict.fromkeys(rows))
+    return check_possible(list(dict.fromkeys(rows)), kind)
 
 
 def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
@@ -71,7 +67,7 @@ def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
         raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
     from_outside = {*FROM_OUTSIDE, AUTOCAST}
     if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
-        raise ValueError(_needs_a_line(kind))
+        raise ValueError(f"{kind.in_words()}. {kind.needs}")
     return rows
 
 
@@ -80,21 +76,6 @@ def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
     if not kind.is_foreign:
         return [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
     return [Case(AUTOCAST, "+".join(kind.dtypes), engine=AS_IT_IS)] if kind.places else []
-
-
-def _needs_a_line(kind: Kind) -> str:
-    line = (
-        "write model, optimizer = ampatch.initialize(model, optimizer), and in the place of "
-        "create_supervised_trainer trainer = Engine(ampatch.integrations.ignite."
-        "supervised_training_step(model, optimizer, loss_fn))"
-        if kind.framework == "ignite"
-        else "import ampatch, and behind model and optimizer write "
-        "model, optimizer = ampatch.initialize(model, optimizer)"
-    )
-    return (
-        "such a script never says which module is the model, so the levels O0 and O1 are possible, "
-        f"and no --with. For O2 and O3 {line}. It {kind.in_words()}."
-    )
 
 
 def trials(
@@ -109,7 +90,7 @@ def trials(
     A whole round for each seed, and short ones, to have as many as `rounds`.  Every second one runs
     backwards, so that a machine that gets slower slows the first row and the last row alike.
     Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
-    runs go on beside each other, so all `rounds` are short.
+    runs go on beside each other, so all `rounds` are short.  The second is O0 with another seed.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
@@ -126,6 +107,10 @@ def trials(
         if times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
+    first, second = Trial(BASE), Trial(BASE, 1)
+    if {first, second} <= set(planned):  # whether the seed reaches the script is seen at once
+        planned.remove(second)
+        planned.insert(planned.index(first) + 1, second)
     return planned
 
 

@@ -37,6 +37,9 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
 APPLY = "_apply"
 """The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
 
+PARAMETERS = "_parameters"
+"""The attribute in which a module has its table of parameters."""
+
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute in which an `nn.RNNBase` has its weights as a list."""
 
@@ -49,7 +52,8 @@ def list_weights(rnn: nn.RNNBase) -> None:
     own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
     if names is None or FLAT_WEIGHTS not in own:
         return
-    weights = [getattr(rnn, name, None) for name in names]
+    table = own.get(PARAMETERS, {})  # `getattr` goes there too, by a call of Python's
+    weights = [table[name] if name in table else getattr(rnn, name, None) for name in names]
     own[FLAT_WEIGHTS] = weights
     if "_flat_weight_refs" in own:
         own["_flat_weight_refs"] = [None if one is None else weakref.ref(one) for one in weights]

@@ -20,8 +20,9 @@ class Answer:
 
     `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
     (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
-    used up before one passed.  `speeds` are medians relative to O0, of the "level" and the "cure";
-    `paces` says what the machine tells of them.
+    used up before one passed, or the seeds were too few to show that the level, or what is in
+    `needed`, trains as O0 does: `not_shown`.  `speeds` are medians relative to O0, of the "level"
+    and the "cure"; `paces` says what the machine tells of them.
     """
 
     script: str
@@ -38,28 +39,29 @@ class Answer:
     failure: str = ""  # of the level as it is, where nothing cures it
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
-    not_shown: str = ""  # of a level or cure that passes: what the seeds were too few for
+    not_shown: str = ""  # of a level or cure that no test refuses: what the seeds do not show
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)
 
 
 def write_answer(directory: Path, answer: Answer) -> None:
-    """Write the answer, and what `initialize(overrides=...)` takes of a cure."""
+    """Write the answer, and what `initialize(overrides=...)` takes of one that has a line."""
     write_json(directory / ANSWER, answer)
-    if answer.outcome == CURED:
+    if answer.line:
         write_json(directory / OVERRIDES, answer.overrides)
     else:
         (directory / OVERRIDES).unlink(missing_ok=True)
 
 
 def read_answer(directory: str | Path) -> Answer | None:
-    """The answer in a directory of `ampatch tune`; None if there is none."""
-    data = read_json(Path(directory) / ANSWER)
-    return None if data is None else restored(Answer, data)
+    """The answer in a directory of `ampatch tune`; None if there is none.
 
-
-def delete_answer(directory: Path) -> None:
-    """Delete the answer of an earlier tuning."""
-    for name in (ANSWER, OVERRIDES):
-        (directory / name).unlink(missing_ok=True)
+    Raises `ValueError` for a file that is none.
+    """
+    path = Path(directory) / ANSWER
+    try:
+        data = read_json(path)
+        return None if data is None else restored(Answer, data)
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{path}: is damaged, or ampatch tune did not write it.") from None

@@ -14,6 +14,7 @@ from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import TuneError
 
 PROBE = "probe"  # its directory
+FOUND, DONE = "sensitivity.json", "done"
 
 _OPTIONS = (
     *("module", "override_seeds", "timeout", "nproc_per_node"),
@@ -25,7 +26,7 @@ _OPTIONS = (
 def findings(task: Task, trials: Trials, steps: int) -> Findings:
     """What the probe found in `steps` steps; one with other options runs anew."""
     place = task.directory / PROBE
-    file = (place / "sensitivity.json").resolve()
+    file = (place / FOUND).resolve()
     scale = trials.properties()["loss_scale"]
     asked = ProbeOptions(
         file=str(file),
@@ -34,7 +35,7 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
         dtype=task.dtype,
         scale=None if scale == "dynamic" else float(scale),
     )
-    done = place / "done"
+    done = place / DONE
     text = json.dumps(vars(asked))
     found = Findings.read(file) if done.exists() and done.read_text() == text else None
     if found is None:
@@ -63,6 +64,7 @@ def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions, text: str
         kind=trials.kind,
         probe=("ampatch.tune.probe", text),
         overwrite=True,
+        files=(FOUND, DONE),
     )
     [run] = sweep.run(task.progress()).runs
     if status(run) != OK:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ampatch.sweep.report.numbers import MISSING
-from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, UNDECIDED, Answer
+from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
@@ -18,32 +18,38 @@ _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP3
 def summary(answer: Answer) -> list[str]:
     """What was found, in sentences."""
     level = f"{answer.opt_level} in {answer.dtype}"
+    more = f"--resume --candidates {2 * answer.candidates}"
     if answer.outcome == PASSES:
-        return [f"{level} passes as it is: no module needs FP32.{_shown(answer)}"]
-    if answer.outcome == UNDECIDED:
-        return [
-            f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
-            "all. --resume --candidates N goes on."
-        ]
+        return [f"{level} passes as it is: no module needs FP32.{_seen(answer)}"]
     if answer.outcome == NO_CURE:
         return [f"{level} does not come back to O0, {_left_in_half(answer)}"]
+    if answer.not_shown and not answer.needed:
+        return [f"Not known yet whether {level} trains as O0 does: {answer.not_shown}"]
+    if not answer.needed:
+        return [
+            f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
+            f"all. {more} goes on."
+        ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
+    if answer.not_shown:
+        lines.append(f"Not known yet whether this is enough: {answer.not_shown}")
     if modules:
         count = f"{len(modules)} module{'s' * (len(modules) > 1)}"
-        lines.append(f"{level} comes back to O0 with {count} in FP32: {', '.join(modules)}.")
+        comes = "may come" if answer.not_shown else "comes"
+        lines.append(f"{level} {comes} back to O0 with {count} in FP32: {', '.join(modules)}.")
     for name in answer.settings:
         cause = "Another cause" if modules else "The cause is no module, it"
         lines.append(f"{cause} is {WHY[name]}: {name}={answer.settings[name]!r}.")
     if not answer.is_smallest:
         lines.append(
             f"{answer.candidates} candidates were tried, which is the limit: a smaller set may do. "
-            "--resume --candidates N goes on."
+            f"{more} goes on."
         )
     shown = {"level": answer.opt_level, "cure": "with the cure"}
     said = [f"{text}: {answer.paces[name]}" for name, text in shown.items() if name in answer.paces]
     speeds = f"Speed, {'; '.join(said)}." if said else ""
-    return [*lines, _shown(answer).strip(), answer.line, speeds]
+    return [*lines, _seen(answer).strip(), answer.line, speeds]
 
 
 def _left_in_half(answer: Answer) -> str:
@@ -58,11 +64,9 @@ def _left_in_half(answer: Answer) -> str:
     )
 
 
-def _shown(answer: Answer) -> str:
-    """How small a difference the trials would have shown, or why that is too little."""
-    if answer.not_shown:
-        return f" But {answer.not_shown}"
-    if answer.unseen is None:
+def _seen(answer: Answer) -> str:
+    """How small a difference the trials would have shown."""
+    if answer.not_shown or answer.unseen is None:
         return ""
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
 
@@ -96,7 +100,9 @@ def _largest(one: Sensitivity, name: str) -> str:
 
 
 def _share(share: float) -> str:
-    return f"{100 * share:.2g} %" if share else ""
+    """In percent, with two digits; 100 only where it is all."""
+    shown = "over 99" if 0.995 <= share < 1 else f"{float(f'{100 * share:.2g}'):g}"
+    return f"{shown} %" if share else ""
 
 
 def write_terminal(answer: Answer, file: Any) -> None:

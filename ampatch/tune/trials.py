@@ -17,6 +17,7 @@ from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import says_how_well, seeds_matter
 from ampatch.sweep.trial import BASE, Case
+from ampatch.tune.answer import ANSWER, OVERRIDES
 from ampatch.tune.verdict import TuneError, passes, row_of
 
 
@@ -110,6 +111,7 @@ class Trials:
             self._task.directory,
             self._task.options,
             fewer_seeds=dict.fromkeys(few, self.few),
+            files=(ANSWER, OVERRIDES),
             rounds=1,
             fail_fast=True,
             resume=resume,

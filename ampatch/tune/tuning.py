@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.config.sweep_options import ROUNDS, SweepOptions
+from ampatch.config.sweep_options import ROUNDS, SweepOptions, going_on
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
+from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
-from ampatch.sweep.report.results import Row
+from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
 from ampatch.tune.answer import (
@@ -23,7 +23,6 @@ from ampatch.tune.answer import (
     PASSES,
     UNDECIDED,
     Answer,
-    delete_answer,
     read_answer,
     write_answer,
 )
@@ -75,8 +74,7 @@ class Tuning:
         say: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
-        seeds = options.setdefault("seeds", SEEDS)
-        whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
+        asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
         if not available():
             raise ImportError(
                 "ampatch tune judges its trials by tests from scipy, which is not installed. "
@@ -84,12 +82,22 @@ class Tuning:
             )
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
+        earlier = read_results(self.directory) if resume else None
+        if earlier is not None:
+            given = asked.given(options)
+            said, kept, _ = going_on(earlier, options, given, arguments, but=("rounds",))
+            options, arguments = {**options, **kept}, arguments or earlier.arguments
+            if said:
+                say(said)
+        seeds = options.setdefault("seeds", SEEDS)
+        whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         self._level = Case(opt_level, dtype)
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
         self._probe_steps, self._most, self._rounds = probe_steps, candidates, rounds
         self._confirms = False  # each candidate that passes, and not the answer alone
         self._paths: Sequence[str] = ()
         self._tried = 0
+        self._goes_on = resume
         self._trials = self._begun(seeds, resume, overwrite)
 
     def run(self) -> Answer:
@@ -157,7 +165,9 @@ class Tuning:
 
     def _begun(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
         """The trials of the directory; an earlier tuning for another level is refused."""
-        earlier = read_answer(self.directory) if resume and not overwrite else None
+        earlier = read_answer(self.directory) if resume else None
+        for name in (PROBE, SPEED):
+            record_of(self.directory / name)
         asked = self._level
         if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
             raise ValueError(
@@ -167,9 +177,8 @@ class Tuning:
             )
         trials = Trials(self._task, seeds, resume, overwrite)
         if overwrite:
-            delete_answer(self.directory)
             for name in (PROBE, SPEED):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+                clear(self.directory / name)
         return trials
 
     def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:
@@ -184,7 +193,8 @@ class Tuning:
             place,
             task.options.keys() - _OF_ACCURACY,
             rounds=self._rounds,
-            resume=(place / "summary.json").exists(),
+            resume=self._goes_on and (place / SUMMARY).exists(),
+            overwrite=not (self._goes_on and (place / SUMMARY).exists()),
             **({"devices": group} if group else {"jobs": 1}),
         ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
@@ -198,11 +208,12 @@ class Tuning:
         self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
+        unshown = not_shown(row) if outcome in (PASSES, CURED) else ""
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,
             dtype=self._task.dtype,
-            outcome=outcome,
+            outcome=UNDECIDED if unshown else outcome,
             needed=[str(one) for one in found.needed],
             settings=remedies.settings(found.needed),
             overrides=remedies.overrides(found.needed, seen.paths),
@@ -215,7 +226,7 @@ class Tuning:
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
-            not_shown=not_shown(row) if outcome in (PASSES, CURED) else "",
+            not_shown=unshown,
             modules=ranked(seen.modules),
         )
         write_answer(self.directory, answer)

@@ -258,3 +258,8 @@ def test_what_is_no_optimizer_and_no_process_group_is_named():
     with pytest.raises(TypeError, match=r"process_group='gloo'.*torch\.distributed\.group\.WORLD"):
         ampatch.initialize(model, process_group="gloo")
     assert not ampatch.session.session.registry.sessions
+
+
+def test_a_removed_name_says_what_does_its_work():
+    with pytest.raises(AttributeError, match=r"removed in 0\.2\.0: .*unwrap\(model\)\.half\(\)"):
+        _ = ampatch.cached_weights

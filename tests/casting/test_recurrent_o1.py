@@ -261,22 +261,6 @@ def test_copies_lie_in_memory_as_the_weights_do(name, monkeypatch):
     assert all(map(torch.equal, *results))
 
 
-def test_copies_in_one_block_serve_all_forwards_of_cached_weights(monkeypatch):
-    model = Twice(nn.LSTM)
-    in_one_block(model.rnn)
-    ampatch.initialize(model, verbosity=0)
-    x, calls = torch.randn(5, 3, 8), []
-    original = torch._VF.lstm
-    watched = lambda *args: calls.append(args) or original(*args)  # noqa: E731
-    monkeypatch.setitem(vars(torch._VF), "lstm", watched)
-    with ampatch.cached_weights(model), torch.no_grad():
-        before = model(x)
-        assert torch.equal(model(x), before)
-        model.rnn.weight_hh_l0.mul_(2.0)
-        assert not torch.equal(model(x), before)
-    assert len(calls) == 6
-
-
 def test_weights_that_are_views_of_one_tensor_for_other_reasons():
     """A block is hardly larger than what it holds, and parameters that overlap make none."""
     first, last = (nn.Parameter(torch.eye(4)) for _ in range(2))

@@ -123,7 +123,7 @@ def _computed(
         found = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in found if leaf.requires_grad]
         results: list = [leaf.detach() for leaf in found if leaf.is_floating_point()]
-        if outputs:
+        if outputs and torch.is_grad_enabled():
             like = [values(*leaf.shape).to(half).to(leaf.dtype) for leaf in outputs]
             results += torch.autograd.grad(outputs, inputs, like, allow_unused=True)
     return results

@@ -83,6 +83,7 @@ def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):
         recommendation=recommendation(rows),
         notes=list(notes),
         provenance={"command": "ampatch sweep", "git": "0123abc-dirty", "device": "cpu"},
+        trials=[run.trial.file_stem for run in runs],
     )
     write_files(directory, results)
     return results

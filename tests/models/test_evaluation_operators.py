@@ -1,68 +1,92 @@
-"""Evaluation without a graph takes torch's own ways: no product that FP32 does not have."""
+"""Models of users' kinds: no product that FP32 does not have, and no copy of a table of words."""
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-
 import pytest
 import torch
+from bench_modules import load
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ampatch
 
+realistic = load("realistic")
+COPIES = ("_to_copy", "copy_", "_foreach_copy_", "clone")
+LEVELS = ["O1", "O2", "O3"]
 
-class Counting(TorchDispatchMode):
+
+class Watching(TorchDispatchMode):
+    """Counts batched products, and the largest tensor that is copied."""
+
     def __init__(self):
         super().__init__()
-        self.calls = Counter()
+        self.products = self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        self.products += name in ("bmm", "baddbmm")
+        if name in COPIES:
+            sizes = [leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.largest = max(self.largest, *sizes)
         return func(*args, **(kwargs or {}))
 
 
-class Encoder(nn.Module):
-    """Attention with the batch first: its inputs are not contiguous."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.transpose(0, 1))
-
-
-def calls(model: nn.Module, x: torch.Tensor) -> Counter:
-    model(x)  # the first forward casts its weights one by one
-    with Counting() as counting:
-        model(x)
-    return counting.calls
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_batched_product_where_fp32_has_none(level, half, frozen):
-    torch.manual_seed(0)
-    model = Encoder().eval()
-    if frozen:
-        for param in list(model.parameters())[:-1]:
-            param.requires_grad_(False)
-    plain, x = copy.deepcopy(model), torch.randn(4, 6, 16)
+@pytest.fixture(autouse=True)
+def without_fused_layers():
+    """Which are one call, in FP32 and under autocast, and would hide what is in it."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            expected = calls(plain, x)
-            ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
-            found = calls(model, x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    assert found["bmm"] == expected["bmm"], (found, expected)
-    assert found["addmm"] + found["mm"] > 0
+    yield
+    torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def made(name, level=None, half=None):
+    torch.manual_seed(0)
+    task = realistic.task(name, realistic.narrow)
+    if level is not None:
+        ampatch.initialize(task.modules, opt_level=level, dtype=half, verbosity=0)
+    return task
+
+
+def watched(task, is_training):
+    [model], [loss_of] = task.modules, task.losses
+    model.train(is_training)
+    with torch.set_grad_enabled(is_training):
+        loss_of(task.modules)  # the first forward casts its weights one by one
+        with Watching() as watching:
+            loss = loss_of(task.modules)
+            if is_training:
+                loss.backward()
+    return watching
+
+
+def table_of(model):
+    """The elements of the smallest table, if nothing but lookups reads the tables."""
+    sizes = [
+        part.weight.numel()
+        for part in model.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    return min(sizes, default=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", realistic.MODELS)
+def test_evaluation_has_no_product_that_fp32_has_not_and_copies_no_table(name, level, half):
+    expected = watched(made(name), is_training=False)
+    task = made(name, level, half)
+    found = watched(task, is_training=False)
+    assert found.products <= expected.products
+    table = table_of(task.modules[0])
+    if table and "tied" not in name:
+        assert found.largest < table
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", [name for name in realistic.MODELS if "tied" not in name])
+def test_training_copies_no_table(name, level, half):
+    """At O3 the table is half, and its gradient is summed in FP32, in a copy."""
+    task = made(name, level, half)
+    if table := table_of(task.modules[0]):
+        assert watched(task, is_training=True).largest < table

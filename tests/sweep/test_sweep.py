@@ -113,7 +113,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
     rows = plan.rows
     assert [(row.status, row.steps) for row in rows] == [
         ("ok", 2),
-        ("exited: code 3", 2),
+        ("exit status 3", 2),
         ("crashed: RuntimeError: the tensor is", 2),
         ("ok", 4),
         ("diverged at step 3: loss nan", 3),

@@ -116,6 +116,15 @@ def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, m
         )
 
 
+def test_a_second_seed_of_o0_alone_binds_no_other_row(monkeypatch):
+    """It runs before the rows, which turn out to be slow."""
+    machine = Machine(monkeypatch, FAST, 260)
+    runs = machine.sweep(machine.plan(budget=3))
+    base, *others = whole(runs).values()
+    assert [run.trial.seed for run in runs[:2]] == [0, 1] and runs[1].case == BASE
+    assert base > max(others) and seconds(runs) <= 180 + START + STEPS * 0.26
+
+
 def clock(text):
     hours, minutes, left = map(int, text.split(":"))
     return 3600 * hours + 60 * minutes + left

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 
 import pytest
 from run_command import write
@@ -13,6 +14,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import NO_AMP, Kind
+from ampatch.tune import Tuning
 
 SCRIPT = "print('never run here')\n"
 
@@ -54,21 +56,21 @@ def make(script, out="out", **options):
     return Sweep(script, autocast=False, out=out, **settings)
 
 
-ALL = ["O0 seed 0", "O1-float16 seed 0", "O1-float16 seed 1", "O0 seed 1"]
+ALL = ["O0 seed 0", "O0 seed 1", "O1-float16 seed 0", "O1-float16 seed 1"]
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(script, machine):
-    machine.fails[2] = KeyboardInterrupt()
+    machine.fails[3] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         make(script).run()
     kept = read_results("out")
-    assert (kept.done, kept.planned, kept.complete) == (2, 4, False)
+    assert (kept.done, kept.planned, kept.complete) == (3, 4, False)
     assert [row.label for row in kept.rows] == ["O0", "O1-float16"]
 
     machine.ran.clear()
     plan = make(script, resume=True).run()
 
-    assert machine.ran == ALL[2:]
+    assert machine.ran == ALL[3:]
     results = read_results("out")
     assert results.complete and results == plan.results and results.started == kept.started
     assert [row.runs for row in results.rows] == [2, 2]
@@ -78,9 +80,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(script, machine):
 
 
 def test_a_longer_timeout_gives_another_chance(script, machine):
-    machine.fails[1] = "timed out: after 5 s"
+    machine.fails[2] = "timed out: after 5 s"
     make(script, timeout=5.0).run()
-    for timeout, again in ((5.0, []), (9.0, [ALL[1]])):
+    for timeout, again in ((5.0, []), (9.0, [ALL[2]])):
         machine.ran.clear()
         make(script, timeout=timeout, resume=True).run()
         assert machine.ran == again
@@ -89,11 +91,10 @@ def test_a_longer_timeout_gives_another_chance(script, machine):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"steps": 3}, "steps was None, now 3"),
-        ({"arguments": ["--lr", "1"]}, "arguments was [], now ['--lr', '1']"),
-        ({"levels": ["O0"]}, "rows was"),
-        ({"metrics": {"acc": "(x)"}}, "metrics was"),
-        ("the script", "script_sha256 was"),
+        ({"steps": 3}, "steps before: none, now: 3"),
+        ({"arguments": ["--lr", "1"]}, "arguments before: none, now: --lr 1."),
+        ({"seeds": 1}, "seeds before: 2, now: 1"),
+        ("the script", "script_sha256 before:"),
     ],
 )
 def test_another_sweep_cannot_go_on_in_its_place(change, said, script, machine):
@@ -121,7 +122,7 @@ def test_given_rows_are_run_alone_and_may_be_added_later(script, machine):
     grown = Sweep(script, rows=rows, seeds=2, rounds=1, out="out", resume=True).run()
 
     assert machine.ran == [
-        f"{cured.label} seed 0", f"{cured.label} seed 1", "O3-bfloat16 seed 1", "O0 seed 1",
+        "O0 seed 1", f"{cured.label} seed 0", f"{cured.label} seed 1", "O3-bfloat16 seed 1",
     ]  # fmt: skip
     assert [row.runs for row in grown.rows] == [2, 2, 2]
     assert [run.case for run in read_runs("out", cured.label)] == [cured, cured]
@@ -166,20 +167,102 @@ def test_rows_that_say_nothing_or_too_much(options, said, script):
 
 def test_a_sweep_is_replaced_only_on_request(script, machine, tmp_path):
     make(script).run()
-    mine = ("mine.txt", "runs/mine.json", "plots/mine.txt")
+    mine = ("mine.txt", "runs/mine.json", "runs/O7.seed0.repeat0.log", "plots/mine.png")
     of_a_report = ("report.html", "plots/speed.png", "tensorboard/O0.seed0.repeat0/events.1")
     for name in (*mine, *of_a_report):
         write(tmp_path / "out" / name, "")
     with pytest.raises(ValueError, match=r"holds a sweep of train.py .*, 4 of 4 runs.*--overwrite"):
         make(script)
-    assert len(list((tmp_path / "out/runs").iterdir())) == 5
+    assert len(list((tmp_path / "out/runs").iterdir())) == 6
 
     plan = Sweep(script, levels=["O0"], out="out", overwrite=True)
 
     left = {str(path.relative_to("out")) for path in plan.directory.rglob("*") if path.is_file()}
     left -= {"summary.json", "summary.csv", "summary.md", "summary.tex", ".lock"}
     assert left == set(mine)
-    assert read_results("out").done == 0
+    assert read_results("out").done == 0 and list(read_runs("out")) == []
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"report.html": "my page", "summary.csv": "a,b", "plots/mine.png": "mine"},
+        {"notes/": None},
+        {"summary.json": '{"accuracy": 0.5}', "report.html": "my page"},
+        {"summary.json": "[1, 2"},
+        {"summary.json": '{"format": 3, "script": "train.py"}', "runs/O0.seed0.repeat0.json": "{}"},
+    ],
+)
+@pytest.mark.parametrize("way", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_folder_with_files_of_ones_own_is_refused_and_nothing_changed(
+    files, way, script, machine, tmp_path
+):
+    """For a tuning too, whose folder is a sweep's."""
+    for name, text in files.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (tmp_path / "own" / name).mkdir()
+        else:
+            (tmp_path / "own" / name).write_text(text)
+    (tmp_path / "link").symlink_to("own")
+    before = contents(tmp_path / "own")
+    for out in ("own", "link", tmp_path / "own"):
+        with pytest.raises(ValueError, match="--out|Leave --resume out"):
+            make(script, out=out, **way)
+        with pytest.raises(ValueError, match="--out|Leave --resume out"):
+            Tuning(script, opt_level="O1", out=out, **way)
+    assert contents(tmp_path / "own") == before and not machine.ran
+
+
+@pytest.mark.parametrize("out", ["", " "])
+def test_an_empty_out_is_an_error(out, script, machine, tmp_path):
+    for begin in (make, lambda script, out: Tuning(script, opt_level="O1", out=out)):
+        with pytest.raises(ValueError, match="--out '': expected the name of a folder"):
+            begin(script, out=out)
+    assert contents(tmp_path) == {"train.py": SCRIPT}
+
+
+def test_a_folder_in_which_nothing_was_recorded_yet_can_be_used(script, machine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.lock").touch()  # of a sweep that was killed as it began
+    assert make(script).run().results.complete
+
+
+def test_a_file_beside_a_sweep_is_not_taken_for_a_tunings_answer(script, machine, tmp_path):
+    make(script, seeds=4).run()
+    (tmp_path / "out/tune.json").write_text("mine")
+    for way in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ValueError, match=r"tune.json: (was not written|is damaged)"):
+            Tuning(script, opt_level="O1", out="out", **way)
+    assert (tmp_path / "out/tune.json").read_text() == "mine" and read_results("out").done == 8
+
+
+def test_a_tuning_goes_on_with_its_options_and_arguments(script, machine):
+    options = {"opt_level": "O1", "out": "out"}
+    Tuning(script, ["--lr", "1"], seeds=4, margin="20%", **options)
+    gc.collect()  # lets the folder go
+    said = []
+    Tuning(script, seeds=6, resume=True, say=said.append, **options)
+    assert said == [
+        "Goes on with the sweep in its folder, and keeps its settings: --margin 20% -- --lr 1."
+    ]
+    kept = read_results("out")
+    assert kept.options["margin"] == "20%" and kept.settings["seeds"] == 6
+
+
+def test_the_default_folder_is_one_that_is_free(script, machine, tmp_path):
+    write(tmp_path / "ampatch-sweep/train/mine.txt", "mine")
+    first = make(script, out=None)
+    first.run()
+    assert first.directory.name == "train-2"
+    assert make(script, out=None, resume=True).directory == first.directory
 
 
 def test_without_a_directory_each_sweep_gets_its_own(script, machine):

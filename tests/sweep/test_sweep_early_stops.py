@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sweep_runs import TRAINING, log_of, planned
+from sweep_runs import INITIALIZE, TRAINING, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory
@@ -42,7 +42,8 @@ def stopped(plan):
 def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path):
     plan = planned(tmp_path, PLAIN, levels=["O1", "O2"], autocast=False)
     said = stopped(plan)
-    assert "never calls ampatch.initialize" in said and "add O0 to --levels" in said
+    reason, line = "never calls ampatch.initialize", "model, optimizer = ampatch.initialize("
+    assert said.index(reason) < said.index(line) < said.index("With O0 among --levels")
     assert log_of(plan, "O1-bfloat16") == "before 0\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("Nothing to compare yet")
@@ -52,13 +53,33 @@ def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mende
     script = "import beside" + RESUMING.replace("\n    ", "\n")
     plan = planned(tmp_path, script, "'{trial_dir}'", **OF_TWO)
     said = stopped(plan)
-    assert "before its first step in O0 seed 0" in said
+    assert "at O0 seed 0, before its first step" in said
     assert "ModuleNotFoundError: No module named 'beside'" in said
     assert len(plan.runs) == 1
     (tmp_path / "beside.py").write_text("")
     plan = planned(tmp_path, script, "'{trial_dir}'", resume=True, **OF_TWO).run()
     assert [row.status for row in plan.rows] == ["ok", "ok"]
     assert json.loads((plan.directory / "summary.json").read_text())["complete"] is True
+
+
+@pytest.mark.parametrize(
+    ("ending", "options", "said"),
+    [
+        ("sys.exit(3)", {}, "exit status 3 at O0"),
+        ("raise RuntimeError('no data')", {}, "crashed: RuntimeError: no data at O0"),
+        ("time.sleep(60)", {"timeout": 4}, "timed out: after 4 s at O0"),
+    ],
+)
+def test_an_o0_that_does_not_end_well_ends_the_sweep_whatever_steps_it_took(
+    ending, options, said, tmp_path
+):
+    script = f"{TRAINING}{INITIALIZE}    step(), step()\n    {ending}\n"
+    plan = planned(tmp_path, script, **OF_TWO, **options)
+    found = stopped(plan)
+    assert f"{said} seed 0, after 2 steps" in found and "are compared with O0" in found
+    assert ("--resume --timeout" in found) == bool(options)
+    assert len(plan.runs) == 1
+    assert plan.results.recommendation == f"Nothing to compare yet: {said}."
 
 
 def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path):

@@ -83,7 +83,7 @@ def test_json_keeps_every_value(tmp_path):
     run = Run(trial, 1, 2.5, measured, ended_by="timed out: after 2 s", timeout=2.0)
     write_json(tmp_path / "run.json", run.to_json())
     written = read_json(tmp_path / "run.json")
-    assert (written["format"], written["planned"]["seed"]) == (3, 3)
+    assert (written["format"], written["planned"]["seed"]) == (4, 3)
     assert Run.from_json(read_json(tmp_path / "run.json")) == run
 
 

@@ -159,7 +159,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
     base, row = run_of("O0", 0, 0.9), run_of("O1", 0, error="RuntimeError: no")
     for runs, lacking in (
         ([], "no run has ended"),
-        ([run_of("O1", 0, 0.9)], "there is no O0 that went well"),
+        ([run_of("O1", 0, 0.9)], "O0 has not run"),
         ([base], "O0 alone has run"),
         ([base, row], "no row beside O0 has gone well"),
     ):

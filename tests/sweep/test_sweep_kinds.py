@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sweep_runs import log_of, planned
+from sweep_runs import Said, log_of, planned
 from warm_python import python
 
 from ampatch.sweep import SweepError
@@ -68,9 +68,12 @@ def printed(plan, label):
 
 def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
     """The losses are those that it prints; O0 is what plain Python trains, to the bit."""
-    plan = planned(tmp_path, PLAIN).run()
-    runs = by_label(plan)
+    plan, said = planned(tmp_path, PLAIN), Said()
+    runs = by_label(plan.run(said))
     assert list(runs) == ["O0", "O1-bfloat16"]
+    [why] = [one for one in said.events if "which module is the model" in one]
+    assert "O2, O3 and the row autocast cannot be" in why and why in plan.results.notes
+    assert "model, optimizer = ampatch.initialize(model, optimizer)" in why
     plain = python("train.py", cwd=tmp_path).stdout.split()
     assert printed(plan, "O0") == list(map(float, plain))
     for label, run in runs.items():

@@ -78,6 +78,29 @@ def test_a_constant_seed_is_said_after_the_first_run(tmp_path):
     assert once == twice  # the note is right
 
 
+UNREACHED = """
+    import torch
+    import ampatch as amp
+    model = torch.nn.utils.skip_init(torch.nn.Linear, 4, 2)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    data = torch.Generator().manual_seed(7)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(9):
+        with amp.scale_loss(model(torch.randn(8, 4, generator=data)).mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_seed_that_does_not_reach_the_script_is_said_after_two_runs(tmp_path):
+    """Where no global seed is set, the first run shows nothing."""
+    _plan, events = swept(tmp_path, UNREACHED, levels=["O0", "O1"])
+    events = [event for event in events if not event.startswith("Planned")]
+    assert events[:2] == ["O0 seed 0", "O0 seed 1"]
+    assert events[2].startswith("The seed does not reach the script: O0 is the same with each")
+
+
 def passing_on(seed):
     """The script with what it gets from the sweep in the place of its constant."""
     return CONSTANT.replace("(42)", f"({seed})").replace("[43, 44, 43]", "[]")

@@ -55,6 +55,9 @@ def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
     assert len(rounds) == max(3, seeds)
     for number, one in enumerate(rounds.values()):
         forwards = one if number % 2 == 0 else one[::-1]
+        if number == 1 and seeds > 1:  # its O0 has run at once after the first
+            assert forwards[-1] == plan[1] == Trial(BASE, 1)
+            forwards = [forwards[-1], *forwards[:-1]]
         assert [trial.case for trial in forwards] == [*ROWS, BASE]
         assert [trial.again for trial in forwards] == [False, False, True]
         assert forwards[-1].short
@@ -101,7 +104,14 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
 )
 def test_what_noise_could_have_done_is_not_recommended(again, o1, said):
     base, row = swept([10] * 3, again, o1)
-    assert row.pace == "not told apart" and "speed not told apart from O0's" in row.verdict
+    assert row.pace == "not told apart" and ", which may be noise: " in row.verdict
+    spans = row.speeds.low < 1 < row.speeds.high
+    why = (
+        "rounds do not agree"
+        if spans
+        else f"O0 beside itself differed by a factor of {row.reach:.2f}"
+    )
+    assert why in row.verdict
     advice = recommendation([base, row])
     assert said in advice and advice.startswith("Stay with O0")
 
@@ -149,6 +159,21 @@ def test_where_wall_time_is_too_noisy_cpu_time_decides(wall, cpu, pace, by_cpu):
     if by_cpu:
         assert ("is 2.00 times as fast as O0" if pace == "faster" else "is 0.50 times") in advice
         assert noisy in advice
+
+
+def test_a_row_that_trains_the_same_as_another_and_is_slower_says_so():
+    """Of a pair: the slower one, and beside O0."""
+    rows = cases(["O0", "O1", "O2"], ["bfloat16"])
+    times = {rows[0]: 10.0, rows[1]: 20.0, rows[2]: 30.0}
+    runs = [run_of(one, times[one.case], losses=[1.0, 0.5]) for one in trials(rows, 1)]
+    base, faster, slower = summarize(runs)
+    assert "trains the same" not in base.verdict
+    assert faster.verdict.endswith("; trains the same as O0 float32, and is slower")
+    assert slower.verdict.endswith("the same as O0 float32 and O1 bfloat16, and is slower")
+    runs = [
+        run_of(one, times[one.case], losses=[1.0, len(one.case.label)]) for one in trials(rows, 1)
+    ]
+    assert not any("trains the same" in row.verdict for row in summarize(runs)[:2])
 
 
 def test_one_round_recommends_nothing():
@@ -222,7 +247,9 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         "O0 seed 0 repeat 3 (timing)",
     ]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
-    with pytest.raises(ValueError, match="rounds was 4, now 3"):  # would leave out measured rounds
+    with pytest.raises(
+        ValueError, match="rounds before: 4, now: 3"
+    ):  # would leave out measured rounds
         make(tmp_path, resume=True, rounds=3)
     make(tmp_path, resume=True).close()  # without a number it has those that it had
     ran.clear()

@@ -28,6 +28,26 @@ def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
     assert summary(answer)[-1] == f"Speed, with the cure: {answer.paces['cure']}."
 
 
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0, ""),
+        (1e-5, "0.001 %"),
+        (0.123, "12 %"),
+        (0.994, "99 %"),
+        (0.999, "over 99 %"),
+        (1, "100 %"),
+    ],
+)
+def test_shares_are_percents_that_can_be_read(share, text):
+    sample = Sample(1e-3, 1e-2, share, share)
+    one = Sensitivity("head", "Linear", (sample,))
+    assert next(cells(Answer("t.py", "O2", "float16", "passes", modules=[one])))[4:6] == (
+        text,
+        text,
+    )
+
+
 def test_a_module_that_half_refuses_is_not_called_unmeasured(answer):
     assert troubles(answer) == [
         "layers.0.attention: it does not run in half: no",

@@ -13,7 +13,7 @@ from ampatch.tune import read_answer
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "faults.py")
-QUICK = ("--seeds", "4", "--probe-steps", "20", "--rounds", "1", "--jobs", "2")
+QUICK = ("--seeds", "4", "--probe-steps", "20", "--rounds", "1", "--jobs", "2", "--margin", "2%")
 
 
 def tune(folder, fault, *options, level="O2"):

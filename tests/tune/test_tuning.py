@@ -13,7 +13,9 @@ import pytest
 from sweep_made import trained
 
 from ampatch.config.sweep_options import SweepOptions
+from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.probe import ProbeOptions
@@ -44,7 +46,10 @@ class Trials:
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
-        self.last = SweepOptions(rows=rows, **options)
+        self.last = asked = SweepOptions(rows=rows, **options)
+        kept = {"options": asked.given(options), "files": list(asked.files)}
+        record = Results("train.py", list(arguments), "", 0, {"dtypes": []}, {}, **kept)
+        write_json(Path(out) / "summary.json", record)
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
@@ -140,11 +145,23 @@ def test_what_passed_with_few_seeds_alone_is_no_answer(tuned, lucky):
 @pytest.mark.parametrize("cures", (["O3"], ["head"]))
 def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cures):
     """So does a sweep, which recommends nothing then."""
-    said = " ".join(summary(tuned(cures, noise=0.01)[0]))
-    assert "But with 6 seeds the 95 % interval of its last loss ends" in said
+    answer, _ = tuned(cures, noise=0.01)
+    said = " ".join(summary(answer))
+    assert said.startswith("Not known yet whether ") and answer.outcome == "undecided"
+    assert ": with 6 seeds the 95 % interval of its last loss ends" in said
     assert "and 0.0053 matters (--margin)" in said and "--resume --seeds" in said
-    said = " ".join(summary(tuned(cures, noise=0.0001)[0]))
-    assert "But" not in said and "would have been seen" in said
+    assert "passes as it is" not in said and "comes back" not in said
+    assert ("may come back to O0 with 1 module" in said) == bool(answer.line) == (cures == ["head"])
+    answer, _ = tuned(cures, noise=0.0001)
+    said = " ".join(summary(answer))
+    assert "Not known" not in said and "would have been seen" in said
+    assert answer.outcome == ("passes" if cures == ["O3"] else "cured")
+
+
+def test_a_tuning_that_goes_on_judges_by_the_margin_of_before(tuned):
+    assert tuned(["O3"], noise=0.01, margin="50%")[0].outcome == "passes"
+    assert tuned(["O3"], noise=0.01, resume=True)[0].outcome == "passes"
+    assert tuned(["O3"], noise=0.01, resume=True, margin="1%")[0].outcome == "undecided"
 
 
 def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
@@ -166,7 +183,9 @@ def test_used_up_candidates_are_no_verdict(tuned):
     answer, _ = tuned(["stem"], candidates=2)
     assert answer.outcome == "undecided" and answer.candidates == 2
     [said] = summary(answer)
-    assert "Not known yet: 2 candidates were tried" in said and "--resume --candidates" in said
+    assert (
+        "Not known yet: 2 candidates were tried" in said and "--resume --candidates 4 goes" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +241,7 @@ def test_a_script_that_changes_meanwhile_is_said(tuned, monkeypatch):
 @pytest.mark.parametrize(
     "ends, said",
     (
-        ({"exit_code": 1}, "exited: code 1"),
+        ({"exit_code": 1}, "exit status 1"),
         ({"ended_by": "timed out: after 9 s"}, "timed out: after 9 s"),
     ),
 )
@@ -236,8 +255,7 @@ def test_a_probe_that_did_not_end_well_ranks_nothing_and_is_run_again(tuned, end
 
 def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
     tuned(["head"])
-    (tmp_path / "out/speed").mkdir(exist_ok=True)
-    (tmp_path / "out/speed/summary.json").write_text("")
+    mine = tmp_path / "out/probe/mine.txt"
+    mine.write_text("mine")
     _, trials = tuned(["stem"], overwrite=True)
-    assert len(trials.probed) == 1
-    assert not (tmp_path / "out/speed/summary.json").exists()
+    assert len(trials.probed) == 1 and mine.exists()

@@ -253,8 +253,8 @@ def decorated() -> None:
 
 
 def blocks(stack: contextlib.ExitStack) -> Tensor:
-    stack.enter_context(amp.cached_weights([net, critic]))
-    with amp.disable_casts(), amp.precision("half"), amp.cached_weights(net):
+    stack.enter_context(amp.precision("float"))
+    with amp.disable_casts(), amp.precision("half"):
         return loss
 
 

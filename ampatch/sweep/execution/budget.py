@@ -4,10 +4,7 @@ The first whole run of O0 says how long a process, a step and a run take.  Anoth
 need O0's time, longer by the measured speed of its half type, until its own runs have shown theirs.
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
-
-What is given up, in this order: seeds, down to `TESTED`; the other seeds but one, and with each
-number of them rounds, down to `FEWEST_ROUNDS`; whole runs of all rows but O0, whose timed runs then
-take `FEWEST_STEPS`.
+`plans` has what is given up, in its order.
 """
 
 from __future__ import annotations
@@ -132,9 +129,11 @@ def fitting(
 ) -> Amounts:
     """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
 
-    A seed after the first that a row has begun is run by all rows: half a round compares nothing.
+    A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
+    nothing.
     """
-    started = max((trial.seed + 1 for trial in begun if not trial.short), default=0)
+    whole = (one for one in begun if not one.short and one.case != BASE)
+    started = max((trial.seed + 1 for trial in whole), default=0)
     least = started if started > 1 else 0
     possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
     limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))

@@ -1,8 +1,8 @@
 """The directory of a sweep: one sweep at a time, and never two mixed.
 
-It is locked while a sweep runs.  It belongs to the sweep whose settings are in its
-`summary.json`: only that sweep continues in it (`resume`), and another replaces it
-only on request (`overwrite`).
+It is locked while a sweep runs.  It belongs to the sweep whose record, `summary.json`, is in it:
+only that sweep continues in it (`resume`), and another replaces it only on request (`overwrite`).
+Only what the record names is ever deleted, and a folder with files and without a record is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import shutil
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (
+    DRAWN,
     EVENTS,
-    PLOTS,
     REPORT,
     RUNS,
     SUMMARY,
@@ -34,11 +37,7 @@ from ampatch.sweep.trial import Trial
 
 DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # of the script's own directory
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
-_OURS = (
-    *(SUMMARY, *TABLES, REPORT, f"{RUNS}/*.seed*.repeat*"),
-    *(f"{PLOTS}/*.svg", f"{PLOTS}/*.pdf", f"{PLOTS}/*.png"),
-    f"{EVENTS}/*.seed*.repeat*",
-)
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,11 @@ class RunFiles:
     ranks: Path  # a directory for torchrun, until the run has ended
 
     @classmethod
-    def of(cls, directory: Path, trial: Trial) -> RunFiles:
+    def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
+        """The files of a trial, or of its stem."""
+        stem = trial if isinstance(trial, str) else trial.file_stem
         endings = ("json", "record", "progress", "log", "dir", "ranks")
-        return cls(*(directory / f"{trial.file_stem}.{ending}" for ending in endings))
+        return cls(*(directory / f"{stem}.{ending}" for ending in endings))
 
     def remove(self) -> None:
         """Delete what an earlier run of this trial left."""
@@ -91,43 +92,81 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def choose(out: str | Path | None, title: str, resume: bool, overwrite: bool) -> Path:
+def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
     """`out`, or by default `ampatch-sweep/` and the title, numbered if that is taken.
 
-    With `resume` or `overwrite` it is the last one that exists.
+    With `is_there` it is the last one that has a sweep.
     """
     if out is not None:
         return Path(out)
     endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     last: Path | None = None
     for path in (Path("ampatch-sweep") / f"{title}{ending}" for ending in endings):
-        if not (path / SUMMARY).exists():
+        if _is_free(path):
             break
-        last = path
-    return last if last and (resume or overwrite) else path
+        last = path if (path / SUMMARY).exists() else last
+    return last if last and is_there else path
+
+
+def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
+    """The record of the sweep in a folder; None for an empty one, and for none.
+
+    Changes nothing.  Raises `ValueError` for a folder that has other files and no record, and
+    where one of `files`, which are to be written, is not the sweep's.
+    """
+    record = read_results(path)
+    if record is None and not _is_free(path):
+        raise ValueError(
+            f"{path}: has files, and no summary.json of a sweep. Nothing was changed. Choose a new "
+            "or an empty folder with --out; --overwrite replaces the files of sweeps alone."
+        )
+    for name in set(files).difference(record.files if record else ()):
+        if (path / name).exists():
+            raise ValueError(
+                f"{path / name}: was not written by the sweep in this folder. Nothing was changed. "
+                "Move the file away, or choose another folder with --out."
+            )
+    return record
+
+
+def clear(path: Path) -> None:
+    """Delete the files of the sweep in a folder, but for its record, and no others."""
+    record = read_results(path)
+    if record is None:
+        return
+    for stem in record.trials:
+        RunFiles.of(path / RUNS, stem).remove()
+        remove_directory(path / EVENTS / stem)
+    for name in (*TABLES, REPORT, *DRAWN, *record.files):
+        (path / name).unlink(missing_ok=True)
+
+
+def _is_free(path: Path) -> bool:
+    """Whether there is no such folder, or nothing in it."""
+    return not path.is_dir() or all(one.name == _LOCK for one in path.iterdir())
 
 
 class Directory:
     """A directory that one sweep holds, from construction to `release`.
 
-    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run
-    in it.
+    Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run in it.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        self.path = path
-        self.runs = path / RUNS
+    def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
+        self.path, self.runs = path, path / RUNS
         self.settings = plain(settings)
         self._lock = _held(self, path)
         try:
             with _explained(path):
-                self.runs.mkdir(exist_ok=True)
-                self.earlier = self._earlier(resume, overwrite)
+                found = record_of(path, options.files)
+                self.earlier = None if options.overwrite else found
+                if self.earlier is None:
+                    clear(path)
+                else:
+                    self._check(self.earlier, options.resume)
         except BaseException:
             self.release()
             raise
-        if self.earlier is None:
-            self._clear()
 
     def release(self) -> None:
         """Release it for other sweeps.  A second call changes nothing."""
@@ -148,13 +187,8 @@ class Directory:
             if not (run.ended_by and is_longer):
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
-    def _earlier(self, resume: bool, overwrite: bool) -> Results | None:
-        """The results to continue.  Raises `ValueError` if that is impossible or not asked for."""
-        if overwrite:
-            return None
-        earlier = read_results(self.path)
-        if earlier is None:
-            return None
+    def _check(self, earlier: Results, resume: bool) -> None:
+        """Raise `ValueError` where going on with a sweep is impossible or not asked for."""
         if not resume:
             raise ValueError(
                 f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
@@ -170,12 +204,6 @@ class Directory:
                 f"{self.path}: cannot be resumed, it is another sweep: {differ}. Give the same "
                 "settings, replace it by --overwrite, or choose another directory with --out."
             )
-        return earlier
-
-    def _clear(self) -> None:
-        """Delete the files of an earlier sweep, and no others."""
-        for path in [path for pattern in _OURS for path in self.path.glob(pattern)]:
-            remove_directory(path) if path.is_dir() else path.unlink()
 
 
 def _held(owner: object, path: Path) -> weakref.finalize[..., Any]:
@@ -185,7 +213,7 @@ def _held(owner: object, path: Path) -> weakref.finalize[..., Any]:
     """
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     lock = weakref.finalize(owner, os.close, file)
     if not _locked(file):
         lock()
@@ -207,12 +235,20 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    names = [name for name in names if not (name in GROWING and _grown(before[name], now[name]))]
-    return ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+    names = [n for n in names if not (n in GROWING and _grown(before.get(n), now.get(n)))]
+    texts = ((name, _text(before, name), _text(now, name)) for name in names)
+    return "; ".join(f"{name} before: {one}, now: {other}" for name, one, other in texts)
 
 
 def _grown(before: Any, now: Any) -> bool:
+    if None in (before, now):
+        return False
     return set(before) <= set(now) if isinstance(now, list) else before < now
+
+
+def _text(settings: dict[str, Any], name: str) -> str:
+    value = settings.get(name)
+    return shlex.join(value) if value and name == "arguments" else setting_text(value)
 
 
 def _locked(file: int) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import brief, status
+from ampatch.sweep.report.figures import OK, brief, status
+from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE
 
 LAST_LINES = 12  # of the output, shown with a crash
@@ -18,8 +19,8 @@ _MAY_RESUME = (
     "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
 )
 _UNKNOWN = (
-    " What kind of script it is shows in a run at O0: add O0 to --levels. If an option of the "
-    "script switches AMP on, give it behind --."
+    " With O0 among --levels its first run shows what the script has. An option of the script that "
+    "switches AMP on stands after --."
 )
 
 
@@ -31,17 +32,20 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     said = status(run)
     if run.case == BASE and LATE in said:
         return f"{script}: {said}"
-    if run.steps or run.ended_by:
-        return ""
-    if said.startswith("no training"):
+    if said.startswith("no training") and not run.steps:
         kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return _no_integration(script, kind)
         return f"{script}: {said} ({run.trial.label}).{_hint(run, kind)}"
-    if run.case == BASE and not any(one.steps for one in earlier) and not lacks_memory(said):
-        when = "in" if run.measured is None else "before its first step in"
-        return f"{script}: {said}, {when} {run.trial.label}.\n{last_lines(log)}"
-    return ""
+    goes_on = said == OK or said.startswith("diverged") or lacks_memory(said)
+    if run.case != BASE or goes_on:
+        return ""
+    remedy = " Give it more: --resume --timeout SECONDS." if run.ended_by else ""
+    steps = f"after {counted(run.steps, 'step')}" if run.steps else "before its first step"
+    return (
+        f"{script}: {said} at {run.trial.label}, {steps}. The other rows are compared with O0, so "
+        f"none of them is run.{remedy}\n{last_lines(log)}"
+    )
 
 
 def _no_integration(script: str, kind: Kind) -> str:
@@ -57,7 +61,7 @@ def _hint(run: Run, kind: Kind) -> str:
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
     is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.is_foreign)
-    return _UNKNOWN if is_unknown else _MAY_RESUME
+    return f" {kind.needs}.{_UNKNOWN}" if is_unknown else _MAY_RESUME
 
 
 def lacks_memory(said: str) -> bool:

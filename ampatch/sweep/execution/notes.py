@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ampatch.config.sweep_options import SweepOptions
+from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
+from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import paired
-from ampatch.sweep.report.figures import OK
+from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.start_check import note as starts_note
 from ampatch.sweep.report.start_check import other_starts
@@ -25,16 +28,30 @@ _PASS_ON = (
 
 
 def script_notes(
-    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run]
+    script: str,
+    arguments: Sequence[str],
+    options: SweepOptions,
+    plan: Plan,
+    runs: Sequence[Run],
+    logs: Path,
 ) -> dict[str, str]:
     """What the script does that a sweep has to tell, by what it is about; what matters first."""
     notes = {
         "starts": starts_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
+        "metrics": _metric_note(runs, logs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
+        "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
     }
     return {about: note for about, note in notes.items() if note}
+
+
+def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
+    """What a script without `initialize` has, and what is lacking that the user did not name."""
+    asks_for_all = plan.kind.is_plain and options.levels is None and options.rows is None
+    said = f"{script} {plan.kind.in_words()}."
+    return f"{said} {plan.kind.needs}." if asks_for_all else said
 
 
 def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
@@ -52,11 +69,7 @@ def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[
 
 
 def tune_note(
-    script: str,
-    arguments: Sequence[str],
-    options: SweepOptions,
-    plan: Plan,
-    rows: Sequence[Row],
+    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, rows: Sequence[Row]
 ) -> str:
     """What finds the part of the model that is the cause, where a level trains worse than O0."""
     base = next((row for row in rows if row.label == BASE.label), None)
@@ -145,12 +158,31 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
     )
 
 
+def _metric_note(runs: Sequence[Run], logs: Path) -> str:
+    """That the output has what looks like a metric, where none was reported."""
+    good = [run for run in runs if status(run) == OK and not run.trial.short]
+    if not good or any(run.measured.metrics for run in good):
+        return ""
+    log = RunFiles.of(logs, good[0].trial).log
+    found = hint(log, log.stat().st_size) if log.exists() else None
+    if found is None:
+        return ""
+    return (
+        f'The output has "{found[0]}", and no metric was given, so the last loss is compared. '
+        f"--resume --metric {shlex.quote(found[1])} compares it too, and runs nothing again."
+    )
+
+
 def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
     """Which figures were timed alone, and whether on one machine."""
     timed = [run for run in runs if run.alone]
     notes = []
     if runs and not timed:
-        more = "" if any(trial.short for trial in plan.trials) else " --rounds 3 adds runs that do."
+        more = (
+            ""
+            if any(trial.short for trial in plan.trials)
+            else " --resume --rounds 3 adds runs that do."
+        )
         notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
     elif len(timed) < len(runs):
         notes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
 from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
@@ -29,14 +30,15 @@ class Outcome:
         program: Program,
         arguments: Sequence[str],
         options: SweepOptions,
-        margin: Margin,
+        given: dict[str, Any],
         plan: Plan,
         held: Directory,
     ) -> None:
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
-        self._options, self._margin = options, margin
+        self._options, self._given, self._margin = options, given, Margin.of(options.margin)
         self._plan, self._held = plan, held
+        self._stems = dict.fromkeys(held.earlier.trials if held.earlier else ())
         if held.earlier is None:
             now = datetime.datetime.now(datetime.timezone.utc)
             self._started = now.isoformat(timespec="seconds")
@@ -46,12 +48,14 @@ class Outcome:
             self._provenance = machine.resumed(program.file(), held.earlier.provenance)
 
     def add(self, run: Run) -> list[str]:
-        """Add a run and write the files; returns what it makes known of the script."""
+        """Add a run, plan anew, and write the files; returns what it makes known."""
         known = self._script_notes().keys()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._plan.place_of(run.trial))  # they may end in any order
+        planned = self._plan.in_words() if self._plan.fit(self.runs) else ""
         self.write()
-        return [note for about, note in self._script_notes().items() if about not in known]
+        said = [note for about, note in self._script_notes().items() if about not in known]
+        return [*said, *([planned] if planned else [])]
 
     def write(self) -> None:
         write_files(self._held.path, self.results())
@@ -60,6 +64,7 @@ class Outcome:
         runs, options, plan = self.runs, self._options, self._plan
         rows = summarize(runs, options.judge, options.better, self._margin)
         done = {run.trial for run in runs}
+        self._stems |= dict.fromkeys(trial.file_stem for trial in plan.possible)
         trouble = notes.baseline_trouble(self._script, plan.kind)
         said = [  # what matters most comes first
             *self._script_notes().values(),
@@ -85,9 +90,12 @@ class Outcome:
             notes=[note for note in said if note],
             provenance={**self._provenance, **machine.devices(runs)},
             plan=plan.made_of(),
+            options=self._given,
+            trials=list(self._stems),
+            files=[*options.files],
         )
 
     def _script_notes(self) -> dict[str, str]:
         return notes.script_notes(
-            self._script, self._arguments, self._options, self._plan, self.runs
+            *(self._script, self._arguments, self._options, self._plan, self.runs), self._held.runs
         )

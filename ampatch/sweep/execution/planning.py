@@ -191,9 +191,10 @@ class Plan:
     def _wish(self, rows: Sequence[Case]) -> Amounts:
         """What is run where there is time for it."""
         options, known = self._options, self._known
-        rounds = options.rounds or known.get("rounds") or ROUNDS
         if known.get("amounts") and self._minutes is None:  # more of what the budget has left out
-            return Amounts(options.seeds or known["amounts"]["seeds"], rounds)
+            had = Amounts(**known["amounts"])
+            return Amounts(options.seeds or had.seeds, options.rounds or had.rounds)
+        rounds = options.rounds or known.get("rounds") or ROUNDS
         usual = 1 if self._minutes is None or len(rows) == 1 else SEEDS
         return Amounts(options.seeds or known.get("seeds") or usual, rounds)
 

@@ -13,10 +13,12 @@ from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
+from ampatch.sweep.execution.notes import kind_note
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
@@ -44,6 +46,10 @@ class Course:
         """Take up the runs of an earlier part of the sweep."""
         for run in self._held.finished(self._plan.possible, self._options.timeout):
             if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
+                log, patterns = self._files(run).log, self._options.metrics
+                if run.measured and patterns and log.exists():
+                    run.measured.metrics.update(read_metrics(log, patterns))
+                self._check_metrics(run)
                 self._outcome.runs.append(run)
                 self._begun.add(run.trial)
         self._plan.fit(self._outcome.runs)
@@ -62,14 +68,10 @@ class Course:
             if self._shows_kind(event):
                 schedule.plan(*self._by_turn())
                 if self._plan.kind.is_foreign:
-                    shown.said(f"{self._program} {self._plan.kind.in_words()}.")
+                    shown.said(kind_note(str(self._program), self._options, self._plan))
             self._take(event, shown)
-            if isinstance(event, Ended) and self._plan.fit(self._outcome.runs):
-                if self._plan.has_budget:  # then nothing else has been submitted, and waits
-                    schedule.plan(*self._by_turn())
-                    self._outcome.write()
-                if self._plan.in_words():
-                    shown.said(self._plan.in_words())
+            if isinstance(event, Ended) and self._plan.has_budget:
+                schedule.plan(*self._by_turn())  # nothing else has been submitted, and waits
         if self._lost:
             labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
@@ -98,9 +100,10 @@ class Course:
         try:
             is_new = self._plan.recognize(kind)
         except ValueError as error:
-            raise SweepError(f"{self._program}: {error}") from None
+            raise SweepError(f"{self._program} {error}") from None
         if is_new:
             self._held.keep(self._plan.settings())
+            self._outcome.write()  # the record names each trial before it starts
         return is_new
 
     def _take(self, event: Event, shown: Progress) -> None:
@@ -132,6 +135,7 @@ class Course:
             )
 
     def _ended(self, run: Run, shown: Progress) -> None:
+        self._begun.add(run.trial)
         reason = self._reason_to_stop(run)
         news = self._outcome.add(run)
         shown.ended(run)
@@ -144,11 +148,12 @@ class Course:
             shown.said(text)
         if reason and not is_last:
             raise SweepError(reason)
-        if not run.trial.short and status(run) == OK:
-            self._check_metrics(run)
+        self._check_metrics(run)
 
     def _check_metrics(self, run: Run) -> None:
         """Raise `SweepError` for a metric that a good run lacks, before hours have passed."""
+        if run.trial.short or status(run) != OK:
+            return
         reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
         options = self._options
         for name, pattern in options.metrics.items():

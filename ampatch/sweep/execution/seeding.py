@@ -4,9 +4,7 @@ The sweep seeds torch, `random` and numpy before the script starts.  A script th
 a constant undoes that.  `OwnSeeds` notes the first such call, and on request replaces each seed by
 a number made of it and of the trial's seed: seeds that differ in the script (an epoch's, a rank's)
 still differ.
-
-Generators (`torch.Generator`, `numpy.random.default_rng`) keep their seeds: fixed splits and
-made-up data come from them.  Workers of a DataLoader seed themselves from this process.
+Generators keep their seeds: fixed splits and made-up data come from them.
 """
 
 from __future__ import annotations

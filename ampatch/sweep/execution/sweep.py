@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ampatch._version import __version__
-from ampatch.config.sweep_options import SweepOptions
+from ampatch.config.sweep_options import SweepOptions, going_on
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import engines
-from ampatch.sweep.execution.directory import Directory, choose
+from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.place import device_groups
@@ -25,7 +25,7 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.results import Results, Row, read_results
+from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.trial import Case, Trial
 
 
@@ -48,28 +48,39 @@ class Sweep:
     """
 
     def __init__(self, script: str, arguments: Sequence[str] = (), **options: Any) -> None:
-        self._options = asked = SweepOptions(**options)
+        asked = SweepOptions(**options)
         self._program = Program(str(script), asked.module)
         self._file = self._program.file()
         self.script = str(self._program)
-        self.arguments = [str(argument) for argument in arguments]
+        path = choose(asked.out, self._program.title, asked.resume or asked.overwrite)
+        found = record_of(path, asked.files)
+        earlier = found if asked.resume else None
+        if asked.resume and earlier is None:
+            raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
+        self.arguments = list(map(str, arguments))
+        self._kept, given = "", asked.given(options)
+        if earlier is not None:
+            self._kept, given, options = going_on(earlier, options, given, self.arguments)
+            self.arguments = self.arguments or earlier.arguments
+            asked = SweepOptions(**options)
+        self._options = asked
         if counts_its_steps(self.arguments) and asked.steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         if asked.devices:
             device_groups(asked.devices, asked.nproc_per_node or 1)
-        margin = Margin.of(asked.margin)
-        path = choose(asked.out, self._program.title, asked.resume, asked.overwrite)
-        earlier = read_results(path) if asked.resume else None
-        if asked.resume and earlier is None:
-            raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
+        Margin.of(asked.margin)  # what is wrong with it is said before the folder is made
         self._plan = Plan(asked, earlier)
-        self._held = Directory(path, self._settings(), asked.resume, asked.overwrite)
-        self._outcome = Outcome(
-            self._program, self.arguments, asked, margin, self._plan, self._held
-        )
-        self._course = Course(self._program, asked, self._plan, self._outcome, self._held)
-        self._course.resume()
-        self._outcome.write()
+        self._held = Directory(path, self._settings(), asked)
+        held, plan = self._held, self._plan
+        self._outcome = Outcome(self._program, self.arguments, asked, given, plan, held)
+        self._course = Course(self._program, asked, plan, self._outcome, held)
+        try:
+            self._course.resume()
+            self._outcome.write()
+            self._held.runs.mkdir(exist_ok=True)
+        except SweepError as error:
+            self.close()
+            raise ValueError(str(error)) from None
 
     @property
     def directory(self) -> Path:
@@ -131,6 +142,8 @@ class Sweep:
         try:
             shown, engine = progress or Silent(), engines.make(self._options)
             with shown, engine:
+                if self._kept:
+                    shown.said(self._kept)
                 self._course.run(runner, engine, shown)
         except EngineError as error:
             raise SweepError(str(error)) from None

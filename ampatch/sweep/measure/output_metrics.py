@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from ampatch.sweep.measure.record import Series
+from ampatch.sweep.report.directions import direction
 
 _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
 
@@ -24,6 +26,21 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
         for name, pattern in patterns.items()
     }
     return {name: Series([*range(len(one))], one) for name, one in found.items() if one}
+
+
+@functools.cache
+def hint(log: Path, size: int) -> tuple[str, str] | None:
+    r"""A number in the output that looks like a metric, and the `--metric` that reads it.
+
+    `acc 0.93` and `acc=acc ([\d.]+)`; None where there is none.  `size` is that of the file now.
+    """
+    text = log.read_bytes().decode("utf-8", "replace")
+    for match in re.finditer(r"([A-Za-z][\w@-]*)(\s*[:=] *| +)\d+\.?\d*", text):
+        name, between = match.groups()
+        if direction(name) == "higher":
+            said = re.escape(name + between).replace("\\ ", " ")
+            return match[0], rf"{name}={said}([\d.]+)"
+    return None
 
 
 def _number(match: re.Match[str], name: str, log: Path) -> float:

@@ -14,11 +14,10 @@ from ampatch.sweep.json_files import plain, restored
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 3  # increased when a reader of the files has to change
+FORMAT = 4  # increased when a reader of the files has to change
 OTHER_FORMAT = (
     f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
-    "wrote them (their summary.json names it), or run the sweep anew: --overwrite replaces "
-    "them, and --out DIR keeps them."
+    "wrote them (their summary.json names it), or run the sweep anew in another folder (--out)."
 )
 
 

@@ -67,10 +67,7 @@ class StepTimes:
             paused = before.pauses != after.pauses
             wall.append(None if paused else round(sum(self._seconds[one:later]), 9))
             cpu.append(None if paused else after.cpu_seconds - before.cpu_seconds)
-        return {
-            "step_seconds": wall,
-            "cpu_seconds": cpu if is_owned_by_host(self._device) else [],
-        }
+        return {"step_seconds": wall, "cpu_seconds": cpu if is_owned_by_host(self._device) else []}
 
     def _read(self, count: int) -> None:
         """Turn the first `count` moments into seconds."""

@@ -98,7 +98,7 @@ def status(run: Run) -> str:
     if run.exit_code < 0:
         return f"{_killed(run.exit_code)} after its record was written"
     if run.exit_code:
-        return f"exited: code {run.exit_code}"
+        return f"exit status {run.exit_code}"
     if measured.opt_level is None:
         if run.case == BASE:
             return "no training: never steps an optimizer of torch.optim, nor calls initialize"

@@ -1,8 +1,7 @@
 """The verdicts: does a row reach O0's accuracy?
 
-Each quantity of a row is compared by a paired t test over seeds, corrected over the rows
-(`paired.py`), and the verdict is about one of them.  "Within seed noise" means that the test found
-no difference.  One may still exist: the 95 % confidence interval says how large it can be.
+Each quantity of a row is compared by the test of `paired.py`, and the verdict is about one of them.
+"Within seed noise": the test found no difference; the interval says how large one may still be.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """The verdict on speed: which rows this machine tells apart from O0.
 
-A row's speed is the median over the rounds of O0's step time over the row's, both of the same
-round; O0's own is that of its second run in each round over its first.  Its reach is the factor
-by which it departs from 1.00, either way: at its quartiles, or at its extremes where its median is
-off by more than `NOISE`.
-
-A row is faster, or slower, if both quartiles of its speed lie on the same side of 1.00, beyond
-O0's reach.  One round tells nothing, nor do rounds in which O0 ran once.  Where wall time does not
-tell, and O0 or the row itself varies by more than `NOISE`, CPU time is compared in the same way:
-other processes hardly change it.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  O0's own speed is that of its second run
+in each round over its first, its reach the factor by which that departs from 1.00, either way.
+One round tells nothing, nor do rounds in which O0 ran once.
 """
 
 from __future__ import annotations
@@ -76,7 +70,10 @@ def in_words(row: Row) -> str:
     if row.outcome == "baseline":
         return f"its second run was {_ratio(row.speeds, 'times as fast as its first')}"
     if row.pace == UNKNOWN:
-        return f"speed not told apart from O0's: {_ratio(row.speeds)}"
+        why = "the rounds do not agree"
+        if row.reach and not row.speeds.low <= 1 <= row.speeds.high:
+            why = f"O0 beside itself differed by a factor of {ratio(row.reach)}"
+        return f"{_ratio(row.speeds, 'times as fast as O0')}, which may be noise: {why}"
     said = _ratio(row.decisive, "times as fast as O0")
     if row.by_cpu:
         return f"{said} by CPU time (wall time is too noisy: {_ratio(row.speeds)})"
@@ -99,19 +96,20 @@ def surely_not(row: Row) -> bool:
 def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed."""
     if not any(row.pace for row in rows):
-        return "Stay with O0: the speed of no row that is as accurate was measured."
+        return "Stay with O0: how fast the other rows are was not measured."
     if any(row.pace in (ONE_ROUND, NO_NOISE) for row in rows):
         return (
             "Not known yet: a speed takes two rounds or more, in which O0 is measured twice. "
             "--resume --rounds 3 adds them."
         )
+    rounds = base.speeds.n if base.speeds else 0
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
         return (
             f"Stay with O0: no row with its accuracy is surely {WORTHWHILE:g} times as fast; not "
             f"told apart: {', '.join(unknown)}, as O0 beside itself was {_ratio(base.speeds)}. "
-            "When the machine is idle, measure anew (--overwrite) or add rounds (--resume "
-            "--rounds N)."
+            "When the machine is idle, measure anew (--overwrite), or add rounds: --resume "
+            f"--rounds {rounds + 3}."
         )
     fastest = max(filter(surely_not, rows), key=lambda row: row.decisive.median)
     return (

@@ -4,10 +4,7 @@ A seed gives both rows the same first weights and the same order of the data, so
 to both cancels in their difference.  p is corrected over the rows by Holm's method, so the chance
 to call any row different that is not is at most `LEVEL`.
 
-Few seeds and a coarse metric (one test image more) can give one number as each difference.  The
-paired test would call that certain.  So the samples are then compared as unpaired.
-
-docs/explanation/sweep_figures.md has the sources and the formula of `smallest_seen`.
+docs/explanation/sweep_figures.md has the sources.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pictures of a sweep: the loss by step and by time, and the speed.
 
-A row has the same colour in every picture.  Colours are opt levels, chosen for colour-blind
-readers (Okabe and Ito, "Color Universal Design", 2008, without yellow, which is hard to see on
-white).  The same data give the same bytes: no dates, and fixed names inside an SVG.
+Colours are opt levels, for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008,
+without yellow).  The same data give the same bytes: no dates, and fixed names inside an SVG.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from ampatch.sweep.report import provenance
 from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
-from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.results import FORMATS, Results, Row
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FORMATS = ("svg", "pdf", "png")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars

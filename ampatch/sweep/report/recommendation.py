@@ -1,17 +1,7 @@
 """Which row is recommended, and what is missing where none is: in two sentences at most.
 
-A row is recommended only if all of this was shown:
-
-* it starts as O0 does (`start_check.py`);
-* neither the judged quantity nor the last loss is worse than O0's by what matters (`margin.py`);
-* the interval of the judged quantity shows it: its end is within the margin, by default 1 % of
-  O0's value; or, where it has no direction, its values are O0's;
-* it is faster than O0, by enough to matter, on a machine that tells it apart (`pace.py`).
-
-A row that is surely no faster is out whatever its accuracy, so where all are, speed is the reason.
-
-Of rows that are not told apart in speed the one with more FP32 is named.  `O1` and `autocast` keep
-the same in FP32: of these the one that the script has already.
+What has to be shown of a row: docs/explanation/sweep_figures.md, "What is recommended".  Whether
+rows start alike is in `start_check.py`, what matters in `margin.py`, what is faster in `pace.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +16,7 @@ from ampatch.sweep.report.judge import difference_text, quality_text
 from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
+from ampatch.sweep.trial import BASE
 
 NOTHING_YET = "Nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
@@ -112,7 +103,7 @@ def no_direction(row: Row) -> str:
     difference = difference_text(one) or f"{one.difference:+.2g}"
     return (
         f"its {one.title} differs from O0's by {difference}, and the name does not say whether "
-        f"lower or higher is better: --resume with {option(one.name)}."
+        f"lower or higher is better: --resume {option(one.name)}."
     )
 
 
@@ -187,7 +178,8 @@ def _what_lacks(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):
-        return "there is no O0 that went well"
+        base = next((row for row in rows if row.label == BASE.label), None)
+        return f"{base.status} at O0" if base else "O0 has not run"
     return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import setting_text, split_interval
-from ampatch.sweep.report.pictures import FORMATS, LOOKS, Picture, available, pictures
+from ampatch.sweep.report.pictures import LOOKS, Picture, available, pictures
 from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
-from ampatch.sweep.report.results import PLOTS, REPORT, Results, read_sweep
+from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.summary_files import filled, write_tables
 from ampatch.sweep.report.table import Table, by_row, columns, notes
 
@@ -35,11 +35,11 @@ def write_report(directory: str | Path) -> str:
     lacking = "" if available() else NO_PICTURES
     drawn = [] if lacking else pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
-    for form in FORMATS:
-        for old in (path / PLOTS).glob(f"*.{form}"):
-            old.unlink()
-        for picture in drawn:
-            (path / PLOTS / f"{picture.name}.{form}").write_bytes(picture.files[form])
+    for old in DRAWN:
+        (path / old).unlink(missing_ok=True)
+    for picture in drawn:
+        for form, content in picture.files.items():
+            (path / PLOTS / f"{picture.name}.{form}").write_bytes(content)
     write_tables(path, results)
     write_whole(path / REPORT, as_html(results, drawn, lacking))
     return lacking
@@ -60,6 +60,6 @@ def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> st
         looks=LOOKS,
         lacking=lacking,
         facts=facts(results),
-        settings={name: setting_text(value) for name, value in results.settings.items()},
+        settings={n: setting_text(v) for n, v in {**results.options, **results.settings}.items()},
         split_interval=split_interval,
     )

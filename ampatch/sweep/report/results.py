@@ -32,6 +32,9 @@ RUNS = "runs"
 PLOTS = "plots"
 REPORT = "report.html"
 TABLES = ("summary.csv", "summary.md", "summary.tex")
+PICTURES = ("loss-by-step", "loss-by-time", "speed")
+FORMATS = ("svg", "pdf", "png")
+DRAWN = tuple(f"{PLOTS}/{name}.{form}" for name in PICTURES for form in FORMATS)
 EVENTS = "tensorboard"
 
 
@@ -164,6 +167,9 @@ class Results:
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
     provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
     plan: dict[str, Any] = field(default_factory=dict)  # what it is made of; a resumed one goes on
+    options: dict[str, Any] = field(default_factory=dict)  # as given; a resumed sweep keeps them
+    trials: list[str] = field(default_factory=list)  # stems of all that have run or may run
+    files: list[str] = field(default_factory=list)  # further files, of a caller such as `tune`
     format: int = FORMAT
 
     @property
@@ -190,23 +196,32 @@ class Stored:
 def read_results(directory: str | Path) -> Results | None:
     """The results in a sweep's directory; None if there are none.
 
-    Raises `ValueError` for results in another version's format.
+    Raises `ValueError` for a file that no sweep wrote, that is damaged, or in another format.
     """
-    data = read_json(Path(directory) / SUMMARY)
+    path = Path(directory) / SUMMARY
+    try:
+        data = read_json(path)
+    except ValueError:  # no JSON
+        data = {}
     if data is None:
         return None
-    if data.get("format") != FORMAT:
+    if not (isinstance(data, dict) and "format" in data):
         raise ValueError(
-            f"{Path(directory) / SUMMARY}: in format {data.get('format')}. {OTHER_FORMAT}"
+            f"{path}: is damaged, or no sweep wrote it. Expected the results of ampatch sweep; for "
+            "a new sweep choose another folder with --out."
         )
+    if data["format"] != FORMAT:
+        raise ValueError(f"{path}: in format {data['format']}. {OTHER_FORMAT}")
     return Results.from_json(data)
 
 
 def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
-    """The runs in a sweep's directory, by file name; with `label` those of one row."""
-    for path in sorted((Path(directory) / RUNS).glob("*.json")):
-        run = Run.from_json(read_json(path))
-        if label is None or run.case.label == label:
+    """The runs that a sweep's record names, by file name; with `label` those of one row."""
+    results = read_results(directory)
+    for stem in sorted(results.trials if results else ()):
+        data = read_json(Path(directory) / RUNS / f"{stem}.json")
+        run = None if data is None else Run.from_json(data)
+        if run is not None and label in (None, run.case.label):
             yield run
 
 

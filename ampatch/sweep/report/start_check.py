@@ -5,11 +5,8 @@ whose first loss differs by more began from something else: most often from a fi
 earlier trial wrote, such as `w.pt`, which the script loads if it is there.  Then the rows say
 nothing about opt levels, and none is recommended.
 
-How much may rounding do?  The unit roundoff u is 2**-11 in float16 and TF32, 2**-8 in bfloat16.
-Measured on the CPU: nets of 50 layers differ from O0 by 2 u, ten batch norms in a row over four
-samples by 31 u, the most that was found.  So 32 u are allowed.  Rows in FP32 get 2**-10, for
-kernels that add up in another order.
-
+Rounding may do 32 units of roundoff (docs/explanation/sweep_figures.md has what was measured); in
+FP32 2**-10, for kernels that add up in another order.
 The loss that this is relative to is the larger of the two, or O0's usual one where that is larger.
 A row in half may also differ as O0's loss does from step to step at the start: what is drawn at
 random within the model can be another draw in another type.

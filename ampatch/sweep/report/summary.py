@@ -26,7 +26,7 @@ from ampatch.sweep.report.figures import (
 from ampatch.sweep.report.judge import Samples, compare, corrected, directions, judged_row
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
-from ampatch.sweep.report.pace import pace_of, reach_of
+from ampatch.sweep.report.pace import SLOWER, pace_of, reach_of, told_apart
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
@@ -59,7 +59,27 @@ def summarize(
         [] if case == BASE or case in starts else compare(samples_of(of), samples_of(base), *how)
         for case, of in by_case.items()
     ]
-    return [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
+    judged_rows = [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
+    return [row if row.outcome == "baseline" else _beside(row, judged_rows) for row in judged_rows]
+
+
+def _beside(row: Row, rows: Sequence[Row]) -> Row:
+    """The row, whose verdict says beside which others it trains the same and is slower."""
+    slower = [
+        other.name
+        for other in rows
+        if _trained(other) == _trained(row) is not None
+        and (row.pace == SLOWER if other.outcome == "baseline" else told_apart(other, row))
+    ]
+    said = f"; trains the same as {' and '.join(slower)}, and is slower" if slower else ""
+    return dataclasses.replace(row, verdict=row.verdict + said)
+
+
+def _trained(row: Row) -> tuple | None:
+    """What a row has learned; None where that was not recorded, or a run has failed."""
+    if row.last_loss is None or row.outcome == "failed":
+        return None
+    return row.seeds, row.first_loss, row.last_loss, row.metrics
 
 
 def alone(runs: Iterable[Run]) -> list[Run]:

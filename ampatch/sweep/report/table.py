@@ -21,7 +21,7 @@ NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
 _WAYS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
 MARKS = {
-    NOT_TOLD_APART: "speed not told apart from O0's by wall time",
+    NOT_TOLD_APART: "a speed that may be noise: the verdict says why",
     DIFFERS: "differs from O0 by more than the seeds do",
 }
 _MEMORY = {
@@ -87,7 +87,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
-        Column("speed", lambda row: _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))),
+        Column("speed", _speed),
         Column("memory MiB", _mebibytes),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered(LOSS, lambda row: row.last_loss),
@@ -167,6 +167,11 @@ def _scattered(name: str, mean: Callable[[Row], float | None], mark: str = "") -
         return plus_minus(mean(row), row.sds.get(name)) + quality_mark(row, name)
 
     return Column(f"{mark} {name.replace('_', ' ')}".strip(), text)
+
+
+def _speed(row: Row) -> str:
+    text = _with_quartiles(row.speeds, ratio, "x" + speed_mark(row))
+    return f"O0 again {text}" if row.speeds and row.outcome == "baseline" else text
 
 
 def _mebibytes(row: Row) -> str:

@@ -237,12 +237,7 @@ def _same_versions() -> dict[str, str]:
 
 
 def _run(
-    runner: Runner,
-    trial: Trial,
-    place: Place,
-    board: Any,
-    directory: str,
-    expected: dict[str, str],
+    runner: Runner, trial: Trial, place: Place, board: Any, directory: str, expected: dict[str, str]
 ) -> tuple[Run | Exception, bytes]:
     """The run, or the exception for the sweep's process, and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory

@@ -1,0 +1,224 @@
+"""What reports advise, pasted behind the script's name: it does what it says, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from sweep_made import trained
+
+from ampatch.cli import main
+from ampatch.diagnose.speed import HalfTypes
+from ampatch.sweep import read_results
+from ampatch.sweep.execution import planning
+from ampatch.sweep.execution.directory import RunFiles
+from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.json_files import plain, write_json
+from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
+from ampatch.sweep.measure.output_metrics import hint, read_metrics
+from ampatch.sweep.measure.record import Series
+from ampatch.sweep.trial import BASE
+
+SCATTER = (0.0, 0.013, -0.009, 0.004, -0.004)
+
+
+class Machine:
+    """Stands for the processes: half is 1.5 times as fast, and scatters from seed to seed."""
+
+    def __init__(self):
+        self.kind, self.metric, self.noise, self.ran = AMPATCH, "accuracy", 1.0, []
+        self.slower = 0.0  # seconds by which each run takes longer than the one before
+
+    def run(self, runner, trial, watch, place):
+        self.ran.append((trial, runner.script_arguments(trial)))
+        is_base, seed = trial.case == BASE, trial.seed
+        ms = (self.noise if trial.again else 1.0) * (150.0 if is_base else 100.0)
+        taken = min(filter(None, (runner.steps, 40)))
+        made = trained(trial, [1.0] * taken, steps=taken, ms=ms, kind=Kind(self.kind))
+        value = 0.9 + (0 if is_base else SCATTER[seed % 5])
+        if not trial.short and self.metric:
+            made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
+        log = RunFiles.of(runner.directory, trial).log
+        log.write_text(f"acc {value}\n")
+        made.measured.metrics |= read_metrics(log, runner.metrics or {})
+        taken = 4.0 + taken * ms / 1000 + self.slower * len(self.ran)
+        run = dataclasses.replace(made, seconds=taken, alone=place.alone)
+        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
+        return run
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    machine = Machine()
+    monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
+    half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
+    monkeypatch.setattr(planning, "measured", lambda: half)
+    monkeypatch.setattr("ampatch.sweep.report.render.available", lambda: False)  # no pictures
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return machine
+
+
+def sweep(*words):
+    """The results of `ampatch sweep train.py` with these words."""
+    assert main.main(["sweep", "train.py", *words]) == 0
+    return read_results("ampatch-sweep/train")
+
+
+def advice(results):
+    said = " ".join([results.recommendation, *results.notes])
+    return [shlex.split(one) for one in re.findall(r"--resume --\w+ (?:'[^']*'|[^\s,;:.]+)", said)]
+
+
+KINDS = {
+    "plain": (AMPATCH, ["--rounds", "1"]),
+    "auto": (NO_AMP, ["--rounds", "1"]),
+    "with rows": (AMPATCH, ["--rounds", "1", "--with", "O2 loss_scale=128", "--no-autocast"]),
+    "with a budget": (AMPATCH, ["--budget", "0.8"]),
+    "with levels": (AMPATCH, ["--levels", "O0,O2", "--dtypes", "float16", "--seeds", "1"]),
+    "side by side": (AMPATCH, ["--jobs", "2", "--rounds", "1", "--margin", "2%"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_advice_does_what_it_says(kind, machine, capsys):
+    machine.kind, words = KINDS[kind]
+    results = sweep(*words, "--", "--lr", "1")
+    followed, rows = [], results.settings["rows"]
+    while todo := [one for one in advice(results) if one not in followed]:
+        machine.ran.clear()
+        before, seen = results, {row.label: row for row in results.rows}
+        capsys.readouterr()
+        results = sweep(*todo[0])
+        followed.append(todo[0])
+        _, flag, value = todo[0]
+        assert results.settings["rows"] == rows and results.arguments == ["--lr", "1"]
+        assert all(given == ["--lr", "1"] for _, given in machine.ran) and machine.ran
+        kept = capsys.readouterr().err.partition("keeps its settings: ")[2].partition("\n")[0]
+        own = [word for word in words if word.startswith("--") and word not in (flag, "--rounds")]
+        assert all(word in kept for word in own if word != "--budget" or flag == "--budget")
+        if flag == "--rounds":
+            assert min(row.speeds.n for row in results.rows if row.speeds) >= int(value)
+            assert {row.label: row.seeds for row in results.rows} == {
+                label: row.seeds for label, row in seen.items()
+            }
+        elif flag == "--seeds":
+            assert {row.seeds for row in results.rows} == {int(value)}
+        else:
+            assert flag == "--budget" and results.settings["seeds"] == 5
+            assert {row.seeds for row in results.rows} == {5}
+        assert before.options.keys() - {"budget"} <= results.options.keys()
+    assert followed, results.recommendation
+
+
+def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_budget(machine):
+    """Also where the line of before is repeated: its budget is then not asked for anew."""
+    machine.noise = 1.6
+    results = sweep("--budget", "3", "--levels", "O0,O1")
+    [words] = [one for one in advice(results) if one[1] == "--rounds"]
+    assert int(words[2]) == results.rows[0].speeds.n + 3
+    more = sweep("--budget", "3", "--levels", "O0,O1", *words)
+    assert {row.speeds.n for row in more.rows} == {int(words[2])}
+    assert [row.seeds for row in more.rows] == [row.seeds for row in results.rows]
+
+
+def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):
+    """Also where the last run has changed what all of it would take."""
+    machine.slower = 0.7
+    results = sweep("--budget", "2")
+    [note] = [one for one in results.notes if one.startswith("Planned")]
+    said = capsys.readouterr()
+    last = [line for line in (said.err + said.out).splitlines() if "Planned" in line][-1]
+    assert last == f"Note: {note}" and "--resume --budget" in note
+    assert note in Path("ampatch-sweep/train/report.html").read_text()
+
+
+def test_a_direction_that_is_advised_runs_nothing_again(machine):
+    machine.metric = "foo"
+    results = sweep("--levels", "O0,O1", "--seeds", "3")
+    [words] = advice(results)
+    assert words == ["--resume", "--better", "foo=lower"]
+    machine.ran.clear()
+    assert "does not say" not in sweep(*words).recommendation and not machine.ran
+
+
+def test_a_metric_is_read_from_the_output_of_runs_that_have_ended(machine):
+    sweep("--levels", "O0,O1", "--seeds", "2")
+    machine.ran.clear()
+    results = sweep("--resume", "--metric", r"acc=acc (\S+)", "--judge", "acc")
+    assert not machine.ran and results.rows[1].metrics["acc"] == pytest.approx(0.9065)
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--resume", "--metric", r"loss=loss (\S+)")
+    assert "metrics" in results.options and read_results("ampatch-sweep/train") == results
+
+
+def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, capsys):
+    machine.metric = None
+    results = sweep("--levels", "O0,O1", "--seeds", "2")
+    assert capsys.readouterr().err.count('The output has "acc 0.9"') == 1
+    [words] = [one for one in advice(results) if one[1] == "--metric"]
+    machine.ran.clear()
+    results = sweep(*words)
+    assert results.rows[1].comparisons[0].name == "acc" and not machine.ran
+    assert not [one for one in advice(results) if one[1] == "--metric"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("epoch 3 loss 0.5 val_acc: 0.93, 4 s", r"val_acc=val_acc: ([\d.]+)"),
+        ("Accuracy = 93.1%", r"Accuracy=Accuracy = ([\d.]+)"),
+        ("lr 0.1 loss 0.5 acc_std 0.2 epoch 7", None),
+        ("", None),
+    ],
+)
+def test_what_looks_like_a_metric(text, found, tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(text + "\n")
+    told = hint(log, len(text))
+    assert (told and told[1]) == found
+    if found:
+        name, _, pattern = found.partition("=")
+        assert 0.9 < read_metrics(log, {name: pattern})[name].values[0] < 94
+
+
+def test_levels_and_rows_that_are_named_later_are_added(machine):
+    sweep("--levels", "O0,O1", "--seeds", "1", "--no-autocast")
+    results = sweep("--resume", "--levels", "O2", "--with", "O1 loss_scale=8", "--dtypes=float16")
+    assert [row.label for row in results.rows] == [
+        "O0", "O1-bfloat16", "O1-float16", "O2-bfloat16", "O2-float16",
+        "O1-bfloat16-loss_scale=8", "O1-float16-loss_scale=8",
+    ]  # fmt: skip
+    assert {row.seeds for row in results.rows} == {1}
+
+
+def test_the_summary_is_all_of_the_output_with_json(machine, capsys):
+    words = ["--levels", "O0,O1", "--seeds", "2", "--metric", r"acc=acc (\S+)"]
+    results = sweep("--json", *words)
+    said = capsys.readouterr()
+    assert json.loads(said.out) == plain(results.to_json())
+    assert "[1/" in said.err and "Recommendation: " in said.err and "Written to " in said.err
+    sweep("--quiet", "--json", "--resume")
+    said = capsys.readouterr()
+    assert json.loads(said.out)["complete"] and "[1/" not in said.err
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--json", *words, "--seeds", "0")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_quiet_sweep_shows_its_results_alone_and_all_of_them(machine, capsys):
+    machine.kind = NO_AMP
+    sweep("--quiet", "--seeds", "2")
+    said = capsys.readouterr()
+    assert "seed 0" not in said.err and "Note" not in said.err
+    assert "Recommendation: " in said.out and "Note: train.py has no mixed" in said.out
+
+
+def test_going_on_and_beginning_anew_exclude_each_other(machine, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sweep("--resume", "--overwrite")
+    assert "--resume and --overwrite: give one of them" in capsys.readouterr().err
