@@ -1,4 +1,18 @@
-"""Apex-style automatic mixed precision for today's PyTorch, by monkey-patching."""
+"""Apex-style automatic mixed precision for today's PyTorch, by monkey-patching.
+
+    import ampatch as amp
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # or "O0", "O2", "O3"
+
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+Documents: https://github.com/ampatch/ampatch/blob/main/docs/index.md
+"""
 
 from __future__ import annotations
 

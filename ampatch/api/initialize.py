@@ -11,7 +11,7 @@ from torch import nn
 from .. import native
 from ..config.opt_levels import warn_of_slow_float16
 from ..config.scale_settings import ScaleSettings
-from ..errors import AmpatchError
+from ..errors import AmpatchError, type_name
 from ..log import logger, set_verbosity
 from ..models.managed_model import ManagedModel
 from ..session.registry import registry
@@ -350,5 +350,17 @@ def observe(observer: object) -> Callable[[], None]:
 
 
 def log_metrics(**values: float) -> None:
-    """Report numbers of the training (accuracy, ...) to its observers, such as the sweep."""
-    registry.observers.notify("on_metrics", {name: float(value) for name, value in values.items()})
+    """Report numbers of the training (accuracy, ...) to its observers, such as the sweep.
+
+    Raises `TypeError` for what is no number, nor a tensor of one element.
+    """
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"ampatch.log_metrics({name}={value!r}): expected a number or a tensor of one "
+                f"element, got {type_name(value)}."
+            ) from None
+    registry.observers.notify("on_metrics", found)

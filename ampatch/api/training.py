@@ -69,7 +69,9 @@ def scale_loss(
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
-        AmpatchError: `initialize` was not called, or not with these optimizers and enabled.
+        AmpatchError: `initialize` was not called, or not with these optimizers and enabled.  At the
+            end of the block: it has new gradients, and no backward pass came through the scaled
+            loss (`loss.backward()`).  This is as if the block had raised.
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
         got = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
@@ -183,10 +185,12 @@ def loss_scale(loss_id: int = 0) -> float:
     """The present loss scale of the last session that has an optimizer.  Waits for the device.
 
     Where none has one, of the session opened last; so for all functions about its settings.
-    Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` when no session
-    is open.
+    With `enabled=False` it is 1.  Raises `TypeError` or `ValueError` for a wrong `loss_id`,
+    `AmpatchError` when no session is open.
     """
-    return _scaler("ampatch.loss_scale", loss_id).get()
+    session = registry.latest_scaling("ampatch.loss_scale(...)")
+    _check_loss_id(loss_id, session, "ampatch.loss_scale")
+    return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
 def _scaler(call: str, loss_id: int) -> Scaler:

@@ -30,6 +30,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ampatch.cli.native_first import signs_of_life
     from ampatch.errors import AmpatchError
     from ampatch.native import building, loading
 
@@ -43,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"Compiling for {_versions()}: about half a minute.", flush=True)
     start = time.monotonic()
     try:
-        path = building.build(verbose=options.verbose)
+        with signs_of_life():
+            path = building.build(verbose=options.verbose)
     except AmpatchError as error:
         print(error, file=sys.stderr)
         return 1

@@ -49,6 +49,9 @@ def _lines(debugger: Debugger) -> Iterator[str]:
     if debugger.report is not None:
         yield f"ampatch: {debugger.report}"
         return
+    if not debugger.step:
+        yield "ampatch: no inf or NaN: no optimizer stepped."
+        return
     yield (
         f"ampatch: {'no other' if passed or unseen else 'no'} inf or NaN in {debugger.step} "
         "optimizer steps. Where training goes wrong all the same, gradients may be too small for "

@@ -11,7 +11,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ampatch._version import __version__
 from ampatch.cli import (
@@ -75,19 +75,27 @@ def _run(argv: list[str]) -> int:
 
 
 def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
-    """Refuse a command that there is not, with the one that was meant."""
-    if not own or own[0].startswith("-") or own[0] in NAMES:
+    """Refuse a command or an option that there is not, with the one that was meant."""
+    word = own[0] if own else "--help"
+    if word in ("-h", "--help", "--version", *NAMES):
         return
-    meant = did_you_mean(own[0], NAMES)
-    if own[0].endswith(".py"):
-        meant = f" To run a script: ampatch run {own[0]}"
-    parser.error(f"there is no command {own[0]!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
+    if word.startswith("-"):
+        meant = _option_like(word, {"help", "version"}) or " Options of a command come behind it."
+        parser.error(f"unrecognized arguments: {word}.{meant}")
+    meant = did_you_mean(word, NAMES)
+    if word.endswith(".py"):
+        meant = f" To run a script: ampatch run {word}"
+    parser.error(f"there is no command {word!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
+
+
+def _option_like(word: str, known: Iterable[str]) -> str:
+    name = word.partition("=")[0].lstrip("-")
+    return did_you_mean(name, known).replace('"', '"--', 1)
 
 
 def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
     known = {*re.findall(r"--([\w-]+)", options.parser.format_help())} - {"help"}
-    word = unknown[0].partition("=")[0]
-    meant = did_you_mean(word[2:], known).replace('"', '"--', 1) if word[:2] == "--" else ""
+    meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if own[0] in WITH_SEPARATOR:
         cut = own.index(unknown[0])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ampatch.errors import AmpatchError
+
+SILENT = 20.0  # seconds until the next sign of life
 
 
 def build() -> bool:
@@ -26,7 +30,8 @@ def build() -> bool:
     start = time.monotonic()
     _say("compiling the native part, about 30 s, for all runs from now on")
     try:
-        building.build(again=False)
+        with signs_of_life():
+            building.build(again=False)
     except AmpatchError as error:
         reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
         native.note_failure(reason)
@@ -38,6 +43,24 @@ def build() -> bool:
     seconds = time.monotonic() - start
     _say(f"native part built in {seconds:.0f} s (AMPATCH_NATIVE=0 runs without it).")
     return True
+
+
+@contextlib.contextmanager
+def signs_of_life() -> Iterator[None]:
+    """Inside, a line every `SILENT` seconds says that it still compiles."""
+    start, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(SILENT):
+            _say(f"still compiling, {time.monotonic() - start:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _say(text: str) -> None:

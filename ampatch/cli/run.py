@@ -8,19 +8,17 @@ from typing import Any
 from ampatch.cli import native_first
 from ampatch.cli.debugging import run_debugged
 from ampatch.cli.script_options import (
+    AUTO,
     SETTINGS,
     add_script_command,
     apply_settings,
     program_of,
+    start,
 )
 
 OPTIONS = {
     **SETTINGS,
-    "--auto": {
-        "action": "store_true",
-        "help": "for a script without AMP code: cast torch's functions, scale each backward(), "
-        "check each step(); at O1, in float16 or bfloat16",
-    },
+    **AUTO,
     "--debug": {
         "action": "store_true",
         "help": "say where the first inf or NaN comes from: operator, module, line; the script "
@@ -49,23 +47,20 @@ def run(options: argparse.Namespace) -> int:
     program = program_of(options)
     if options.stop_at is not None and not options.debug:
         options.parser.error("--stop-at goes with --debug")
-    apply_settings(options, program, options.auto)
+    apply_settings(options, program)
     if native_first.may_restart(options.given) and native_first.build():
         return native_first.restart()
-    from ampatch.cli.run_notes import RunNotes
-    from ampatch.launch import children
     from ampatch.log import show_where_nobody_does
 
     show_where_nobody_does(True)
-    notes = RunNotes(str(program))
-    children.start(options.auto, notes.child_started)
+    notes = start(options, program)
 
     def execute() -> int:
         try:
             code = program.run(options.arguments).exit_code
         finally:
             notes.close()
-        if code == 0 and not options.auto:
+        if code == 0:
             notes.say_unused()
         return code
 

@@ -7,8 +7,10 @@ between their own arguments and the script's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from ampatch.errors import AmpatchError
 
 if TYPE_CHECKING:
     from ampatch.launch.program import Program
+    from ampatch.launch.run_notes import RunNotes
 
 Options = Mapping[str, dict[str, Any]]
 """What `add_argument` takes, by the flag."""
@@ -48,6 +51,13 @@ SETTINGS: Options = {
 }
 """Arguments of the script's `initialize` that are replaced, by the variables."""
 
+AUTO: Options = {
+    "--auto": {
+        "action": "store_true",
+        "help": "for a script without AMP code: cast torch's functions, scale each backward(), "
+        "check each step(); at O1, in float16 or bfloat16",
+    },
+}
 DEFAULT_STEPS = 20
 WATCHED: Options = {
     "--steps": {
@@ -58,6 +68,7 @@ WATCHED: Options = {
     },
     "--json": {"action": "store_true", "help": "the answer as JSON"},
     **SETTINGS,
+    **AUTO,
 }
 """For commands that run the script for some steps and print an answer."""
 
@@ -71,6 +82,7 @@ def add_script_command(commands: Any, name: str, options: Options, **texts: str)
         allow_abbrev=False,
         **{**texts, "description": f"{texts['description']} Options come before SCRIPT."},
     )
+    parser.set_defaults(flags=options)
     for flag, given in options.items():
         parser.add_argument(flag, **given)
     add_program(parser)
@@ -79,7 +91,9 @@ def add_script_command(commands: Any, name: str, options: Options, **texts: str)
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add SCRIPT, and `-m MODULE` in its place."""
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT")
+    script: Any = parser.add_argument("script", nargs="?", metavar="SCRIPT")
+    if (shtab := sys.modules.get("shtab")) is not None:  # it asks for the parsers
+        script.complete = shtab.FILE
 
 
 def split(argv: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
@@ -107,7 +121,12 @@ def program_of(options: argparse.Namespace) -> Program:
             f"SCRIPT ({options.script}) and -m {options.module}: expected one of them. The "
             "arguments of MODULE go behind --."
         )
-    program = Program(options.script or options.module, options.module is not None)
+    program = Program(options.module or options.script or "", options.module is not None)
+    if not program.name:
+        parser.error(
+            "the name of the script is empty: an unset variable? Expected SCRIPT, the path of a "
+            "Python file, or -m MODULE."
+        )
     line = launchers.line_of(program)
     if line is not None:
         expected = "the script that it starts; ampatch sweep has --nproc-per-node"
@@ -120,30 +139,71 @@ def program_of(options: argparse.Namespace) -> Program:
     return program
 
 
-def apply_settings(options: argparse.Namespace, program: Program, auto: bool = False) -> None:
+def given_settings(options: argparse.Namespace) -> dict[str, str]:
+    """What the command line gives for SETTINGS, by the flag."""
+    values = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in SETTINGS}
+    return {flag: text for flag, text in values.items() if text is not None}
+
+
+def apply_settings(options: argparse.Namespace, program: Program) -> None:
     """Set the variables of SETTINGS; what is wrong with them or the program ends the command."""
     from ampatch.launch import children
 
-    for flag in SETTINGS:
-        name = flag[2:].replace("-", "_")
-        if (text := getattr(options, name)) is not None:
-            os.environ[f"AMPATCH_{name.upper()}"] = text
+    for flag, text in given_settings(options).items():
+        os.environ[f"AMPATCH_{flag[2:].replace('-', '_').upper()}"] = text
     try:
-        children.check(auto)
+        children.check(options.auto)
         program.file()
     except (AmpatchError, ImportError, OSError, ValueError) as error:
         options.parser.error(str(error))
+
+
+def start(options: argparse.Namespace, program: Program) -> RunNotes:
+    """Set this process up for the script; returns what is noted of it."""
+    from ampatch.config import environment
+    from ampatch.launch import children
+    from ampatch.launch.run_notes import RunNotes
+
+    _say_misplaced(options, program.file().read_text(errors="replace"))
+    given = given_settings(options)
+    if environment.read().get("opt_level") == "O0":
+        given.pop("--opt-level", None)  # a script without `initialize` is in FP32 as it is
+    notes = RunNotes(options.parser.prog, program, given, options.auto)
+    children.start(options.auto, notes.child_started)
+    return notes
+
+
+def _say_misplaced(options: argparse.Namespace, source: str) -> None:
+    """Name options of ampatch behind SCRIPT, in one line; not those that the script names, too."""
+    own, rest = [], []
+    words = iter(options.arguments)
+    for word in words:
+        flag, sign, _ = word.partition("=")
+        if flag in options.flags and flag not in source:
+            has_value = not sign and "action" not in options.flags[flag]
+            own += [word, *itertools.islice(words, int(has_value))]
+        else:
+            rest.append(word)
+    if own and os.environ.get("RANK", "0") == "0":
+        command, *before = options.given[: len(options.given) - len(options.arguments)]
+        print(
+            f"{options.parser.prog}: {shlex.join(own)} went to the script. Options of ampatch come "
+            f"before it: ampatch {shlex.join([command, *own, *before, *rest])}",
+            file=sys.stderr,
+        )
 
 
 def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[int, int, Any]:
     """Run the script while `watch()` counts; returns exit code, optimizer steps, and the watch."""
     program = program_of(options)
     apply_settings(options, program)
+    notes = start(options, program)
     from ampatch.diagnose.running import run_steps
 
     counting = watch()
     ending, steps = run_steps(program, options.arguments, options.steps)
     counting.remove()
+    notes.close()
     if ending.exit_code:
         reason = f": {ending.error}" if ending.error else ""
         message = f"{program} failed after {steps} optimizer steps{reason}."
@@ -154,6 +214,8 @@ def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[
         message = "" if steps else none
     if message:
         print(message, file=sys.stderr)
+    if steps and not ending.exit_code and notes.say_unused():
+        options.parser.exit(1)
     return ending.exit_code or (0 if steps else 1), steps, counting
 
 

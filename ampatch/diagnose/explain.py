@@ -17,6 +17,7 @@ from torch import nn
 
 import ampatch
 from ampatch import native
+from ampatch.session import facade
 
 from .casts_seen import CastWatch
 from .models import Models, check_model
@@ -63,6 +64,7 @@ class CastReport:
         self.batches = self._watch.batches
         self.bounces = self._watch.bounces
         self.modules: dict[str, ModuleUse] = {}
+        self._levels = _open_levels()
         self._watch.start()
         self._models = Models(model, left=self._left)
         self._stop = ampatch.observe(self)
@@ -78,6 +80,10 @@ class CastReport:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+    def on_initialize(self, properties: Any) -> None:
+        """`initialize` was called while this counts."""
+        self._levels |= _open_levels()
 
     def on_deactivate(self) -> None:
         """`ampatch.deactivate()` also ends a report of a given model."""
@@ -107,11 +113,16 @@ class CastReport:
             for (source, target), bounce in pairs[:SHOWN]
         ]
         if self.modules and not self.used:
-            found.append(
-                'Nothing ran in a half type: ampatch.initialize(..., opt_level="O1") was not '
-                "called, or is at O0, or casts are off."
-            )
+            found.append(f"Nothing ran in a half type, because {self._why_nothing()}.")
         return found
+
+    def _why_nothing(self) -> str:
+        levels = self._levels | _open_levels()
+        if not levels:
+            return 'ampatch.initialize(..., opt_level="O1") was not called'
+        if levels <= {"O0"}:
+            return "ampatch is at O0 or disabled"
+        return "casts are off, or nothing that is cast was called in the model"
 
     def __str__(self) -> str:
         """Functions, modules, advice and the native part, separated by empty lines."""
@@ -145,6 +156,12 @@ class CastReport:
             "advice": self.advice(),
             "native_part": native.status().reason,
         }
+
+
+def _open_levels() -> set[str]:
+    """The opt levels of the open sessions, O0 for a disabled one."""
+    properties = [session.properties for session in facade.open_sessions()]
+    return {one.opt_level if one.enabled else "O0" for one in properties}
 
 
 def _functions(found: CastReport) -> list[str]:

@@ -23,6 +23,7 @@ import ampatch
 from ampatch.session.facade import session_of
 from ampatch.torch_private.tensors import hooks_of
 
+from .cancelled import cancelled
 from .gradient_report import GradientReport
 from .histogram import SMALLEST, Counts, Histogram
 from .models import Models, check_model
@@ -117,28 +118,16 @@ class GradientRange:
         session = session_of(optimizer)
         self._scale = scale = 1.0 if session is None else session.scalers[0].get()
         self.steps += 1
+        half = torch.float16 if session is None else session.properties.dtype
+        by_name = dict(mine)
         for name, grad in mine:
-            self._counts.setdefault(name, Counts()).add(self._without_key_bias(name, grad), scale)
+            noise = cancelled(name, by_name, half)
+            if noise is not None:
+                self._left_out.add(name)
+                grad = grad[~noise]
+            self._counts.setdefault(name, Counts()).add(values(grad), scale)
         if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
             self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
-
-    def _without_key_bias(self, name: str, gradient: Tensor) -> Tensor:
-        """The numbers of a gradient; those of an attention's key bias are left out.
-
-        That bias adds the same number to all scores of a row, and the softmax cancels it: its
-        gradient is zero, and what is computed are rounding errors, far below what a loss scale
-        is for.  A key that is added behind the projection has no such bias, and ends that.
-        """
-        owner = self._models.owner(name) if name.endswith("in_proj_bias") else None
-        if (
-            type(owner) is nn.MultiheadAttention
-            and owner.bias_k is None
-            and not owner.add_zero_attn
-        ):
-            self._left_out.add(name)
-            query, _, value = gradient.chunk(3)
-            return torch.cat([query, value])
-        return values(gradient)
 
     def _mine(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         """The parameters of the watched models in an optimizer, by name."""

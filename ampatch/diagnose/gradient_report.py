@@ -22,8 +22,10 @@ class GradientReport:
     If gradients were computed in float16, `floor` is the smallest number that they could
     hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
 
-    `left_out` names the biases of `nn.MultiheadAttention` whose part for the keys is not counted,
-    `hooked` parameters with gradient hooks: what these left is counted, and no scale is suggested.
+    `left_out` names biases of which a part is not counted, as its gradients are rounding errors of
+    zero (an attention's keys, which the softmax cancels).  `hooked` names parameters with gradient
+    hooks: what these left is counted, and no scale is suggested; nor is one where nothing was
+    counted.
     """
 
     steps: int
@@ -49,10 +51,10 @@ class GradientReport:
         lines = [
             f"{self.total.counted} gradients that are not zero, over {self.steps} optimizer steps"
             f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} not finite.",
-            *_bars(self.total),
-            *_shares(self),
-            self._hooks_note() or str(self.suggestion),
         ]
+        if self.total.counted:
+            advice = self._hooks_note() or str(self.suggestion)
+            lines += [*_bars(self.total), *_shares(self), advice]
         if self.floor is not None:
             lines.append(
                 f"These were computed in float16: what was smaller than {self.floor:.3g} is among "
@@ -61,10 +63,13 @@ class GradientReport:
             )
         if self.left_out:
             lines.append(
-                f"Left out: the part for the keys of {', '.join(self.left_out)}. The softmax "
-                "cancels it, so its gradient is rounding errors of zero."
+                f"Left out: parts of {', '.join(self.left_out)}. Their gradients are rounding "
+                "errors of zero: a softmax cancels its keys' bias, a batch norm the one before it."
             )
         return "\n".join(lines)
+
+    def _suggests(self) -> bool:
+        return bool(self.total.counted) and not self.hooked
 
     def _hooks_note(self) -> str:
         if not self.hooked:
@@ -81,7 +86,7 @@ class GradientReport:
             "skipped_steps": self.skipped,
             "loss_scale": self.scale,
             "floor": self.floor,
-            "suggestion": None if self.hooked else dataclasses.asdict(self.suggestion),
+            "suggestion": dataclasses.asdict(self.suggestion) if self._suggests() else None,
             "left_out": self.left_out,
             "hooked": self.hooked,
             **_histogram_as_dict(self.total),

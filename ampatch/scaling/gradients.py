@@ -64,6 +64,7 @@ class Gradients:
             None  # in a block: parameters and earlier gradients
         )
         self._owners: dict[int, Gradients] = {}  # in a block
+        self._before: Seen | None = None  # in a block that adds to gradients in `.grad`
         self.check: Check | None = None  # None: no look since they were zeroed
         self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
         # What blocks with `delay_overflow_check` have found: the script may decide by itself.
@@ -72,6 +73,7 @@ class Gradients:
         self.left_scaled = False  # a block for others has added scaled ones
         self._process_group = process_group
         self._has_warned = False  # of gradients with a graph
+        self.lacked_backward = False  # a block had none, which has been logged
         self.blocks = 0  # that have begun
 
     def parameters(self) -> Sequence[Tensor]:
@@ -129,8 +131,15 @@ class Gradients:
         if stays and self.scaled is None:
             block.scale_up(list(map(_grad_of, held)))
             block.join(self)
+        self._before = self._seen() if stays else None
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
+
+    def has_new(self) -> bool:
+        """Whether the block that runs has brought gradients, or has changed earlier ones."""
+        if self._before is None:
+            return self.has_gradients()
+        return self._has_changed_since(self._before)
 
     def after_backward(self, scaler: Scaler, scale: Any, holds: bool = False) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf.
@@ -151,7 +160,7 @@ class Gradients:
         block.join(self)
 
     def _end_block(self) -> list[tuple[Tensor, Tensor]] | None:
-        aside, self.aside, self._owners = self.aside, None, {}
+        aside, self.aside, self._owners, self._before = self.aside, None, {}, None
         return aside
 
     def abandon(self) -> None:
@@ -337,9 +346,7 @@ class Gradients:
         """
         if before is None:
             return
-        _, grads, versions = self._seen()
-        changed = versions != before[2] or not all(map(operator.is_, before[1], grads))
-        if changed and self._is_outside(before[0]):
+        if self._has_changed_since(before) and self._is_outside(before[0]):
             self.left_scaled = True
 
     def _is_outside(self, blocks: int) -> bool:
@@ -350,6 +357,10 @@ class Gradients:
         """Number of blocks, gradients and their versions, to tell later what has changed."""
         grads = list(map(_grad_of, self.parameters()))
         return self.blocks, grads, [-1 if grad is None else grad._version for grad in grads]
+
+    def _has_changed_since(self, before: Seen) -> bool:
+        _, grads, versions = self._seen()
+        return versions != before[2] or not all(map(operator.is_, before[1], grads))
 
     def report_left_scaled(self) -> None:
         """Log an error if such gradients are about to be used."""

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..errors import AmpatchError
+from ..log import logger
 from .gradients import Gradients, Scaled, owners_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+
+_RIGHT = (
+    "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
+    "loss.backward()."
+)
+_UNSCALED = (
+    "ampatch.scale_loss(loss, %s): the block has new gradients, but no backward pass came through "
+    "the scaled loss. They are not scaled: divided by the loss scale they would be far too small. "
+    "Expected a backward pass of what the block yields: " + _RIGHT
+)
+_NO_BACKWARD = (
+    "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, and "
+    "has brought no gradients. Expected a backward pass of what the block yields: " + _RIGHT
+)
 
 
 def refuse_attribute(block: object, name: str) -> NoReturn:
@@ -40,6 +56,21 @@ class PlainBackward:
     __getattr__ = refuse_attribute
 
 
+class Passed:
+    """Hook of a scaled loss: whether a backward pass has come through it.
+
+    It refers to nothing: autograd keeps it as long as the graph, and would keep the graph with it.
+    """
+
+    __torch_unserializable__ = True  # a scaled loss is pickled without a warning
+
+    def __init__(self) -> None:
+        self.ever = False
+
+    def __call__(self, grad: Tensor) -> None:
+        self.ever = True
+
+
 class ScaledBackward:
     """Context manager: yields the scaled loss, then unscales the gradients it led to.
 
@@ -64,8 +95,10 @@ class ScaledBackward:
         delay_overflow_check: bool,
         others: Sequence[ManagedOptimizer],
         together: bool = False,
+        watches: bool = True,
     ) -> None:
         self._loss = loss
+        self._passed = Passed() if watches and loss.requires_grad else None
         self._several: list[Gradients] = []
         for optimizer in optimizers:
             self._several.append(optimizer.gradients)
@@ -93,14 +126,18 @@ class ScaledBackward:
             for one, params in zip(self._several, held, strict=True):
                 one.make_room(params, self._scaled, self._owners)
             self._numbers = [one.blocks for one in self._several]
+            if self._passed is not None and scaled.requires_grad:
+                scaled.register_hook(self._passed)
             return scaled
         except BaseException:
             self._abandon()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        is_unscaled = False
         try:
-            if kind is not None:
+            is_unscaled = kind is None and self._is_unscaled()
+            if kind is not None or is_unscaled:
                 self._abandon()
             else:
                 self._complete()
@@ -111,12 +148,28 @@ class ScaledBackward:
         finally:
             for one, before in self._others:
                 one.after_others(before)
+        if is_unscaled:
+            raise AmpatchError(_UNSCALED % self._names())
 
     __getattr__ = refuse_attribute
 
     def _abandon(self) -> None:
         for one in self._several:
             one.abandon()
+
+    def _is_unscaled(self) -> bool:
+        """Whether new gradients are not those of the scaled loss; where none came, says so."""
+        if self._passed is None or self._passed.ever:
+            return False
+        if any(one.has_new() for one in self._several):
+            return float(self._scale) != 1.0
+        if torch.is_grad_enabled() and not self._several[0].lacked_backward:
+            self._several[0].lacked_backward = True
+            logger.warning(_NO_BACKWARD, self._names())
+        return False
+
+    def _names(self) -> str:
+        return ", ".join(f"<{type(one.optimizer).__name__}>" for one in self._several)
 
     def _complete(self) -> None:
         for one, number in zip(self._several, self._numbers, strict=True):

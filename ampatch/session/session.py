@@ -309,6 +309,7 @@ class Session:
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
                 together=self.policies.tables.apex_tables,
+                watches=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block
 

@@ -1,22 +1,16 @@
-"""What the site has beyond the pages as they are: help of commands, links into the repository,
-tables of advice for a phone.
+"""What the site has beyond the pages as they are: links into the repository, tables for a phone.
 
 MkDocs calls the functions `on_...` for each page, with its text, its HTML and its whole document.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import posixpath
 import re
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 
-from ampatch.cli.main import NAMES, build_parser
-
-COMMANDS = "<!-- commands -->"
 REPOSITORY = "https://github.com/ampatch/ampatch/blob/main"
 ADVICE = re.compile(r"<table>\s*<thead>(?:(?!</thead>).)*<th>what to do</th>.*?</table>", re.DOTALL)
 """A table of sentences, which site.css shows one below the other on a phone."""
@@ -42,8 +36,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri in RANKS:
         page.meta["search"] = {"boost": RANKS[page.file.src_uri]}
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
-    text = LINK.sub(lambda found: f"]({_outside(found[1], folder)}", markdown)
-    return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+    return LINK.sub(lambda found: f"]({_outside(found[1], folder)}", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -56,20 +49,6 @@ def on_post_page(output: str, **_: Any) -> str:
     if ASKS_GITHUB not in output:
         raise PluginError(f"Material's pages have no{ASKS_GITHUB}: what fetches from GitHub now?")
     return output.replace(ASKS_GITHUB, "")
-
-
-def commands() -> str:
-    """A section for each command of `ampatch`, from the parsers."""
-    os.environ["COLUMNS"] = "92"
-    [choices] = [
-        action.choices
-        for action in build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
-    return "\n\n".join(
-        f"## ampatch {name}\n\n```text\n{choices[name].format_help().strip()}\n```"
-        for name in NAMES
-    )
 
 
 def _outside(link: str, folder: str) -> str:

@@ -122,12 +122,52 @@ def test_the_answer_where_a_script_fails_never_steps_or_has_no_ampatch(tmp_path,
     assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
 
 
+@pytest.mark.parametrize("command", ["explain", "gradients"])
+def test_options_that_changed_nothing_end_a_command_without_an_answer(command, tmp_path, here):
+    """A script that never calls `initialize` is told of, as by `run`."""
+    write(tmp_path / "plain.py", PLAIN)
+    said = "ampatch: plain.py never called ampatch.initialize: it ran as it is"
+    auto = f"ampatch {command} --auto plain.py"
+    done = here(command, "plain.py")
+    assert done.returncode == 0 and done.stdout and f"{said}. " in done.stderr
+    assert auto in done.stderr
+    done = here(command, "--opt-level", "O2", "--dtype=float16", "plain.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{said}, and --opt-level, --dtype changed nothing. " in done.stderr
+    assert auto in done.stderr
+    done = here(command, "--opt-level", "O0", "plain.py")  # as it is anyway
+    assert done.returncode == 0 and done.stdout and f"{said}. " in done.stderr
+
+
+@pytest.mark.parametrize("command", ["explain", "gradients"])
+def test_with_auto_a_plain_script_is_in_half(command, tmp_path):
+    write(tmp_path / "plain.py", PLAIN)
+    words = ("-m", "ampatch", command, "--auto", "--dtype", "bfloat16", "--loss-scale", "64")
+    done = python(*words, "--json", "plain.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if command == "explain":
+        assert found["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 9}
+    else:
+        assert found["loss_scale"] == 64.0 and found["steps"] == 3
+    assert "never called" not in done.stderr
+
+
+def test_auto_and_a_level_that_needs_the_model_are_refused(tmp_path, here):
+    write(tmp_path / "plain.py", PLAIN)
+    done = here("explain", "--auto", "--opt-level", "O2", "plain.py")
+    assert done.returncode == 2 and "--auto with opt level O2" in done.stderr
+
+
 def test_debug_of_a_healthy_run(tmp_path, here):
     write(tmp_path / "fine.py", PLAIN + "    raise SystemExit(3)\n")
     done = here("run", "--debug", "fine.py")
     assert done.returncode == 3
     assert done.stderr.startswith("ampatch: no inf or NaN in 3 optimizer steps. ")
     assert "ampatch gradients SCRIPT" in done.stderr
+    write(tmp_path / "none.py", "")
+    last = here("run", "--debug", "none.py").stderr.splitlines()[-1]
+    assert last == "ampatch: no inf or NaN: no optimizer stepped."
     nan = "import torch\ntorch.nn.Linear(2, 2)(torch.full((1, 2), float('nan')))\n"
     write(tmp_path / "last.py", nan)  # no step and no forward comes after it
     done = here("run", "--debug", "last.py")

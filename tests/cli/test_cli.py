@@ -1,9 +1,11 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
+import argparse
 import io
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 from run_command import ampatch_run, write
@@ -12,6 +14,7 @@ from warm_python import environment
 
 import ampatch
 from ampatch.cli import main
+from ampatch.cli.script_options import add_program
 
 STEPS = """
     for _ in range(10):
@@ -86,11 +89,18 @@ WRONG = [
     ("polish", "there is no command 'polish'.\nExpected one of sweep, "),
     ("swep train.py", "there is no command 'swep'. Did you mean \"sweep\"?"),
     ("train.py", "To run a script: ampatch run train.py"),
+    ("--verison", 'unrecognized arguments: --verison. Did you mean "--version"?'),
+    ("--verison run train.py", 'Did you mean "--version"?'),
+    ("--opt-level O1 run train.py", "--opt-level. Options of a command come behind it."),
     ("doctor --fast", "unrecognized arguments: --fast"),
     ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
     ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
     # what is to run
     *((command, NO_SCRIPT) for command in ("run", "sweep", "explain", "gradients")),
+    *(
+        (f"{command} ''", "the name of the script is empty: an unset variable?")
+        for command in ("run", "sweep", "explain", "gradients", "run -m", "sweep -m")
+    ),
     *((f"{command} gone.py", "there is no such script") for command in ("sweep", "gradients")),
     ("explain .", ".: not a file"),
     ("sweep notebook.ipynb", "jupyter nbconvert --to script notebook.ipynb"),
@@ -114,6 +124,7 @@ WRONG = [
     ("sweep torchrun -- train.py", WATCHES),
     # options
     ("run --fast train.py", "unrecognized arguments: --fast"),
+    ("run -opt-level O1 train.py", ': -opt-level. Did you mean "--opt-level"?'),
     ("run --opt O1 train.py", "unrecognized arguments: --opt"),
     ("explain --opt-level O9 train.py", "argument --opt-level: O9: not understood. Expected O0"),
     ("run --dtype=float32 train.py", "for FP32 use opt level O0"),
@@ -224,3 +235,17 @@ def test_what_is_said_where_torch_cannot_be_imported(arguments, code, said, tmp_
     assert done.returncode == code
     assert all(words in done.stdout + done.stderr for words in said)
     assert ("Traceback" in done.stderr) == (arguments == "uses.py")
+
+
+def test_shtab_is_told_where_a_shell_completes_files(monkeypatch):
+    """It makes the completion from the parsers, and gives this to the arguments that are files."""
+    added = []
+
+    class Parser(argparse.ArgumentParser):
+        def add_argument(self, *names, **given):
+            added.append(super().add_argument(*names, **given))
+            return added[-1]
+
+    monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(FILE="files"))
+    add_program(Parser())
+    assert [one.dest for one in added if getattr(one, "complete", "") == "files"] == ["script"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,25 @@ def test_a_line_says_that_it_begins_and_one_that_it_was_built(rank, built, monke
     ended = "ampatch: native part built in 0 s (AMPATCH_NATIVE=0 runs without it).\n"
     assert capsys.readouterr() == ("", BEGUN + ended if rank == "0" else "")
     assert built == [{"again": False}]  # what another has made meanwhile is taken
+
+
+@pytest.mark.parametrize("command", ["run", "build"])
+def test_a_long_compilation_gives_signs_of_life(command, built, monkeypatch, capsys, tmp_path):
+    said = []
+
+    def compile(**how):
+        end = time.monotonic() + 10
+        while "still compiling, 0 s so far" not in "".join(said):
+            assert time.monotonic() < end
+            said.append(capsys.readouterr().err)
+        return tmp_path
+
+    monkeypatch.setattr(native_first, "SILENT", 0.01)
+    monkeypatch.setattr(building, "build", compile)
+    if command == "run":
+        assert native_first.build()
+    else:
+        main.main(["build", "--force"])
 
 
 @pytest.mark.parametrize(

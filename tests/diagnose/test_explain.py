@@ -167,6 +167,27 @@ def test_nothing_in_half_is_said():
     assert "No function was called whose arguments ampatch casts" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (None, 'initialize(..., opt_level="O1") was not called.'),
+        ({"opt_level": "O0"}, "ampatch is at O0 or disabled."),
+        ({"opt_level": "O1", "enabled": False}, "ampatch is at O0 or disabled."),
+        ({"opt_level": "O1"}, "casts are off, or nothing"),
+    ],
+)
+def test_why_nothing_was_in_half(settings, why):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampatch.report() as found:
+        if settings is not None:
+            ampatch.initialize(model, optimizer, verbosity=0, **settings)
+        with ampatch.disable_casts():
+            model(torch.ones(1, 8))
+        ampatch.deactivate()
+    assert len(found.advice()) == 1 and why in found.advice()[0]
+
+
 def test_an_exception_in_a_call_does_not_shift_the_counts():
     initialized(nn.Linear(1, 1))
     x = torch.ones(2, 3)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -185,12 +186,107 @@ def test_a_key_bias_that_the_softmax_cancels_is_left_out(settings, left_out):
     report = counted_steps(model, loss=loss)
     name = "attention.in_proj_bias"
     assert report.left_out == report.as_dict()["left_out"] == ([name] if left_out else [])
-    assert (f"the part for the keys of {name}" in str(report)) == left_out
+    assert (f"Left out: parts of {name}." in str(report)) == left_out
     if settings.get("bias", True):
         key = seen[0][8:16]
         assert (key.abs().max().item() < 1e-5) == left_out
         found = report.by_parameter[name]
         assert found.counted + found.kinds["zero"] == (16 if left_out else 24)
+
+
+class Fused(nn.Module):
+    """Self-attention with one product for queries, keys and values, and a layer behind it."""
+
+    def __init__(self, size, projection, adds=False):
+        super().__init__()
+        self.qkv = projection
+        self.head = nn.Linear(size, size)
+        self.adds = adds
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
+        if self.adds:  # an added key without the bias: nothing cancels
+            zero = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+            key, value = torch.cat([key, zero], 2), torch.cat([value, zero], 2)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.head(mixed.transpose(1, 2).flatten(2))
+
+
+class Conv1D(nn.Module):
+    """The products of GPT-2 in transformers: inputs by outputs."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, 3 * size) / size**0.5)
+        self.bias = nn.Parameter(torch.zeros(3 * size))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+def squares(model):
+    return model(torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(3))).square().mean()
+
+
+HALVES = [{}] + [
+    {"opt_level": level, "dtype": dtype, "loss_scale": 1024.0}
+    for level, dtype in (
+        ("O1", "float16"),
+        ("O1", "bfloat16"),
+        ("O2", "float16"),
+        ("O3", "bfloat16"),
+    )
+]
+
+
+@pytest.mark.parametrize("settings", HALVES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D", "adds"])
+def test_the_keys_of_a_fused_projection_are_left_out_by_their_values(kind, settings):
+    torch.manual_seed(1)
+    projection = Conv1D(16) if kind == "Conv1D" else nn.Linear(16, 48)
+    report = counted_steps(Fused(16, projection, kind == "adds"), 3, squares, **settings)
+    found = report.by_parameter["qkv.bias"]
+    left_out = kind != "adds"
+    assert report.left_out == (["qkv.bias"] if left_out else [])
+    expected = 3 * (32 if left_out else 48)  # a neighbour may be small by chance
+    assert expected - 2 * left_out <= found.counted + found.kinds["zero"] <= expected
+
+
+def test_a_bias_of_keys_alone_is_noise_in_fp32():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("query", "key", "value")})
+
+    def loss(model):
+        x = torch.randn(3, 7, 16)
+        parts = [model[name](x).unflatten(-1, (2, 8)).transpose(1, 2) for name in model]
+        return F.scaled_dot_product_attention(*parts).square().mean()
+
+    report = counted_steps(model, loss=loss)
+    assert report.left_out == ["key.bias"] and not report.by_parameter["key.bias"].counted
+
+
+def test_a_bias_before_a_batch_norm_is_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten())
+    report = counted_steps(model, loss=lambda model: model(torch.rand(8, 3, 6, 6)).square().mean())
+    assert report.left_out == ["0.bias"] and not report.by_parameter["0.bias"].counted
+
+
+@pytest.mark.parametrize("settings", HALVES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("size", [1e-4, 1.0, 255.0])
+def test_gradients_that_are_no_noise_are_counted(size, settings):
+    """Whatever the size of the inputs, layers with dead units and a convolution among them."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(4, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(192, 256), nn.ReLU()
+    model = nn.Sequential(*layers, nn.Linear(256, 64))
+    targets = torch.randint(64, (32,))
+    x = torch.rand(32, 4, 8) * size
+
+    def loss(model):
+        return F.cross_entropy(model(x).float(), targets)
+
+    report = counted_steps(model, loss=loss, **settings)
+    assert report.left_out == []
 
 
 def test_other_models_are_not_counted_and_none_counts_all():
@@ -222,8 +318,11 @@ def test_the_text_names_float16s_limits_and_json_has_the_same():
 
 def test_nothing_counted():
     report = counted_steps(nn.Linear(1, 1), 0)
-    assert report.steps == 0 and report.total.counted == 0 and report.suggestion.scale == 1.0
-    assert "0 gradients" in str(report)
+    assert report.steps == 0 and report.total.counted == 0
+    assert str(report) == (
+        "0 gradients that are not zero, over 0 optimizer steps; 0 are zero, 0 not finite."
+    )
+    assert report.as_dict()["suggestion"] is None
 
 
 def test_shares_are_never_rounded_away():

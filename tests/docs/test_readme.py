@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import inspect
 import re
 
 import pages
@@ -62,3 +63,8 @@ def test_version_and_date_of_the_release_are_the_same_everywhere():
     assert f"\nrepository-code: {REPOSITORY}\n" in citation
     assert f"\n[{version}]: {REPOSITORY}/releases/tag/v{version}\n" in changes
     assert f"\n[Unreleased]: {REPOSITORY}/compare/v{version}...HEAD\n" in changes
+
+
+def test_help_of_the_package_has_the_first_example():
+    first = next(one for one in pages.snippets(ROOT / "README.md") if one.language == "python")
+    assert first.text.strip() in inspect.getdoc(ampatch).replace("\n    ", "\n")

@@ -216,7 +216,7 @@ def test_interrupted(tmp_path):
 
 
 SEEN = """
-    import sys, os
+    import sys, os  # it has a --dtype of its own
     print(__name__, sys.argv[1:], os.path.basename(sys.argv[0]))
     print(__file__ == os.path.abspath(__file__), __spec__ and __spec__.name, __package__)
     print(sys.path[0], sys.modules["__main__"].__dict__ is globals())
@@ -282,6 +282,53 @@ def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_p
     *_, last = here("run", *options, "train.py").stderr.splitlines() or [""]
     assert ("train.py never called ampatch.initialize" in last) == said
     assert ("ampatch run --auto train.py" in last) == said
+
+
+TORCH_AMP = """
+import torch
+with torch.autocast("cpu", enabled=False):
+    pass
+"""
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_script_with_torchs_amp_is_told_what_is_right_for_it(beside, tmp_path, here):
+    """`--auto` would refuse it."""
+    write(tmp_path / "train.py", "import helps\n" if beside else TORCH_AMP)
+    write(tmp_path / "helps.py", TORCH_AMP)
+    last = here("run", "--opt-level", "O1", "train.py").stderr.splitlines()[-1]
+    assert "train.py never called ampatch.initialize: it ran as it is, and --opt-level" in last
+    assert "ampatch sweep train.py" in last and "from_torch_amp.md" in last
+    assert "--auto" not in last
+    assert (Path(__file__).parents[2] / "docs/tutorials/from_torch_amp.md").is_file()
+
+
+MISPLACED = [
+    ("run train.py --opt-level O9", "--opt-level O9", "run --opt-level O9 train.py"),
+    ("run --dtype bfloat16 train.py 1 --opt-level=O9 --lr 2 --debug", "--opt-level=O9 --debug",
+     "run --opt-level=O9 --debug --dtype bfloat16 train.py 1 --lr 2"),
+    ("run -m train --auto", "--auto", "run --auto -m train"),
+    ("explain train.py --json --steps 3", "--json --steps 3", "explain --json --steps 3 train.py"),
+    ("gradients train.py --lost", "--lost", "gradients --lost train.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "named", "right"), MISPLACED)
+def test_options_behind_the_script_are_named(line, named, right, tmp_path, here):
+    write(tmp_path / "train.py", NO_AMP)
+    said = here(*line.split()).stderr
+    assert (
+        f": {named} went to the script. Options of ampatch come before it: ampatch {right}\n"
+        in said
+    )
+
+
+def test_options_that_the_script_names_are_its_own(tmp_path, here):
+    text = "import argparse\nparser = argparse.ArgumentParser()\n"
+    text += "parser.add_argument('--opt-level')\nprint(parser.parse_args())\n"
+    write(tmp_path / "train.py", text)
+    done = here("run", "train.py", "--opt-level", "O1")
+    assert "Namespace(opt_level='O1')" in done.stdout and "went to the script" not in done.stderr
 
 
 def test_variables_count_without_the_command(monkeypatch):
