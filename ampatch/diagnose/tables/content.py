@@ -18,7 +18,7 @@ TITLES = {
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
     "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes.",
-    "EVERY_LEVEL": "Wrong in half: FP32 inside at all levels. Gradients alone: with a graph only.",
+    "EVERY_LEVEL": "Wrong in half: FP32 inside at all levels; if its gradient alone, in graphs.",
     "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
