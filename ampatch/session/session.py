@@ -351,9 +351,8 @@ class Session:
             for statistics in list(self.statistics.values()):
                 statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
-        news = managed.counter.news(limit, managed.gradients)
-        if news is not None:
-            skip_report.say(managed, news, self.scalers, self.names)
+        if (news := managed.counter.news(limit)) is not None:
+            skip_report.say(managed, *news, limit, self.names)
         without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
