@@ -130,7 +130,7 @@ def initialize(
         growth_factor: the factor by which it grows, above 1.
         backoff_factor: the factor by which it shrinks after an overflow, below 1.
         max_consecutive_skips: after this many skipped steps in a row one error is logged.
-            It names parameters and the scale's history, and says what to try.  Fused
+            It names parameters and says what to try.  Fused
             optimizers count on the device, and the host does not wait for the count: on an
             accelerator the message may come up to a quarter of this number later.
         allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs

@@ -83,11 +83,6 @@ class Gradients:
             return groups[0]["params"]
         return [param for group in groups for param in group["params"]]
 
-    @property
-    def scaler(self) -> Scaler | None:
-        """The scaler of the last look for overflow."""
-        return None if self.check is None else self.check.scaler
-
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
         for param in self.parameters():

@@ -8,9 +8,7 @@ losses; how it moves is in `scale_value`.
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +26,6 @@ from .scaler_entries import checked_entry
 
 _HALF = frozenset(HALF_TYPES)
 _dtype = operator.attrgetter("dtype")
-_REMEMBERED = 128  # blocks whose scale `history` can show
 
 
 def _multiply(grads: list[Tensor], scale: Any) -> None:
@@ -90,10 +87,6 @@ class StaticScaler:
         self._value = invertible(value)
         self.generation += 1
 
-    def history(self) -> list[float]:
-        """The scale."""
-        return [self._value]
-
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and that this scale is static."""
         return {"loss_scale": self._value, "unskipped": 0, "dynamic": False}
@@ -131,7 +124,7 @@ class DynamicScaler:
     overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
     The scale and the count of clean steps live where the losses do, and nothing here waits for a
-    device; `get`, `history` and `state_dict` do.
+    device; `get` and `state_dict` do.
     """
 
     is_dynamic = True
@@ -144,7 +137,6 @@ class DynamicScaler:
             torch.device("cpu"), self.settings.bounded(self.settings.init_scale)
         )
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
-        self._recent: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
         self._flags: list[Flag] = []  # overflow flags of the gradients that `has_overflow` is about
         self._has_reacted = False  # the scale, to these flags
         self.has_reacted_unasked = False  # at a step, where the script was to ask for it
@@ -161,9 +153,7 @@ class DynamicScaler:
 
     def snapshot(self) -> Tensor:
         """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""
-        factor = self._numbers.snapshot()
-        self._recent.append(factor)
-        return factor
+        return self._numbers.snapshot()
 
     def peek(self) -> Tensor:
         """The tensor that holds the scale, to be read or copied at once."""
@@ -220,16 +210,6 @@ class DynamicScaler:
             self._fill(*self._numbers.read())
         else:
             self._moved()
-
-    def history(self) -> list[float]:
-        """The scales of the last blocks and the present one, each change once.  Waits."""
-        scales = map(float, self.recent(_REMEMBERED))
-        return [scale for scale, _ in itertools.groupby(scales)]
-
-    def recent(self, blocks: int) -> list[Any]:
-        """The scales of the last blocks and the present one, not waited for."""
-        last = itertools.islice(reversed(self._recent), blocks)
-        return [*reversed([*last]), self._numbers.scale]
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""

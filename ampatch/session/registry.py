@@ -17,7 +17,6 @@ from ..errors import AmpatchError, UndoAll
 from ..torch_private import dynamo_inputs
 from .observers import Observers
 from .policies import limited, mixes
-from .rank_settings import RankSettings
 from .table import Table, alive
 from .torch_events import TorchEvents
 from .torch_tools import TorchTools, needs_of, tools, watches
@@ -43,7 +42,6 @@ class Registry:
         self.observers = Observers()
         self.table = Table()
         self.events = TorchEvents(self)
-        self.ranks = RankSettings(self)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self), watches(self))
         self._awaits_dynamo = False

@@ -17,7 +17,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
-from ..interop import dynamo_skip, rank_agreement, torchscript
+from ..interop import dynamo_skip, torchscript
 from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling import skip_report
@@ -26,7 +26,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
-from . import policies, rank_settings, table
+from . import policies, table
 from .policies import Policies
 from .registry import registry
 from .running_statistics import RunningStatistics, norms_of
@@ -351,9 +351,8 @@ class Session:
             for statistics in list(self.statistics.values()):
                 statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
-        news = managed.counter.news(limit, managed.gradients)
-        if news is not None:
-            skip_report.say(managed, news, self.scalers, self.names)
+        if (news := managed.counter.news(limit)) is not None:
+            skip_report.say(managed, *news, limit, self.names)
         without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()
@@ -417,4 +416,4 @@ def _scalers(properties: Properties, count: int) -> list[Any]:
     return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]
 
 
-dynamo_skip.run_eagerly(sys.modules[__name__], table, policies, rank_agreement, rank_settings)
+dynamo_skip.run_eagerly(sys.modules[__name__], table, policies)

@@ -12,6 +12,7 @@ from ..scaling.optimizers.state import fit_state
 
 if TYPE_CHECKING:
     from .registry import Registry
+    from .session import Session
 
 
 class TorchEvents:
@@ -30,6 +31,17 @@ class TorchEvents:
             if not own.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
+
+    def sessions_of(self, module: nn.Module) -> list[Session]:
+        """The enabled sessions that manage weights of a module, or that have no models."""
+        own = set(map(id, module.parameters()))
+        enabled = [one for one in self._registry.sessions if one.properties.enabled]
+        return [
+            session
+            for session in enabled
+            if not session.model_rows
+            or any(not own.isdisjoint(map(id, one.model.parameters())) for one in session.models)
+        ]
 
     def is_lent(self, parameter: Tensor) -> bool:
         """Whether forwards of a managed model have a half copy of this weight."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +15,13 @@ from ..interop import (
     data_loading,
     ddp,
     module_dtype,
-    rank_agreement,
     state_dicts,
     tensor_methods,
     torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import dynamo_inputs
+from . import ranks
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -92,7 +91,7 @@ def tools(registry: Registry) -> list[Tool]:
             "DistributedDataParallel: ranks compare settings and scales",
             lambda needs: needs.active,
             lambda: ddp.at_wrapping(
-                functools.partial(rank_agreement.agree_at_wrapping, registry.ranks.settings),
+                lambda model, group: ranks.compare(events.sessions_of(model), model, group),
                 events.is_lent,
             ),
             is_over_tables=True,
@@ -100,7 +99,9 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "DistributedDataParallel.join: refused under a dynamic loss scale",
             lambda needs: needs.optimizers,
-            lambda: ddp.at_join(registry.ranks.refuse_uneven),
+            lambda: ddp.at_join(
+                lambda model: ranks.refuse_uneven(events.sessions_of(model), model)
+            ),
             is_over_tables=True,
         ),
         Tool(

@@ -10,7 +10,7 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?): `probes`; which kinds
   of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
-* several ranks: `ddp`, `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
+* several ranks: `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * the order of autograd's nodes: `nodes`;
 * the look-up with its fallback: `lookup`;

@@ -321,15 +321,6 @@ def an_exception_in_a_closure(amp):
             optimizer.step(closure)
 
 
-@situation("O1", halves="fp16", says="skipped")
-def many_skips_are_told(amp):
-    """One batch in 16 overflows: that is heard before 50 in a row."""
-    make = partial(torch.optim.SGD, lr=1e-3)
-    model, optimizer = amp.start(mlp(), make, loss_scale="dynamic", init_scale=2.0**16)
-    for number, (x, y) in enumerate(batches(220, rows=1)):
-        amp.step(mse(model(x), y) * (float("inf") if number % 16 == 5 else 1.0), optimizer)
-
-
 @situation("O1 O2")
 def sam_with_two_half_steps(amp):
     """`first_step` and `second_step`, as the well-known implementation has them."""

@@ -1,0 +1,58 @@
+"""Ranks under DDP, which averages gradients alone, have the same settings and loss scales."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.opt_levels import level
+from ..errors import AmpatchError
+
+_OWN = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
+
+
+def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
+    """Raise `AmpatchError` on each rank that is about to wrap `model`, unless all ranks agree.
+
+    DDP begins with the same collective, an all_gather of the number of parameters.  A rank where
+    ampatch does not manage the model takes part by that, and raises torch's error.
+    """
+    sent = [one for one in model.parameters() if one.requires_grad]
+    if not (sessions and sent) or dist.get_rank(group) < 0:
+        return
+    text = "; ".join(map(_arguments, sessions))
+    digest = torch.tensor([zlib.crc32(text.encode()) >> 1], device=sent[0].device)
+    found = [digest.clone() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, digest, group=group)
+    if len(set(torch.cat(found).tolist())) > 1:
+        raise AmpatchError(
+            f"DistributedDataParallel({type(model).__name__}): ranks differ in settings or loss "
+            f"scales. Rank {dist.get_rank()} has {text}. Give all ranks the same arguments of "
+            "ampatch.initialize, AMPATCH_... variables and ampatch.load_state_dict(...)."
+        )
+
+
+def _arguments(session: Any) -> str:
+    """The arguments of `initialize` that the level does not imply, and the loss scales now."""
+    has = session.properties
+    usual = vars(level(has.opt_level, has.dtype)) | {"opt_level": None, "dtype": None}
+    shown = {name: value for name, value in vars(has).items() if value != usual[name]}
+    rules = [*session.rules.modules, *session.rules.functions.items()]
+    shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in rules}
+    shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]
+    return ", ".join(f"{name}={value}" for name, value in shown.items() if name not in _OWN)
+
+
+def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
+    """Raise `AmpatchError` for a model whose ranks `join` would let drift apart."""
+    if any(one.looks_for_overflow() or one.process_group is not None for one in sessions):
+        raise AmpatchError(
+            f"{type(model).__name__}.join(): a rank without data does not see an overflow of the "
+            "others, and its loss scale would stay behind. Expected a static scale and no "
+            "process_group: dtype=torch.bfloat16, or ampatch.initialize(loss_scale=128.0)."
+        )
