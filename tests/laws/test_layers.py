@@ -25,6 +25,7 @@ ALLOWED = {
     "types": set(),
     "_version": set(),
     "torch_private": {"errors", "log"},
+    "device_figures": {"torch_private"},  # for the commands below that measure
     "config": LEAVES,
     "native": {"errors", "log", "config.environment"},
     "scaling": LEAVES | {"config", "native"},
@@ -39,10 +40,11 @@ ALLOWED = {
     "compat": ABOVE,
     "integrations": ABOVE,
     "launch": ABOVE | {"auto", "compat"},
-    "diagnose": ABOVE | {"launch"},
-    "sweep": ABOVE | {"auto", "launch", "diagnose.speed", "integrations.framework_patches"},
-    "tune": ABOVE | {"launch", "sweep"},
-    "cli": ABOVE | {"launch", "diagnose", "sweep", "tune"},
+    "diagnose": ABOVE | {"launch", "device_figures"},
+    "sweep": ABOVE
+    | {"auto", "launch", "device_figures", "diagnose.speed", "integrations.framework_patches"},
+    "tune": ABOVE | {"launch", "device_figures", "sweep"},
+    "cli": ABOVE | {"launch", "device_figures", "diagnose", "sweep", "tune"},
     "__main__": {"cli"},
 }
 DERIVED = {

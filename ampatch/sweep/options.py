@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import did_you_mean
-from .validation import positive_number, whole_number
+from ampatch.config.validation import positive_number, whole_number
+from ampatch.errors import did_you_mean
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
@@ -250,7 +250,7 @@ def going_on(
     An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
     `but` are not kept.
     """
-    from .opt_levels import LEVELS  # imports torch, which the options do without
+    from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
 
     rows, known = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
