@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from ..casting.policy import Policy
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
-from ..interop import dynamo_skip, rank_agreement, torchscript
+from ..interop import dynamo_skip, torchscript
 from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling import skip_report
@@ -26,7 +25,6 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
-from . import policies, rank_settings, table
 from .policies import Policies
 from .registry import registry
 from .running_statistics import RunningStatistics, norms_of
@@ -417,4 +415,4 @@ def _scalers(properties: Properties, count: int) -> list[Any]:
     return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]
 
 
-dynamo_skip.run_eagerly(sys.modules[__name__], table, policies, rank_agreement, rank_settings)
+dynamo_skip.run_eagerly()
