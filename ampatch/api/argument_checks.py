@@ -24,7 +24,7 @@ from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching
 from ..models.sharded_weights import sharded_parameters
-from ..session.registry import registry
+from ..session.session import registry
 from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 

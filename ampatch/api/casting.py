@@ -16,7 +16,7 @@ from ..casting.tables import Rule
 from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
-from ..session.registry import cast_state, registry
+from ..session.session import cast_state, registry
 from ..types import Function, Owner, Precision
 
 

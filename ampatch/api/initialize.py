@@ -14,8 +14,7 @@ from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError, type_name
 from ..log import logger, set_verbosity
 from ..models.managed_model import ManagedModel
-from ..session.registry import registry
-from ..session.session import Session, taken_over
+from ..session.session import Session, registry, taken_over
 from ..types import (
     AnyOptimizer,
     DtypeName,

@@ -25,8 +25,7 @@ from ..config.validation import whole_number
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
 from ..scaling.scaled_backward import PlainBackward
-from ..session.registry import registry
-from ..session.session import Session
+from ..session.session import Session, registry
 from ..types import Optimizer
 
 

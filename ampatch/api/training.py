@@ -18,8 +18,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
 from ..scaling.step_counts import StepCounts
-from ..session.registry import registry
-from ..session.session import Session
+from ..session.session import Session, registry
 from ..session.table import alive
 from ..types import AnyOptimizer, Optimizer
 

@@ -89,9 +89,9 @@ def facts() -> dict[str, Any]:
     """Everything but the speeds."""
     import torch
 
+    from ampatch import device_figures
     from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
     from ampatch.diagnose.tables import content
-    from ampatch.torch_private import devices
 
     others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))  # misspelt ones too
     apex = importlib.util.find_spec("apex")
@@ -104,8 +104,8 @@ def facts() -> dict[str, Any]:
         "native_part": native_part(),
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
-        "torch_built_for": devices.built_for(),
-        "accelerators": devices.described(),
+        "torch_built_for": device_figures.built_for(),
+        "accelerators": device_figures.described(),
         "apex": f"importable, from {apex.origin or 'a directory without __init__.py'}"
         if apex
         else "not installed",

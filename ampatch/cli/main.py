@@ -80,7 +80,7 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
     if word in ("-h", "--help", "--version", *NAMES):
         return
     if word.startswith("-"):
-        meant = _option_like(word, {"help", "version"}) or " Options of a command come behind it."
+        meant = _option_like(word, {"help", "version"}) or " Options of a command come after it."
         parser.error(f"unrecognized arguments: {word}.{meant}")
     meant = did_you_mean(word, NAMES)
     if word.endswith(".py"):
@@ -101,7 +101,7 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
         cut = own.index(unknown[0])
         is_behind = {"-m", options.script}.intersection(own[:cut])
         line = shlex.join([*own[:cut], "--", *own[cut:]]) if is_behind else ""
-        message += "\nThe script's own arguments go behind --: ampatch "
+        message += "\nPut -- before the script's own arguments: ampatch "
         message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
     return message
 

@@ -118,8 +118,8 @@ def program_of(options: argparse.Namespace) -> Program:
         parser.error("the following arguments are required: SCRIPT")
     if options.script is not None and options.module is not None:
         parser.error(
-            f"SCRIPT ({options.script}) and -m {options.module}: expected one of them. The "
-            "arguments of MODULE go behind --."
+            f"SCRIPT ({options.script}) and -m {options.module}: expected one of them. "
+            "Put -- before the arguments of MODULE."
         )
     program = Program(options.module or options.script or "", options.module is not None)
     if not program.name:
@@ -174,7 +174,7 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
 
 
 def _say_misplaced(options: argparse.Namespace, source: str) -> None:
-    """Name options of ampatch behind SCRIPT, in one line; not those that the script names, too."""
+    """Name options of ampatch after SCRIPT, in one line; not those that the script names, too."""
     own, rest = [], []
     words = iter(options.arguments)
     for word in words:

@@ -44,13 +44,10 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--opt-level", choices=("O1", "O2", "O3"), required=True, help="the level to bring back"
     )
-    what.add_argument(
-        "--dtype", choices=("float16", "bfloat16"), default="float16", help="(default: float16)"
-    )
+    what.add_argument("--dtype", choices=("float16", "bfloat16"), help="(default: float16)")
     what.add_argument(
         "--probe-steps",
         type=positive_count,
-        default=100,
         metavar="N",
         help="steps at O0 in which modules are computed in half as well (default: 100)",
     )

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 import ampatch
-from ampatch.torch_private.devices import device_types, is_owned_by_host, wait_for
+from ampatch.device_figures import wait_for
+from ampatch.torch_private.devices import device_types, is_owned_by_host
 
 from .tensors import dtype_name
 

@@ -8,37 +8,39 @@ to be skipped run eagerly there.  They are still traced where a compiled functio
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, ModuleType
 
 from ..torch_private import dynamo
 
-_BEHIND_HOOKS = {  # and behind `tensor.data`, whose compiled frame would call itself
-    "casting": "batched_casts cast_state contexts handlers policy stack "
-    "torch_autocast weight_cache",
-    "interop": "tensor_methods",
-    "models": "conversion hooks io_casting lent_copies lent_places lent_weights lent_writes "
-    "managed_model module_overrides sharded_weights submodule_calls values",
-    "torch_private": "devices dtensors foreach modules nodes probes sharding tensors "
-    "torch_functions tracing_tensors",
+_ROOMS = ("casting", "interop", "models", "session", "torch_private")
+_TRACED = {
+    "casting": "arguments autocast_interop dynamo_tables recording rules special_ops "
+    "user_functions wrapper",
+    "models": "lookups",
 }
+"""Modules whose functions stand in the place of those that scripts compile, and what they call."""
 
 
-def run_eagerly(*others: ModuleType) -> None:
-    """Mark every function behind the hooks, as soon as Dynamo is imported.
+def run_eagerly() -> None:
+    """Mark every function behind the hooks as soon as Dynamo is imported.
 
-    `others` are modules that hooks reach through what they were given to call.
+    To be called when all modules of the rooms are imported, since Dynamo may be imported already.
     """
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, _behind_hooks())))
+
+
+def _behind_hooks() -> Iterator[ModuleType]:
     package = __name__.rpartition(".interop")[0]
-    behind = [
-        importlib.import_module(f"{package}.{room}.{name}")
-        for room, names in _BEHIND_HOOKS.items()
-        for name in names.split()
-    ]
-    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, (*behind, *others))))
+    for room in _ROOMS:
+        start = f"{package}.{room}."
+        traced = [start + name for name in _TRACED.get(room, "").split()]
+        for name, module in list(sys.modules.items()):
+            if name.startswith(start) and name not in traced:
+                yield module
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

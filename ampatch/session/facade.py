@@ -28,8 +28,7 @@ from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
 from ..scaling.scaler_entries import load_entries
-from .registry import registry
-from .session import Session
+from .session import Session, registry
 
 __all__ = [
     "ManagedOptimizer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -13,21 +13,43 @@ from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
+from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll
+from ..models.managed_model import ManagedModel
+from ..scaling.optimizer import ManagedOptimizer
 from ..torch_private import dynamo_inputs
 from .observers import Observers
-from .policies import limited, mixes
-from .table import Table, alive
+from .policies import Policies, limited, mixes
+from .table import Rows, Table, alive
 from .torch_events import TorchEvents
-from .torch_tools import TorchTools, needs_of, tools, watches
-
-if TYPE_CHECKING:
-    from ..models.managed_model import ManagedModel
-    from ..scaling.optimizer import ManagedOptimizer
-    from .session import Session
+from .torch_tools import Needs, TorchTools, tools, watches
 
 
-class Registry:
+class OpenSession(Protocol):
+    """What the registry asks of a session."""
+
+    properties: Properties
+    policies: Policies
+    model_rows: Rows[ManagedModel]
+    optimizer_rows: Rows[ManagedOptimizer]
+    is_open: bool
+    may_cast: bool
+
+    def is_alive(self) -> bool: ...
+
+    def is_empty(self) -> bool: ...
+
+    def has_losses(self) -> bool: ...
+
+    def policy(self) -> Policy | None: ...
+
+    def close(self) -> None: ...
+
+
+Session = TypeVar("Session", bound=OpenSession)
+
+
+class Registry(Generic[Session]):
     """The open sessions, newest last, and what they share.
 
     `table` finds the session and the managed counterpart of a model or an optimizer.
@@ -40,10 +62,10 @@ class Registry:
         self.installation = Installation(self.state, ask_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
-        self.table = Table()
+        self.table: Table[Session] = Table()
         self.events = TorchEvents(self)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
-        self._tools = TorchTools(tools(self), watches(self))
+        self._tools = TorchTools(tools(self.state, self.events), watches(self.state, self.events))
         self._awaits_dynamo = False
         self._table_edits: list[tuple[str, str, Rule | None]] = []
 
@@ -140,7 +162,7 @@ class Registry:
         casting = [(one, policy) for one, policy in policies if policy is not None]
         by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
         outside = self._outside(by_tables or casting)
-        needs = needs_of(self, tables=bool(by_tables), casts=outside is not None)
+        needs = self._needs(tables=bool(by_tables), casts=outside is not None)
         installed = self.installation
         has_rows = needs.tables or needs.half_models
         tables_change = (has_rows, needs.tables) != (installed.has_rows, installed.has_tables)
@@ -162,6 +184,20 @@ class Registry:
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True
             dynamo_inputs.when_imported(self._refresh_tools)
+
+    def _needs(self, *, tables: bool, casts: bool) -> Needs:
+        """What the open sessions need; the caller knows what they cast."""
+        models = self.models()
+        weight_types = [managed.properties.cast_model_type for managed in models]
+        return Needs(
+            sessions=bool(self.sessions),
+            active=True in [session.properties.enabled for session in self.sessions],
+            models=bool(models),
+            optimizers=bool(self.optimizers()),
+            half_models=not set(HALF_TYPES).isdisjoint(weight_types),
+            tables=tables,
+            casts=casts,
+        )
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.
@@ -192,7 +228,7 @@ class Registry:
     def _refresh_tools(self) -> None:
         """Dynamo has been imported, and has functions to replace."""
         tables, casts = self.installation.has_tables, self.state.process is not None
-        self._tools.put_in(needs_of(self, tables=tables, casts=casts))
+        self._tools.put_in(self._needs(tables=tables, casts=casts))
 
     # The user's own functions, and changes to the tables
 
@@ -224,15 +260,3 @@ class Registry:
             self._tools.take_out_over_tables()
             self.installation.undo()
             self.refresh()
-
-
-def cast_state() -> CastState:
-    """The process's `CastState`.
-
-    Decorated functions of the user's code read it here, from a module global: Dynamo traces some
-    of them without sources, and closures may hold nothing but functions there.
-    """
-    return registry.state
-
-
-registry = Registry(cast_state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
@@ -26,11 +26,22 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
-from . import policies, table
 from .policies import Policies
-from .registry import registry
+from .registry import Registry
 from .running_statistics import RunningStatistics, norms_of
 from .table import Rows, alive
+
+
+def cast_state() -> CastState:
+    """The process's `CastState`.
+
+    Decorated functions of the user's code read it here, from a module global: Dynamo traces some
+    of them without sources, and closures may hold nothing but functions there.
+    """
+    return registry.state
+
+
+registry: Registry[Session] = Registry(cast_state)
 
 
 class Session:
@@ -416,4 +427,4 @@ def _scalers(properties: Properties, count: int) -> list[Any]:
     return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]
 
 
-dynamo_skip.run_eagerly(sys.modules[__name__], table, policies)
+dynamo_skip.run_eagerly()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..models.managed_model import ManagedModel
 
-if TYPE_CHECKING:
-    from .session import Session
-
+Session = TypeVar("Session")
 Managed = TypeVar("Managed")
 Rows = dict[int, "weakref.ref[Managed]"]
 """Managed counterparts, or what a disabled session was given, by the ids of the given objects."""
 
 
-class Table:
+class Table(Generic[Session]):
     """The session of each object that `initialize` was given, and its managed counterpart.
 
     An object keeps its counterpart alive (by its hooks or methods), and the counterpart holds the

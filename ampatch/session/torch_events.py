@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..casting.cast_state import CastState
 from ..models.lent_weights import note_values
+from ..models.managed_model import ManagedModel
 from ..scaling.gradients import skip_together
+from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
 
-if TYPE_CHECKING:
-    from .registry import Registry
-    from .session import Session
+
+class Members(Protocol):
+    """The open sessions, and all that they manage."""
+
+    state: CastState
+    sessions: list[Any]
+
+    def models(self) -> list[ManagedModel]: ...
+
+    def optimizers(self) -> list[ManagedOptimizer]: ...
 
 
 class TorchEvents:
     """Events and questions that concern the models and optimizers of all open sessions."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, members: Members) -> None:
+        self._members = members
 
     # Models
 
     def model_with(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        for managed in self._registry.models():
+        for managed in self._members.models():
             tensors = (*managed.model.parameters(), *managed.model.buffers())
             if not own.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
 
-    def sessions_of(self, module: nn.Module) -> list[Session]:
+    def sessions_of(self, module: nn.Module) -> list[Any]:
         """The enabled sessions that manage weights of a module, or that have no models."""
         own = set(map(id, module.parameters()))
-        enabled = [one for one in self._registry.sessions if one.properties.enabled]
+        enabled = [one for one in self._members.sessions if one.properties.enabled]
         return [
             session
             for session in enabled
@@ -45,16 +55,16 @@ class TorchEvents:
 
     def is_lent(self, parameter: Tensor) -> bool:
         """Whether forwards of a managed model have a half copy of this weight."""
-        return any(managed.lends(parameter) for managed in self._registry.models())
+        return any(managed.lends(parameter) for managed in self._members.models())
 
     def give_back_shared(self, model: nn.Module) -> None:
         """A model is to lend its weights: those that others have made half are FP32 again."""
         own = set(map(id, model.parameters()))
         given: set[int] = set()
-        for managed in self._registry.models():
+        for managed in self._members.models():
             if managed.conversions.entries:
                 given |= managed.give_back(own)
-        for optimizer in self._registry.optimizers() if given else ():
+        for optimizer in self._members.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
 
     # Gradients and loss scales
@@ -62,14 +72,14 @@ class TorchEvents:
     def ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
         wanted = {id(tensor) for tensor in tensors}
-        ready = [one.gradients for one in self._registry.optimizers()]
+        ready = [one.gradients for one in self._members.optimizers()]
         clipped = [one for one in ready if one.ready(wanted)]
         if by_norm:
             skip_together(clipped)
 
     def forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
-        for managed in self._registry.optimizers():
+        for managed in self._members.optimizers():
             managed.gradients.zeroed_by_others(zeroed)
 
     # Weights and their half copies
@@ -77,12 +87,12 @@ class TorchEvents:
     def note_data_access(self, tensor: Tensor) -> None:
         """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
         if isinstance(tensor, nn.Parameter):
-            for session in self._registry.sessions:
+            for session in self._members.sessions:
                 session.policies.cache.forget(tensor)
-        elif self._registry.state.thread.lent:
-            note_values(tensor, self._registry.state)
+        elif self._members.state.thread.lent:
+            note_values(tensor, self._members.state)
 
     def forget_copies(self) -> None:
         """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
-        for session in self._registry.sessions:
+        for session in self._members.sessions:
             session.policies.cache.forget_all()

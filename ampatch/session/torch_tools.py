@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..casting import context_propagation
+from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
-from ..config.opt_levels import HALF_TYPES
 from ..interop import (
     clip_grad,
     data_loading,
@@ -22,9 +22,7 @@ from ..interop import (
 from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import dynamo_inputs
 from . import ranks
-
-if TYPE_CHECKING:
-    from .registry import Registry
+from .torch_events import TorchEvents
 
 
 class Needs(NamedTuple):
@@ -37,21 +35,6 @@ class Needs(NamedTuple):
     half_models: bool
     tables: bool  # torch's functions are patched
     casts: bool  # a policy is in force for the process
-
-
-def needs_of(registry: Registry, *, tables: bool, casts: bool) -> Needs:
-    """What the open sessions need; the caller knows what they cast."""
-    models = registry.models()
-    weight_types = [managed.properties.cast_model_type for managed in models]
-    return Needs(
-        sessions=bool(registry.sessions),
-        active=True in [session.properties.enabled for session in registry.sessions],
-        models=bool(models),
-        optimizers=bool(registry.optimizers()),
-        half_models=not set(HALF_TYPES).isdisjoint(weight_types),
-        tables=tables,
-        casts=casts,
-    )
 
 
 class Tool(NamedTuple):
@@ -75,15 +58,14 @@ class Watch(NamedTuple):
     keep: Callable[[bool], None]
 
 
-def tools(registry: Registry) -> list[Tool]:
+def tools(state: CastState, events: TorchEvents) -> list[Tool]:
     """Every tool of torch that is replaced outside the tables."""
-    events = registry.events
     return [
         Tool(
             "clipping and zero_grad: gradients are complete, an overflow is forgotten",
             lambda needs: needs.optimizers,
             lambda: clip_grad.replacements(
-                registry.state.end_interrupted, events.ready_gradients, events.forget_overflow
+                state.end_interrupted, events.ready_gradients, events.forget_overflow
             ),
             is_over_tables=True,
         ),
@@ -112,27 +94,27 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "torch.jit.script: a warning",
             lambda needs: needs.casts,
-            lambda: torchscript.replacements(registry.state),
+            lambda: torchscript.replacements(state),
         ),
         Tool(
             "activation checkpoints: the recompute has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: context_propagation.checkpoints(registry.state),
+            lambda: context_propagation.checkpoints(state),
         ),
         Tool(
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
-            lambda: context_propagation.functions(registry.state),
+            lambda: context_propagation.functions(state),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
             lambda needs: needs.tables,
-            lambda: context_propagation.replicas(registry.state),
+            lambda: context_propagation.replicas(state),
         ),
         Tool(
             "DataLoader: data are prepared without casts",
             lambda needs: needs.casts,
-            lambda: data_loading.replacements(registry.state),
+            lambda: data_loading.replacements(state),
         ),
         Tool(
             "copies and pickles made within a forward: of the parameters, not of lent copies",
@@ -142,7 +124,7 @@ def tools(registry: Registry) -> list[Tool]:
         Tool(
             "state dicts: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
-            lambda: state_dicts.replacements(registry.state.end_interrupted),
+            lambda: state_dicts.replacements(state.end_interrupted),
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",
@@ -157,18 +139,18 @@ def tools(registry: Registry) -> list[Tool]:
     ]
 
 
-def watches(registry: Registry) -> list[Watch]:
+def watches(state: CastState, events: TorchEvents) -> list[Watch]:
     """Every hook of torch's that is registered for the process."""
     return [
         Watch(
             "TorchFunctionModes: calls go the long way inside them",
             lambda needs: needs.sessions,
-            FunctionModes(registry.state).watch,
+            FunctionModes(state).watch,
         ),
         Watch(
             "steps of every optimizer: weights are cast anew",
             lambda needs: needs.tables or needs.half_models,
-            NotifyOfSteps(registry.events.forget_copies).keep,
+            NotifyOfSteps(events.forget_copies).keep,
         ),
     ]
 

@@ -7,11 +7,10 @@ moment is aborted ("terminate called without an active exception").
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 from torch.autograd import Variable
-
-from . import devices
 
 LONG_ENOUGH = 0.1  # seconds
 
@@ -26,13 +25,12 @@ def let_groups_finish() -> None:
     time.sleep(LONG_ENOUGH)
 
 
-def wait_until_idle() -> None:
-    """Return once the threads of accelerators, one for each device, have dropped all that they
-    held for the backward passes so far."""
+def wait_until_idle(devices: Iterable[torch.device]) -> None:
+    """Return once the threads of these accelerators hold nothing of the backward passes so far."""
     engine = getattr(Variable, "_execution_engine", None)
     if engine is None:
         return
-    for device in devices.used():
+    for device in devices:
         try:
             one = torch.ones((), device=device, requires_grad=True)
             # Not `one.backward()`, which would give the thread a Python object to drop.

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ampatch.device_figures import random_numbers_again
 from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.torch_private.devices import random_numbers_again
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

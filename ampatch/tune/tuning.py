@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.config.sweep_options import ROUNDS, SweepOptions, going_on
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
@@ -23,7 +23,6 @@ from ampatch.tune.answer import (
     PASSES,
     UNDECIDED,
     Answer,
-    read_answer,
     write_answer,
 )
 from ampatch.tune.probe_run import PROBE, findings
@@ -33,6 +32,7 @@ from ampatch.tune.sensitivity import Findings, ranked
 from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import passes, reason
 
+DTYPE, PROBE_STEPS = "float16", 100
 SEEDS = 6  # of the answer; candidates are sought with half of them
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 SPEED = "speed"  # the directory of the timing, and the options that it does not share:
@@ -46,14 +46,16 @@ class Tuning:
         script: the script's file, or with `module` in `options` the name of a module.
         arguments: the script's own, as for `Sweep`.
         opt_level: "O1", "O2" or "O3".
-        dtype: "float16" or "bfloat16".
-        probe_steps: optimizer steps of the run in which modules are computed in half as well.
-        rounds: of the timing of the answer beside the level and O0.
+        dtype: "float16" (the default) or "bfloat16".
+        probe_steps: optimizer steps of the run in which modules are computed in half as well, by
+            default 100.
+        rounds: of the timing of the answer beside the level and O0, by default 3.
         candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
         options: others of `Sweep`: seeds (6 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
+    With `resume` the options and arguments that are not given are those of before.
     Raises what `Sweep` raises, and `ImportError` without scipy.
     """
 
@@ -63,10 +65,10 @@ class Tuning:
         arguments: Sequence[str] = (),
         *,
         opt_level: str,
-        dtype: str = "float16",
-        probe_steps: int = 100,
+        dtype: str | None = None,
+        probe_steps: int | None = None,
         candidates: int | None = None,
-        rounds: int = ROUNDS,
+        rounds: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -74,6 +76,9 @@ class Tuning:
         say: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
+        own = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
+        own |= {"candidates": candidates, "rounds": rounds}
+        options["tuning"] = {name: one for name, one in own.items() if one is not None}
         asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
         if not available():
             raise ImportError(
@@ -87,13 +92,17 @@ class Tuning:
             given = asked.given(options)
             said, kept, _ = going_on(earlier, options, given, arguments, but=("rounds",))
             options, arguments = {**options, **kept}, arguments or earlier.arguments
+            self._check_level(earlier.options.get("tuning", {}), options["tuning"])
             if said:
                 say(said)
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
-        self._level = Case(opt_level, dtype)
+        own = options["tuning"]
+        self._level = Case(opt_level, own.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
-        self._probe_steps, self._most, self._rounds = probe_steps, candidates, rounds
+        self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
+        self._most: int | None = own.get("candidates")
+        self._rounds: int = own.get("rounds", ROUNDS)
         self._confirms = False  # each candidate that passes, and not the answer alone
         self._paths: Sequence[str] = ()
         self._tried = 0
@@ -163,18 +172,22 @@ class Tuning:
         self._task.say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
         return fine
 
+    def _check_level(self, earlier: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        """Refuse to go on with a tuning of another level or half type, and with a sweep."""
+        before, now = (
+            one and f"tuning of {one['opt_level']} in {one.get('dtype', DTYPE)}"
+            for one in (earlier, asked)
+        )
+        if before != now:
+            raise ValueError(
+                f"{self.directory}: holds a {before or 'sweep'}. For a {now} replace it by "
+                "--overwrite, or choose another directory with --out."
+            )
+
     def _begun(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
-        """The trials of the directory; an earlier tuning for another level is refused."""
-        earlier = read_answer(self.directory) if resume else None
+        """The trials of the directory."""
         for name in (PROBE, SPEED):
             record_of(self.directory / name)
-        asked = self._level
-        if earlier is not None and Case(earlier.opt_level, earlier.dtype) != asked:
-            raise ValueError(
-                f"{self.directory}: holds the answer for {earlier.opt_level} in {earlier.dtype}. "
-                f"For {asked.opt_level} in {asked.dtype} replace it by --overwrite, or choose "
-                "another directory with --out."
-            )
         trials = Trials(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):

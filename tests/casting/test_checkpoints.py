@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting import context_propagation
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 from ampatch.torch_private import checkpoints
 
 H, FP32 = torch.bfloat16, torch.float32

@@ -14,9 +14,9 @@ from small_training import step
 from torch import nn
 
 import ampatch
+from ampatch import device_figures
 from ampatch.cli import doctor
 from ampatch.diagnose import speed
-from ampatch.torch_private import devices
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("accelerator")]
 
@@ -172,20 +172,20 @@ def test_what_is_told_of_a_training_is_what_is_told_on_the_cpu(watch, size, told
 def test_moments_are_the_devices_and_nothing_waits_for_them():
     tensor = torch.ones(2, device=NAME)
     here = tensor.device
-    devices.moment(here)  # asks once what the device can do
+    device_figures.moment(here)  # asks once what the device can do
     with counted() as counts:
-        moments = [devices.moment(here), tensor + 1, devices.moment(here)][::2]
+        moments = [device_figures.moment(here), tensor + 1, device_figures.moment(here)][::2]
     assert counts.waits == 0
-    assert devices.seconds_between(moments) == [0.001]  # a launch is a millisecond
+    assert device_figures.seconds_between(moments) == [0.001]  # a launch is a millisecond
 
 
 def test_the_peak_of_memory_is_the_devices():
     torch.accelerator.reset_peak_memory_stats()
-    before = devices.peak_memory() or 0
+    before = device_figures.peak_memory() or 0
     torch.ones(1000, device=NAME)
-    assert devices.peak_memory() == before + 4000
+    assert device_figures.peak_memory() == before + 4000
 
 
 def test_what_seeds_the_device_is_known():
     """A sweep gives what a script seeds by itself the seed of the trial."""
-    assert devices.seeding_functions()[f"torch.{NAME}.manual_seed"][0] == f"torch.{NAME}"
+    assert device_figures.seeding_functions()[f"torch.{NAME}.manual_seed"][0] == f"torch.{NAME}"

@@ -11,7 +11,7 @@ from small_training import data, same
 from torch import nn
 
 import ampatch
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -16,7 +16,7 @@ from torch_snapshot import changes, snapshot
 from warm_python import environment
 
 import ampatch
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 
 SETTINGS = {
     "dtype": torch.bfloat16,

@@ -12,7 +12,7 @@ from session_pairs import Slotted
 from torch import nn
 
 import ampatch
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 
 BF16, FP16 = torch.bfloat16, torch.float16
 O2 = {"opt_level": "O2", "dtype": BF16, "verbosity": 0}

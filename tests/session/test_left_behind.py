@@ -20,7 +20,7 @@ from torch import nn
 import ampatch
 from ampatch.errors import UndoAll
 from ampatch.models import conversion
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 
 H = torch.float16
 FUNCTIONS = ("linear", "conv1d", "conv2d", "softmax", "layer_norm")

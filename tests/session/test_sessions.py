@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from session_pairs import build, hook_count, one_step, pair, values
 
 import ampatch
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 
 BF16 = torch.bfloat16
 

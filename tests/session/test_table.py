@@ -13,7 +13,7 @@ from frames import frames
 from torch import nn
 
 import ampatch
-from ampatch.session.registry import registry
+from ampatch.session.session import registry
 from ampatch.session.table import Table
 
 SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}

@@ -6,6 +6,7 @@ import types
 
 import torch
 
+from ampatch import device_figures
 from ampatch.torch_private import devices
 
 
@@ -20,26 +21,26 @@ def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
 def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
     """Without timed events the host waits and looks at its clock; unknown memory is no figure."""
     there, waits = torch.device("xpu"), []
-    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
-    monkeypatch.setattr(devices, "_has_timed_events", lambda kind: False)
-    monkeypatch.setattr(devices, "wait_for", waits.append)
-    first, second = devices.seconds_between([devices.moment(there) for _ in range(3)])
+    monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(device_figures, "_has_timed_events", lambda kind: False)
+    monkeypatch.setattr(device_figures, "wait_for", waits.append)
+    first, second = device_figures.seconds_between([device_figures.moment(there) for _ in range(3)])
     assert first >= 0 <= second and waits == [there] * 3
     silent = types.SimpleNamespace(device_count=lambda: 2)
-    monkeypatch.setattr(devices, "_module", lambda kind: silent)
-    monkeypatch.setattr(devices, "_accelerator", None)  # or it is asked where the module is silent
-    assert devices.peak_memory() is None
-    assert devices.described() == ["xpu:0", "xpu:1"]
-    assert devices.name_of(there) == "xpu" and devices.count("xpu") == 2
+    monkeypatch.setattr(device_figures, "_module", lambda kind: silent)
+    monkeypatch.setattr(device_figures, "functions", lambda: silent)
+    assert device_figures.peak_memory() is None
+    assert device_figures.described() == ["xpu:0", "xpu:1"]
+    assert device_figures.name_of(there) == "xpu" and device_figures.count("xpu") == 2
 
 
 def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
     def refuses(device, timed):
         raise RuntimeError("no timing here")
 
-    monkeypatch.setattr(devices, "accelerator", lambda: "xpu")
-    monkeypatch.setattr(devices, "_new_event", refuses)
-    assert not devices._has_timed_events.__wrapped__("xpu")
+    monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
+    monkeypatch.setattr(device_figures, "new_event", refuses)
+    assert not device_figures._has_timed_events.__wrapped__("xpu")
 
 
 def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
@@ -56,16 +57,16 @@ def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
     for name, value in made.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(devices, "_accelerator", None)
-    assert devices.peak_memory() is None
+    assert device_figures.peak_memory() is None
     used[0] = True  # but nothing is on it
-    assert devices.peak_memory() is None
+    assert device_figures.peak_memory() is None
     least[0] = 100
-    assert devices.peak_memory() == 100 + 101
-    assert devices.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
+    assert device_figures.peak_memory() == 100 + 101
+    assert device_figures.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
 
 
 def test_a_machine_without_accelerators_has_none_to_tell_of(monkeypatch):
-    monkeypatch.setattr(devices, "accelerator", lambda: None)
-    assert devices.peak_memory() is None and devices.described() == []
-    assert devices.count("npu") == 0  # torch has no such module
-    devices.wait_for(torch.device("cpu"))
+    monkeypatch.setattr(device_figures, "accelerator", lambda: None)
+    assert device_figures.peak_memory() is None and device_figures.described() == []
+    assert device_figures.count("npu") == 0  # torch has no such module
+    device_figures.wait_for(torch.device("cpu"))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sweep_made import trained
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
@@ -213,11 +213,29 @@ def test_a_script_without_a_loss_is_said_before_the_search(tuned, monkeypatch):
         tuned(["head"])
 
 
-def test_the_answer_for_another_level_is_not_replaced_by_going_on(tuned, tmp_path):
+def test_a_tuning_that_goes_on_keeps_its_own_options_and_says_so(tuned, tmp_path):
+    """Also one that was interrupted before it had an answer."""
+    own = {"dtype": "bfloat16", "probe_steps": 7, "candidates": 1, "rounds": 5}
+    tuned(["head"], **own)
+    for file in ("tune.json", "probe/done"):
+        (tmp_path / "out" / file).unlink()
+    said = []
+    answer, trials = tuned(["head"], resume=True, candidates=20, say=said.append)
+    words = "--dtype bfloat16 --probe-steps 7 --rounds 5 --seeds 6"
+    assert said[0] == f"Goes on with the tuning in its folder, and keeps its settings: {words}."
+    assert answer.needed == ["head"] and answer.dtype == "bfloat16" and answer.candidates > 1
+    assert [(one.steps, one.dtype) for one in trials.probed] == [(7, "bfloat16")]
+    assert trials.last.rounds == 5  # of the timing, which is the last of its sweeps
+
+
+def test_a_tuning_of_another_level_is_not_replaced_by_going_on(tuned, tmp_path):
     before, _ = tuned(["head"])
-    for other, said in (({"level": "O2"}, "O2 in float16"), ({"dtype": "bfloat16"}, "in bfloat16")):
+    for other, said in (
+        ({"level": "O2"}, "O2 in float16"),
+        ({"dtype": "bfloat16"}, "O3 in bfloat16"),
+    ):
         with pytest.raises(
-            ValueError, match=f"answer for O3 in float16.*{said}.*--overwrite.*--out"
+            ValueError, match=f"tuning of O3 in float16. For a tuning of {said}.*--overwrite.*--out"
         ):
             tuned(["stem"], resume=True, **other)
     assert read_answer(tmp_path / "out") == before

@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ampatch
+from ampatch import device_figures
 from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
@@ -81,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
         record.write(ending.error)
     if is_ranked:
         late_threads.let_groups_finish()
-    late_threads.wait_until_idle()  # or the end of this process may be an abort
+    # or the end of this process may be an abort
+    late_threads.wait_until_idle(device_figures.used())
     return ending.exit_code
 
 
@@ -118,7 +120,7 @@ class _Record:
     def _complete(self) -> None:
         if self._notices not in (None, self._watched.recorder.notices):
             self.write(self._error)
-            late_threads.wait_until_idle()
+            late_threads.wait_until_idle(device_figures.used())
 
 
 class _Watched:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.torch_private.devices import VISIBLE, count
+from ampatch.device_figures import VISIBLE, count
 
 THREADS = "OMP_NUM_THREADS"
 

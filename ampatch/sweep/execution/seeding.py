@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.own_lines import own_line
-from ampatch.torch_private.devices import seeding_functions
 
 _GLOBAL = {
     "torch.manual_seed": ("torch", "torch.random"),

@@ -15,8 +15,8 @@ import torch
 
 from ampatch import native
 from ampatch._version import __version__
+from ampatch.device_figures import built_for
 from ampatch.sweep.measure.record import Run
-from ampatch.torch_private.devices import built_for
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SECONDS = 20  # for one call of git

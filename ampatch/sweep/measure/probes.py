@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ampatch import device_figures
 from ampatch.sweep.measure.record import Series
-from ampatch.torch_private import devices
 
 BATCH = 512  # values left on the device before they are read
 
@@ -88,7 +88,7 @@ def peak_memory() -> tuple[int | None, str]:
     included: read from /proc where there is one, because `ru_maxrss` of a child starts at the
     peak of the process that started it.
     """
-    on_devices = devices.peak_memory()
+    on_devices = device_figures.peak_memory()
     if on_devices is not None:
         return on_devices, "device"
     status = Path("/proc/self/status")

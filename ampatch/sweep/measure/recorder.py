@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 import ampatch
+from ampatch.device_figures import name_of
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
 from ampatch.sweep.measure.machine import load, state_of_the_machine
 from ampatch.sweep.measure.probes import Readings, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
-from ampatch.torch_private.devices import is_owned_by_host, name_of
+from ampatch.torch_private.devices import is_owned_by_host
 
 REPORT_EVERY = 0.5  # seconds
 

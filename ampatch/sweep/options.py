@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import did_you_mean
-from .validation import positive_number, whole_number
+from ampatch.config.validation import positive_number, whole_number
+from ampatch.errors import did_you_mean
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
@@ -60,6 +60,7 @@ class SweepOptions:
         probe: a module, and a text; each trial calls start(text, off, writes) of it before
             the script; of several ranks the first writes
         files: names of what the caller writes into the folder: these are the sweep's files too
+        tuning: the options of the tuning that the sweep is part of, for the record
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
         seeds: run seeds 0 to N-1 (default: by the budget)
@@ -93,6 +94,7 @@ class SweepOptions:
     fewer_seeds: dict[Any, int] = field(default_factory=dict)
     probe: tuple[str, str] | None = None
     files: Sequence[str] = ()
+    tuning: dict[str, Any] = field(default_factory=dict)
     levels: list[str] | None = field(default=None, metadata=_shown(first=True))
     dtypes: list[str] | None = field(default=None, metadata=_shown(first=True))
     seeds: int | None = field(default=None, metadata=_shown("N", parse=int, first=True))
@@ -156,7 +158,7 @@ class SweepOptions:
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of `names` that say how the sweep runs, as JSON has them."""
-        shown = {one.name for one in of_command()} - set(OF_ONE_CALL)
+        shown = {"tuning"} | {one.name for one in of_command()} - set(OF_ONE_CALL)
         values = {name: getattr(self, name) for name in names if name in shown}
         plain = {n: list(one) if isinstance(one, tuple) else one for n, one in values.items()}
         return {name: one for name, one in plain.items() if one not in (None, [], {})}
@@ -248,7 +250,7 @@ def going_on(
     An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
     `but` are not kept.
     """
-    from .opt_levels import LEVELS  # imports torch, which the options do without
+    from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
 
     rows, known = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
@@ -258,10 +260,13 @@ def going_on(
     new = {name for name in AMOUNTS if name in given and given[name] != kept.get(name)}
     if new and "budget" not in new:
         both.pop("budget", None)
-    words = in_words({name: both[name] for name in both if name not in given})
+    anew = given.get("tuning", ())
+    tuning = {name: one for name, one in both.get("tuning", {}).items() if name not in anew}
+    words = in_words({name: both[name] for name in both if name not in given} | {"tuning": tuning})
     if earlier.arguments and not arguments:
         words = f"{words} {shlex.join(['--', *earlier.arguments])}".strip()
-    said = f"Goes on with the sweep in its folder, and keeps its settings: {words}."
+    what = "tuning" if "tuning" in both else "sweep"
+    said = f"Goes on with the {what} in its folder, and keeps its settings: {words}."
     others = {name: options[name] for name in options if name not in AMOUNTS}
     used = {name: both[name] for name in both if name in new or name not in AMOUNTS}
     return said if words else "", both, {**others, **used}
@@ -281,6 +286,8 @@ def _joined(kept: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 def in_words(options: Mapping[str, Any]) -> str:
     """Options of a record as the command line has them."""
     words: list[str] = []
+    for name, value in options.get("tuning", {}).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
     for one in of_command():
         value = options.get(one.name)
         if isinstance(value, dict):

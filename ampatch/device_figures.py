@@ -1,0 +1,213 @@
+"""Devices as commands measure and describe them: time, memory, names, random numbers.
+
+As in `torch_private/devices.py`, where a device lacks something the answer is the one that is right
+without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ampatch.torch_private.devices import (
+    NOT_THERE,
+    accelerator,
+    current_stream,
+    device_types,
+    functions,
+    new_event,
+)
+
+VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+"""By type of devices: the variable by which a process sees some of them only."""
+
+TOOLKITS = ("cuda", "hip", "xpu")
+"""What torch may have been built for, by its own names in `torch.version`."""
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all its work; what a CPU was given to do is done."""
+    if device.type == accelerator():
+        functions().synchronize(device)
+
+
+def moment(device: torch.device) -> Any:
+    """A moment of a device's work, for `seconds_between`: an event in its present stream.
+
+    Nothing waits for it.  Where a device has no events that are timed, the host waits for the
+    device and looks at its own clock.
+    """
+    if not _has_timed_events(device.type):
+        wait_for(device)
+        return time.perf_counter()
+    event = new_event(device, timed=True)
+    event.record(current_stream(device))
+    return event
+
+
+def seconds_between(moments: Sequence[Any]) -> list[float]:
+    """The seconds from each moment to the next; waits for the last one."""
+    if not moments or isinstance(moments[-1], float):
+        return [later - earlier for earlier, later in itertools.pairwise(moments)]
+    moments[-1].synchronize()
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(moments)]
+
+
+@functools.cache
+def _has_timed_events(kind: str) -> bool:
+    """Whether events of a type of devices can be recorded, and the time between two be told."""
+    if kind != accelerator():
+        return False
+    device = torch.device(kind)
+    try:
+        first, second = (new_event(device, timed=True) for _ in range(2))
+        for event in (first, second):
+            event.record(current_stream(device))
+        second.synchronize()
+        first.elapsed_time(second)
+    except NOT_THERE:
+        return False
+    return True
+
+
+def peak_memory() -> int | None:
+    """The most bytes that this process held on all its accelerators together.
+
+    None where it has used none, and where torch keeps no such figure.
+    """
+    peaks = _peaks()
+    return None if peaks is None else sum(peaks.values()) or None
+
+
+def used() -> list[torch.device]:
+    """The accelerators that this process has had tensors on.
+
+    Where torch keeps no figures of their memory, the current one.
+    """
+    kind = accelerator()
+    if kind is None or not _is_begun(kind):
+        return []
+    peaks = _peaks()
+    return [torch.device(kind)] if peaks is None else [one for one, peak in peaks.items() if peak]
+
+
+def _peaks() -> dict[torch.device, int] | None:
+    """The most bytes that this process held, by accelerator."""
+    kind = accelerator()
+    if kind is None or not _is_begun(kind):
+        return None
+    asked = getattr(_module(kind), "max_memory_allocated", None)
+    asked = asked or getattr(functions(), "max_memory_allocated", None)  # since torch 2.9
+    if asked is None:
+        return None
+    try:
+        return {torch.device(kind, index): asked(index) for index in range(count(kind))}
+    except NOT_THERE:
+        return None
+
+
+def _is_begun(kind: str) -> bool:
+    """Whether this process has begun to use the accelerators; to look begins nothing."""
+    return getattr(_module(kind), "is_initialized", lambda: True)()
+
+
+# Machines
+
+
+def count(kind: str) -> int:
+    """How many devices of a type there are; 0 for a type that this torch does not know."""
+    asked = getattr(_module(kind), "device_count", None)
+    return 0 if asked is None else asked()
+
+
+def name_of(device: torch.device) -> str:
+    """The name of the product where torch tells it, else the type of the device."""
+    asked = getattr(_module(device.type), "get_device_name", None)
+    return device.type if asked is None else asked(device)
+
+
+def described() -> list[str]:
+    """Each accelerator: its type, its name, and on CUDA its compute capability.
+
+    Tensor Cores take float16 from 7.0 and bfloat16 from 8.0 on.
+    """
+    kind = accelerator()
+    found = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
+    return [_described(one) for one in found]
+
+
+def _described(device: torch.device) -> str:
+    parts, name = [str(device)], name_of(device)
+    if name != device.type:
+        parts.append(name)
+    if device.type == "cuda":
+        parts.append("({}.{})".format(*torch.cuda.get_device_capability(device)))
+    return " ".join(parts)
+
+
+def built_for() -> dict[str, str]:
+    """The toolkits that this torch was built for, with their versions; none: for the CPU alone."""
+    found = {name: getattr(torch.version, name, None) for name in TOOLKITS}
+    return {name: version for name, version in found.items() if version}
+
+
+def has_tf32() -> bool:
+    """Whether products of FP32 numbers may be taken in TF32 here."""
+    return accelerator() == "cuda"
+
+
+def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
+    """Makes context managers in which random numbers are those that follow on this call.
+
+    Those of torch, of Python's `random` and of NumPy's global generator, if that is imported.
+    Outside of them, and after them, random numbers go on untouched.
+    """
+    found = accelerator()
+    tools: list[Any] = [torch] if found is None else [torch, _module(found)]
+    generators = [(tool.get_rng_state, tool.set_rng_state) for tool in tools]
+    generators.append((random.getstate, random.setstate))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        generators.append((numpy.random.get_state, numpy.random.set_state))
+    then = [get() for get, _ in generators]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = [get() for get, _ in generators]
+        for (_, put), state in zip(generators, then):
+            put(state)
+        try:
+            yield
+        finally:
+            for (_, put), state in zip(generators, now):
+                put(state)
+
+    return again
+
+
+def seeding_functions() -> dict[str, tuple[str, ...]]:
+    """The functions that seed accelerators, by name, each with the modules that have it."""
+    kinds = dict.fromkeys(("cuda", *device_types()[1:]))
+    return {
+        f"torch.{kind}.{name}": (f"torch.{kind}", f"torch.{kind}.random")
+        for kind in kinds
+        for name in ("manual_seed", "manual_seed_all")
+        if hasattr(_module(kind), name)
+    }
+
+
+def _module(kind: str) -> Any:
+    """`torch.cuda` and its siblings; None: there is none."""
+    return getattr(torch, kind, None)
