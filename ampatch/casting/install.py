@@ -73,6 +73,8 @@ class Installation:
                 self._put_tables()
             else:
                 self._put_rows(EVERY_LEVEL)
+            for where, name, make in special_ops.embeddings():
+                self._put_if_there(where, name, make)
             self.replacements.rebind()
         except BaseException:
             self.undo()

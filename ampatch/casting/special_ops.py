@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
-from ..torch_private.modules import FLAT_WEIGHTS
-from ..torch_private.probes import is_recording
+from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
+from ..torch_private.probes import is_recording, is_tracing
 from .cast_observers import observers
 from .cast_state import CastState
 from .contexts import PolicyContext
@@ -30,6 +30,10 @@ from .stack import FOLLOW
 from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+MANY = 2**14
+"""Elements of a weight whose conversion takes longer than finding the FP32 weight behind it."""
 
 _EVERYWHERE = Policy(half_to=torch.float32)
 
@@ -65,15 +69,20 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
 
     def given(value: Any) -> Any:
-        return state.float_of(value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor) and not is_dynamo_compiling() and state.thread.lent:
+            return state.float_of(value) if value.numel() >= MANY else value
+        return value
 
     return uncast
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
-    """Whether a graph may be recorded; within a transform a tensor does not know."""
+    """Whether a graph may be recorded; within a transform a tensor does not know.
+
+    A trace is the same in each mode: `torch.jit.trace` compares one without gradients.
+    """
     if not torch.is_grad_enabled():
-        return False
+        return not is_dynamo_compiling() and is_tracing()
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
             return True
@@ -172,6 +181,22 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
             lambda original: _fast_path(original, state),
         ),
     ]
+
+
+def embeddings() -> list[tuple[str, str, Make]]:
+    """Forwards that look up in an FP32 weight where a half model has lent that."""
+    return [(f"torch.nn.{kind.__name__}", "forward", _looking_up) for kind in EMBEDDINGS]
+
+
+def _looking_up(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        table = self.__dict__.get(PARAMETERS)
+        if type(table) is dict or getattr(table, "module", None) is not self:
+            return original(self, *args, **kwargs)
+        return table.look_up(original, args, kwargs)  # type: ignore[union-attr]
+
+    return forward
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:

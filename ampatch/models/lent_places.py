@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from .. import native
 from ..casting.batched_casts import below_hooks, divide, hook_tables
+from ..casting.special_ops import EMBEDDINGS, MANY
 from ..torch_private.modules import flat_weights, list_weights, part_table
-from .lookups import FORWARDS, Lookup
+from .lookups import Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
@@ -58,27 +59,21 @@ def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
     ]
 
 
-_FEW = 2**14
-"""Elements of an embedding that are copied in less time than a `Lookup` takes."""
-
-
 def divide_lookups(
     modules: list[nn.Module], places: list[Place]
 ) -> tuple[list[Lookup], list[Place]]:
-    """The weights that embeddings alone read by themselves, and the places of all others."""
-    owners = {
-        id(one._parameters): one
-        for one in modules
-        if getattr(type(one), "forward", None) in FORWARDS
-    }
+    """The weights of embeddings that stand nowhere else, and the places of all others."""
+    owners = {id(one._parameters): one for one in modules if isinstance(one, EMBEDDINGS)}
+    in_table = Counter(id(place.table) for place in places)
     times = Counter(id(place.parameter) for place in places)
     lookups, others = [], []
     for place in places:
         owner = owners.get(id(place.table))
-        if owner is None or times[id(place.parameter)] > 1 or place.parameter.numel() < _FEW:
-            others.append(place)
-        else:
+        stands_alone = in_table[id(place.table)] == times[id(place.parameter)] == 1
+        if owner is not None and stands_alone and place.parameter.numel() >= MANY:
             lookups.append(Lookup(owner, place.name))
+        else:
+            others.append(place)
     return lookups, others
 
 

@@ -29,7 +29,7 @@ is_batched = of_torch("torch._C._functorch.is_legacy_batchedtensor", lambda tens
 is_profiling = of_torch("torch.autograd._profiler_enabled", lambda: True)
 """Whether a profiler is running.  Unknown: one may be."""
 
-_is_tracing = of_torch("torch._C._is_tracing", torch.jit.is_tracing)
+is_tracing = of_torch("torch._C.is_tracing", torch.jit.is_tracing)
 _transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True)  # there may be
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
@@ -56,7 +56,7 @@ def is_recording() -> bool:
     """
     return (
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
-        or _is_tracing()
+        or is_tracing()
         or _transform() is not None
         or _fx_mode() is not None
     )

@@ -470,3 +470,44 @@ def test_a_graph_holds_nothing_of_the_call_that_made_it(level):
     del x
     gc.collect()
     assert held() is None and loss.dtype is torch.float32
+
+
+def test_gradients_of_a_norms_weights_within_the_forward():
+    """Inner loops ask for them; hooks and `retain_grad` see them too."""
+    found = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(self.norm(x))
+            weights = [self.norm.weight, self.norm.bias]
+            found.append(torch.autograd.grad(y.square().sum(), weights, create_graph=True))
+            self.norm.weight.register_hook(lambda grad: grad * 3)
+            self.norm.weight.retain_grad()
+            self.norm.weight.data.clamp_(0.1, 0.5)
+            return y
+
+    plain, managed = made(Net), made(Net)
+    ampatch.initialize(managed, opt_level="O2", dtype="bfloat16", verbosity=0)
+    x = torch.randn(4, 8)
+    for net in (plain, managed):
+        net(x).sum().backward()
+    for right, half in zip(*found):
+        assert (right - half).norm() < 0.05 * right.norm()
+    expected = plain.norm.weight.grad
+    assert (managed.norm.weight.grad - expected).norm() < 0.05 * expected.norm()
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_is_the_same_with_and_without_gradients():
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    ampatch.initialize(net, opt_level="O2", dtype="bfloat16", verbosity=0)
+    torch.jit.trace(net, torch.randn(2, 8))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import pickle
+import sys
 import threading
 
 import pytest
@@ -123,7 +126,7 @@ def test_a_bag_with_weights_of_its_own():
             self.bag = bag
 
         def forward(self, ids, weights):
-            assert "forward" in vars(bag)
+            assert type(bag._parameters) is not dict
             found = self.bag(ids, per_sample_weights=weights)
             assert found.dtype is H
             return found
@@ -170,6 +173,109 @@ def test_a_copy_made_in_the_forward_is_whole():
     with torch.no_grad():
         embed.weight.zero_()
     assert (embed(IDS) == 0).all()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "replica"])
+def test_copies_made_in_the_forward_have_weights_of_their_own(how):
+    makes = {
+        "deepcopy": copy.deepcopy,
+        "copy": copy.copy,
+        "pickle": lambda part: pickle.loads(pickle.dumps(part)),
+        "replica": lambda part: part._replicate_for_data_parallel(),
+    }
+    found = []
+
+    def also(model, hidden):
+        made = makes[how](model.embed)
+        made._parameters = dict(made._parameters)
+        made.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
+        found.append((made, made(IDS)))
+        return product(model, hidden)
+
+    model = managed(Net(also))
+    model(IDS)
+    [(made, output)] = found
+    assert (output == 0).all() and "forward" not in vars(made)
+
+
+def test_branches_in_threads_within_the_forward():
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+
+        def also(model, hidden):
+            parts = [one.result() for one in [pool.submit(model.embed, IDS) for _ in range(20)]]
+            assert {part.dtype for part in parts} == {hidden.dtype}
+            return product(model, hidden)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            model = managed(Net(also))
+            for _ in range(10):
+                model(IDS)
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def test_tables_read_by_c_code_have_half_copies():
+    def also(model, hidden):
+        assert dict(model.embed._parameters)["weight"].dtype is hidden.dtype
+        return product(model, hidden)
+
+    managed(Net(also))(IDS)
+
+    def again(model, hidden):
+        assert {**model.embed._parameters}["weight"].dtype is hidden.dtype
+        return product(model, hidden)
+
+    managed(Net(again))(IDS)
+
+
+def test_an_embedding_with_another_parameter():
+    class Projected(nn.Embedding):
+        def __init__(self):
+            super().__init__(ROWS, WIDTH)
+            self.out = nn.Parameter(torch.randn(WIDTH, ROWS))
+
+    model = Net(lambda model, hidden: hidden @ model.embed.out)
+    model.embed = Projected()
+    managed(model)(IDS).sum().backward()
+    assert model.embed.out.grad.dtype is model.embed.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_subclass_that_looks_up_by_its_base(reads):
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            found = super().forward(ids)
+            return found * 2 + (self.weight.sum() * 0 if reads else 0)
+
+    model = Net()
+    model.embed = Scaled(ROWS, WIDTH)
+    seen = []
+    model.embed.register_forward_hook(
+        lambda part, args, output: seen.append((output.dtype, type(part._parameters) is dict))
+    )
+    managed(model)(IDS)
+    assert seen == [(H, reads)]
+
+
+def test_ctrl_c_while_the_copy_is_made(monkeypatch):
+    """A state dict that is saved then has the FP32 weight."""
+    model = managed(Net(product))
+
+    def stop(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "_note_copy":
+            raise KeyboardInterrupt
+
+    sys.setprofile(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS)
+    finally:
+        sys.setprofile(None)
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    model(IDS)
+    assert is_plain(model)
 
 
 def test_a_weight_that_the_forward_replaces_stays():
