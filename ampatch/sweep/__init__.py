@@ -2,31 +2,23 @@
 
     ampatch sweep train.py --levels O0,O1,O2 --seeds 3 --out DIR -- --epochs 2 --seed {seed}
 
-or, from Python, `sweep("train.py", ["--epochs", "2"], seeds=3)`.  Each trial is a
-fresh process, and the script is not edited: its `ampatch.initialize` reads opt
-level, dtype and settings from the environment.
-
-torch is imported before the script starts.  Variables such as `OMP_NUM_THREADS` that the script
-itself sets come too late; set them in the shell.
-
-The options are in `options.py`, which the command line reads before torch is imported: the names
-here are imported at their first use.  docs/design.md says what is where.
+or, from Python, `sweep("train.py", ["--epochs", "2"], seeds=3)`.  Each trial is a fresh process,
+and the script is not edited: its `ampatch.initialize` reads opt level, dtype and settings from the
+environment.  Variables such as `OMP_NUM_THREADS` are set in the shell: torch is there before it.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ampatch.sweep.execution.progress import Progress
-    from ampatch.sweep.execution.sweep import Sweep, SweepError
-    from ampatch.sweep.measure.record import Run
-    from ampatch.sweep.plan import DTYPES, LEVELS, cases
-    from ampatch.sweep.report.render import write_report
-    from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
-    from ampatch.sweep.trial import Case, Trial
+from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.sweep import Sweep, SweepError
+from ampatch.sweep.measure.record import Run
+from ampatch.sweep.plan import DTYPES, LEVELS, cases
+from ampatch.sweep.report.render import write_report
+from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
+from ampatch.sweep.trial import Case, Trial
 
 __all__ = [
     "DTYPES",
@@ -46,25 +38,6 @@ __all__ = [
     "write_report",
 ]
 
-_HOMES = {
-    "execution.sweep": ("Sweep", "SweepError"),
-    "measure.record": ("Run",),
-    "plan": ("DTYPES", "LEVELS", "cases"),
-    "report.render": ("write_report",),
-    "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
-    "trial": ("Case", "Trial"),
-}
-"""Modules that import torch, each with the names that come from it."""
-
-
-if not TYPE_CHECKING:  # a checker would take any name to be there
-
-    def __getattr__(name: str) -> Any:
-        for home, names in _HOMES.items():
-            if name in names:
-                return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 def sweep(
     script: str, arguments: Sequence[str] = (), *, progress: Progress | None = None, **options: Any
@@ -75,6 +48,4 @@ def sweep(
     a part in it.  A run that crashes, diverges or takes longer than `timeout`
     seconds does not end the sweep; its row's `status` says so.
     """
-    from ampatch.sweep.execution.sweep import Sweep
-
     return Sweep(script, arguments, **options).run(progress).rows

@@ -197,6 +197,7 @@ def contents(folder):
         {"notes/": None},
         {"summary.json": '{"accuracy": 0.5}', "report.html": "my page"},
         {"summary.json": "[1, 2"},
+        {"summary.json": '{"format": 4, "files": ["../mine.txt"]}'},
         {"summary.json": '{"format": 3, "script": "train.py"}', "runs/O0.seed0.repeat0.json": "{}"},
     ],
 )

@@ -58,8 +58,7 @@ class Comparison:
     test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
     test would have found with probability 80 %, and `matters` the smallest one that does, by
     `--margin`.  `outcome` is "within", "better", "worse", "small" (worse by less than matters),
-    "different" (which way is better is not known) or "untested"; `untested` says why.  See
-    `paired.py` and `margin.py`.
+    "different" (which way is better is not known) or "untested"; `untested` says why.
     """
 
     name: str  # "last loss", or the metric's
@@ -205,7 +204,7 @@ def read_results(directory: str | Path) -> Results | None:
         data = {}
     if data is None:
         return None
-    if not (isinstance(data, dict) and "format" in data):
+    if not (isinstance(data, dict) and "format" in data and _names_its_own(data)):
         raise ValueError(
             f"{path}: is damaged, or no sweep wrote it. Expected the results of ampatch sweep; for "
             "a new sweep choose another folder with --out."
@@ -213,6 +212,10 @@ def read_results(directory: str | Path) -> Results | None:
     if data["format"] != FORMAT:
         raise ValueError(f"{path}: in format {data['format']}. {OTHER_FORMAT}")
     return Results.from_json(data)
+
+
+def _names_its_own(data: dict) -> bool:  # --overwrite deletes what a record names
+    return all(Path(one).name == one for one in (*data.get("trials", ()), *data.get("files", ())))
 
 
 def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:

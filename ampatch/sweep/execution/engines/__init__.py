@@ -1,17 +1,13 @@
-"""Engines: what starts the trials of a sweep, on this machine or on a Ray cluster.
-
-`protocol.py` says what a sweep asks of each, `schedule.py` in which order trials start.  In both
-`Runner.run` runs a trial; they differ in where that is and in how its news come back.
-"""
+"""Engines: what starts the trials of a sweep, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
 import os
 
+from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.place import Place, device_groups, thread_variables
-from ampatch.sweep.options import SweepOptions
 
 
 def make(options: SweepOptions) -> Engine:
