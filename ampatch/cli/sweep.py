@@ -64,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
         stopped = ""
     except OSError as error:
         stopped, code = f"{error}. Mend that, and go on with --resume.", 1
-    except SweepError as error:
-        stopped, code = f"Stopped: {error}", 1
+    except SweepError as error:  # the reason comes before the results that it explains
+        print(f"Stopped: {error}", file=sys.stderr, flush=True)
+        stopped, code = "", 1
     said = None if lines is None else lines.texts
     result = report(sweep, said, stopped, trackers, sys.stderr if options.json else sys.stdout)
     if options.json:
