@@ -73,7 +73,7 @@ def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
         spec.loader.exec_module(bare)
     assert bare.is_recording()
     assert bare.set_grad_enabled is torch.set_grad_enabled
-    assert bare._is_tracing is torch.jit.is_tracing
+    assert bare.is_tracing is torch.jit.is_tracing
 
 
 class Accelerator:
