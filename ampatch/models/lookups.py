@@ -73,9 +73,10 @@ class Lookup(dict):
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """What the `forward` of the module's class gives with the FP32 weight, in half."""
-        args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
+        if kwargs or len(args) > 1:  # weights of samples
+            args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
         output = forward(_WithWeight(self.module, self.name, self.parameter), *args, **kwargs)
-        return cast_tensors(output, self.dtype)
+        return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 
     def _opened(self) -> dict[str, Any]:
         """The module's own table, with the copy in it; as it is if this is in no place."""
@@ -118,6 +119,8 @@ class _WithWeight:
     """A module for the `forward` of its class, except that one parameter is another tensor."""
 
     def __init__(self, module: nn.Module, name: str, weight: Tensor) -> None:
+        if not is_dynamo_compiling():  # else each attribute is asked for by `__getattr__`
+            self.__dict__.update(vars(module))
         self.__dict__[name] = weight
         self._module = module
 
