@@ -27,7 +27,17 @@ from typing import Any
 import torch
 from counts import count_step
 from measuring import alone, table
-from systems import AGAIN, AUTOCAST, COMPILED, How, environment, make_step, with_native
+from realistic import ON_A_DEVICE_TOO
+from systems import (
+    AGAIN,
+    AUTOCAST,
+    COMPILED,
+    How,
+    environment,
+    make_evaluation,
+    make_step,
+    with_native,
+)
 from tasks import FULL, ON_A_DEVICE, TINY
 from torch.profiler import ProfilerActivity, profile
 
@@ -109,9 +119,9 @@ def run(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any
     compiler = "aot_eager" if options.small else "inductor"
     how = How(getattr(torch, dtype), adamw, device=device, always_scaled=False, compiler=compiler)
     with torch.device(device):
-        task = ON_A_DEVICE[name][TINY if options.small else FULL]()
+        task = {**ON_A_DEVICE, **ON_A_DEVICE_TOO}[name][TINY if options.small else FULL]()
     with one_stream(device) as stream:
-        step = make_step(task, system, how)
+        step = (make_evaluation if options.evaluate else make_step)(task, system, how)
         seconds(step, options.warm_up, device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

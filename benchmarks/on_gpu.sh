@@ -8,17 +8,18 @@
 #   tests     the tests marked gpu: situations, CUDA graphs, waits as CUDA sees them, optimizers, two ranks, examples
 #   counts    kernels, operators, casts, waits and graph capture per step, small shapes
 #   resnet, gpt, bert   time, memory, kernels, waits, graph replay: O0 to O3, autocast, torch.compile
+#   users, evaluation   models of users' sizes, in training and without gradients
 #   sweep     ampatch sweep of an example
 #
 # --small does the same in small shapes, on the CPU where there is no GPU; its limits are three times as
 # long.  --only chooses sections: where a command may take ten minutes, `--only machine,tests,counts`,
-# `--only resnet,gpt` and `--only bert,sweep`.  Results go to FOLDER (benchmarks/results), into
+# `--only resnet,gpt` and `--only bert,users,evaluation,sweep`.  Results go to FOLDER (benchmarks/results), into
 # DATE-DEVICE.md; what the programs say meanwhile goes into DATE-DEVICE.log beside it.  Later runs of a
 # day add to both.  PYTHON names the interpreter (python3).  Exit status: 1 if a section failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-names=(machine tests counts resnet gpt bert sweep)
+names=(machine tests counts resnet gpt bert users evaluation sweep)
 python=${PYTHON:-python3} small='' only='' out=benchmarks/results device=''
 
 usage() {
@@ -134,9 +135,9 @@ gpu=("$python" benchmarks/run.py gpu --device "$device" $small)
 plain=(--systems autocast O1 O2 O3 --compile --rounds 0 --warm-up 3)
 if [[ $small ]]; then
     plain+=(--dtypes bfloat16)
-    timed=(--rounds 1 --steps 2 --warm-up 1 --dtypes bfloat16 --compile O1)
+    timed=(--rounds 1 --steps 2 --warm-up 1 --dtypes bfloat16 --compile O1) half=bfloat16
 else
-    timed=(--rounds 4 --steps 8)
+    timed=(--rounds 4 --steps 8) half=float16
 fi
 
 section machine 60 fence bash -c machine
@@ -145,6 +146,9 @@ section counts 90 '' "${gpu[@]}" --small "${plain[@]}"
 section resnet 240 '' "${gpu[@]}" --models ResNet-50 "${timed[@]}"
 section gpt 210 '' "${gpu[@]}" --models 'GPT-2 small' "${timed[@]}"
 section bert 240 '' "${gpu[@]}" --models 'BERT large' "${timed[@]}"
+users=(--models encoder 'encoder, frozen' ViT LSTM EmbeddingBags U-Net --systems autocast O1 O2 O3 --compile)
+section users 150 '' "${gpu[@]}" "${users[@]}" "${timed[@]:0:4}" --dtypes "$half"
+section evaluation 100 '' "${gpu[@]}" "${users[@]}" "${timed[@]:0:4}" --dtypes "$half" --evaluate
 section sweep 120 fence bash -c swept
 
 printf '%s\n' '' "${summary[@]}" "$page"

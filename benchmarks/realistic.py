@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from tasks import LanguageModel, Residual, Task
+from tasks import FULL, TINY, LanguageModel, Residual, Task
 from torch import Tensor, nn
 
 
@@ -344,3 +344,6 @@ def task(name: str, of: Pick) -> Task:
 
 
 REALISTIC: dict[str, Callable[[], Task]] = {name: partial(task, name, middle) for name in MODELS}
+ON_A_DEVICE_TOO = {
+    name: {FULL: partial(task, name, wide), TINY: partial(task, name, narrow)} for name in MODELS
+}

@@ -49,6 +49,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": HALF_TYPES},
     "dtypes": {"nargs": "+", "choices": HALF_TYPES},
     "device": {},
+    "evaluate": {"action": "store_true", "default": None, "help": "without gradients"},
     "small": {"action": "store_true", "default": None, "help": "tiny shapes"},
     "wide": {"action": "store_true", "default": None, "help": "models of their own width"},
     "fused": {"action": argparse.BooleanOptionalAction, "help": "the optimizer"},
@@ -117,6 +118,7 @@ MODES: dict[str, Mode] = {
         {
             **{"models": None, "systems": None, "dtypes": HALF_TYPES, "rounds": 5, "steps": 10},
             **{"compile": ("autocast", "O1", "O2"), "warm-up": 5, "fused": True, "small": False},
+            **{"evaluate": False},
             **{"device": "cuda"},
         },
         "AdamW, fused: {fused}.",

@@ -143,7 +143,7 @@ def make_evaluation(task: Task, system: str, how: How) -> Callable[[], None]:
     if engine(system) == HALF:
         _to_half(task, how.dtype)
     elif engine(system) == AUTOCAST:
-        around = functools.partial(torch.autocast, "cpu", dtype=how.dtype)
+        around = functools.partial(torch.autocast, how.device, dtype=how.dtype)
     elif engine(system) in OURS:
         amp.initialize(task.modules, opt_level=engine(system), dtype=how.dtype, verbosity=0)
     modules = task.modules

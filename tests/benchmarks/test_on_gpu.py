@@ -10,7 +10,8 @@ import sys
 import pytest
 from repository import BENCHMARKS
 
-SECTIONS = ["machine", "tests", "counts", "resnet", "gpt", "bert", "sweep"]
+SECTIONS = ["machine", "tests", "counts", "resnet", "gpt", "bert"]
+SECTIONS += ["users", "evaluation", "sweep"]
 
 
 def on_gpu(*arguments, **variables):
