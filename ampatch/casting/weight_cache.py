@@ -162,8 +162,7 @@ class WeightCache:
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
 
-        A copy still serves if its weight has the version it was made from, and if it can be
-        saved for the backward pass.
+        A copy still serves if its weight has the version it was made from.
         """
         forward = self._thread.forward
         if forward is None:
@@ -175,11 +174,7 @@ class WeightCache:
         copy = copies.get(id(weight))
         if copy is not None:
             half, version = copy
-            if (
-                version == weight._version
-                and half.dtype is dtype
-                and not (forward.in_inference and not torch.is_inference_mode_enabled())
-            ):
+            if version == weight._version and half.dtype is dtype:
                 forward.used.setdefault(id(weight), weight)
                 self.hits += 1
                 return half
@@ -201,7 +196,6 @@ class WeightCache:
             len(halves) == len(weights)
             and [version for _, version in found] == versions
             and share_block(halves)
-            and not (forward.in_inference and not torch.is_inference_mode_enabled())
         ):
             self.hits += len(weights)
             return halves
