@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -189,6 +190,8 @@ def embeddings() -> list[tuple[str, str, Make]]:
 
 
 def _looking_up(original: Callable) -> Callable:
+    """TorchScript compiles the source of `original`, and looks for its `F` in this module."""
+
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         table = self.__dict__.get(PARAMETERS)
@@ -233,7 +236,7 @@ def record_attention(policy: Policy | None, state: CastState) -> None:
 
 def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> Callable:
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return torch.nn.functional.multi_head_attention_forward(*args, **kwargs)
+        return F.multi_head_attention_forward(*args, **kwargs)
 
     return opaque_call(PolicyContext(state, choose)(attention))
 

@@ -354,3 +354,11 @@ def test_a_compiled_model_is_compiled_once(also):
         assert model.embed.weight.grad.dtype is torch.float32
     assert len(graphs) == 1
     assert is_plain(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_is_scripted_in_a_session(kind):
+    managed(Net())
+    embedding = kind(ROWS, WIDTH)
+    assert torch.equal(torch.jit.script(embedding)(IDS), embedding(IDS))
