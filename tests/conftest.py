@@ -21,6 +21,7 @@ from old_torch import lacking
 from torch_snapshot import changes, snapshot
 
 import ampatch
+from ampatch.casting import calls
 from ampatch.log import set_verbosity
 from ampatch.scaling import scale_value
 
@@ -49,7 +50,7 @@ def torch_is_as_we_found_it():
     assert changes(before, snapshot()) == []
     assert not ours & torch.jit._builtins._get_builtin_table().keys(), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
-    assert state.process is None and not state.per_thread and not state.thread.stack
+    assert state.process is None and not state.per_thread and not calls.here.stack
 
 
 def pytest_unconfigure() -> None:

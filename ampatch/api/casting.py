@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
+from ..casting.calls import KEEP
 from ..casting.contexts import PolicyContext
 from ..casting.policy import Policy
 from ..casting.rules import CHOOSERS
-from ..casting.stack import KEEP
 from ..casting.tables import Rule
 from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS

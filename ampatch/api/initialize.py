@@ -169,7 +169,7 @@ def initialize(
     for name in ("models", "optimizers", "process_group"):
         del settings[name]
     set_verbosity(verbosity)
-    registry.state.end_interrupted()
+    registry.state.end_abandoned()
     plan = plan_of(models, optimizers, process_group, settings)
     session = Session(
         plan.properties,
@@ -216,7 +216,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
-    registry.state.end_interrupted()
+    registry.state.end_abandoned()
     session = registry.session_of(to, f"{call}(to=...)")
     holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
@@ -255,7 +255,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
-    registry.state.end_interrupted()
+    registry.state.end_abandoned()
     session = _session_of(listed)
     new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:

@@ -42,9 +42,9 @@ from ..log import logger
 from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
+from .calls import BACKWARD, REGION, here
 from .cast_state import CastState
 from .policy import Policy
-from .stack import BACKWARD, REGION, Block
 from .torch_autocast import is_enabled, set_enabled
 
 Make = Callable[[Callable], Callable]
@@ -75,9 +75,9 @@ class AutocastInterop:
 
     def end(self) -> None:
         """The patches go, and no exit of a region will be seen: this thread leaves all of them."""
-        for entry in list(self._state.thread.stack):
-            if entry.block.kind == REGION:
-                entry.block.leave()
+        for call in list(here.stack):
+            if call.kind == REGION:
+                self._state.end(call)
 
     # Regions
 
@@ -92,8 +92,8 @@ class AutocastInterop:
 
     def _exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
-            if self._state.thread.stack:
-                self._leave(region)
+            if here.stack:
+                self._state.leave(region)
             return original(region, *exception)
 
         return exit
@@ -101,9 +101,9 @@ class AutocastInterop:
     def _put_under(self, region: torch.autocast) -> None:
         """Push the policy that holds in a region, for tensors on its type of device."""
         state, device = self._state, region.device
-        state.drop_ended()
-        stack, policy, is_on = state.thread.stack, state.current(), is_enabled(device)
-        is_custom_bwd = bool(stack) and stack[-1].block.kind == BACKWARD
+        state.end_abandoned()
+        policy, is_on = state.current(), is_enabled(device)
+        is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
         elif is_custom_bwd and (is_on or not policy.follows_tables):
@@ -113,14 +113,7 @@ class AutocastInterop:
             policy = policy.in_type(region.fast_dtype)
         else:
             policy = without(policy, device)
-        Block(state, REGION, of=region).enter(policy)
-
-    def _leave(self, region: Any) -> None:
-        """Leave the innermost entry for `region`, if there is one."""
-        for entry in reversed(self._state.thread.stack):
-            if entry.block.of is region:
-                entry.block.leave()
-                return
+        state.enter(policy, REGION, of=region)
 
     # The switch
 

@@ -1,7 +1,7 @@
 """Which policy is in force: one for the process, and one for each thread that has its own.
 
-A call is under the process's policy, unless its thread is inside something that has pushed a
-policy of its own: see `stack`.
+A function is cast under the process's policy, unless its thread is inside a call that has set a
+policy of its own: see `calls`.  Here calls begin and end.
 
 Patched functions read the state on every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing.  Its guards are right for plain
@@ -13,8 +13,10 @@ a class-level default of a `threading.local` into the graph silently, and refuse
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,37 +24,135 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
+from .calls import BLOCK, FOLLOW, KEEP, REGION, USER, Call, here, innermost, is_running
 from .handler_tables import HandlerTables
 from .policy import Policy
-from .stack import BLOCK, FOLLOW, KEEP, REGION, USER, Block, Entry, is_running
-from .torch_autocast import devices_on, half_type, switched_off
+from .torch_autocast import devices_on, half_type, switch_on, switched_off
 
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.policy: Any = FOLLOW  # of the innermost entry
-        self.stack: list[Entry] = []  # innermost last
-        self.lent: list[Any] = []  # forwards of half models, with what is lent to them
+_TRACED_REGION = "a region of torch.autocast that Dynamo traces"
 
 
 class CastState:
-    """The policy of the process, and each thread's own where it has one."""
+    """The policy of the process, and what begins and ends in each thread."""
 
     def __init__(self) -> None:
         self.process: Policy | None = None
-        self.per_thread = False  # whether calls look at their own thread: see `watch`
+        self.per_thread = False  # whether functions look at their own thread: see `watch`
         self.reasons = 0  # why they do
         self.lock = threading.Lock()
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
-        self.thread = _Thread()
-        self.casts_off = Block(self, BLOCK)  # for the optimizer's step: one object for all
-        self._traced_region = Block(self, REGION)
+        self.casts_off = CastsOff(self)  # for the optimizer's step: one object for all
+
+    # Calls begin and end
+
+    def begin(self, call: Call) -> None:
+        """`call` is the innermost of this thread; until it is put under others, nothing changes."""
+        call.policy, call.copies = here.policy, here.copies
+        here.stack.append(call)
+
+    def put_under(
+        self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
+    ) -> None:
+        """This thread is under `policy` until `call`, its innermost one, ends.
+
+        `off`: device types on which torch's autocast is off meanwhile.  What is no setting is not
+        seen by `innermost_setting`.
+        """
+        found = here.policy
+        in_force = self.process if found is FOLLOW else found
+        holds = policy is None and call.kind == USER  # also in sessions that open inside
+        call.sets_policy = is_setting and policy is not KEEP
+        if policy is not KEEP and (policy is not in_force or holds) and policy is not found:
+            # Counted first: Ctrl-C may leave a reason too many, which costs time, but none too few.
+            self.watch(+1)
+            call.is_counted = True
+            call.policy = here.policy = policy
+        if off:
+            call.off = off
+            switched_off(off)
+
+    def enter(
+        self,
+        policy: Any,
+        kind: str = BLOCK,
+        of: object = None,
+        off: Sequence[str] = (),
+        caller: FrameType | None = None,
+    ) -> Call:
+        """A block or region begins, which is under `policy`; `of` is for `leave`."""
+        call = Call()
+        if is_dynamo_compiling():
+            call.is_traced = True
+        else:
+            call.caller = caller
+            if here.stack:
+                self.end_abandoned()
+        call.kind, call.of = kind, of
+        try:
+            self.begin(call)
+            self.put_under(call, policy, off)
+        except BaseException:
+            self.end(call)
+            raise
+        return call
+
+    def leave(self, of: object) -> None:
+        """End the innermost block of `of`, if it has one in this thread."""
+        call = innermost(of)
+        if call is not None:
+            self.end(call)
+
+    def end(self, call: Call) -> None:
+        """End a call, and what has begun in it and has not ended.  May be called again."""
+        stack = here.stack
+        if call not in stack:
+            return
+        last = None
+        while last is not call:
+            last = stack[-1]
+            if last.lending is not None:
+                last.lending.end()
+            if last.traced_places is not None:
+                last.traced_places.end()
+            if last.aside is not None:
+                last.aside.end()
+            if last.off:
+                switch_on(last.off)
+            if len(stack) > 1:
+                here.policy, here.copies = stack[-2].policy, stack[-2].copies
+            else:
+                here.policy, here.copies = FOLLOW, None
+            if last.is_counted:
+                last.is_counted = False
+                self.watch(-1)
+            del stack[-1]
+
+    def end_abandoned(self) -> None:
+        """End calls of this thread whose frames run no longer, and what has begun in them."""
+        for call in reversed(list(here.stack)):
+            if call.caller is not None:
+                if is_running(call.caller):
+                    return
+                self.end(call)
+
+    def ending(self, of: object, module: Any, has_raised: bool) -> Call | None:
+        """The call that ends now, of those that `of` has begun for this module.
+
+        On the way of an exception the frame that made the call may run no longer.
+        """
+        call = innermost(of, module)
+        if call is None or (call is here.stack[-1] and not call.is_again) or has_raised:
+            return call
+        self.end_abandoned()
+        return innermost(of, module)
+
+    # Policies
 
     def current(self) -> Policy | None:
-        """The policy of a call made here and now; None: no casting."""
-        if self.per_thread and self.thread.policy is not FOLLOW:
-            return self.thread.policy
+        """The policy of a function called here and now; None: no casting."""
+        if self.per_thread and here.policy is not FOLLOW:
+            return here.policy
         return self.process
 
     def forward_policy(self) -> Policy | None:
@@ -80,40 +180,37 @@ class CastState:
 
         What the user sets, by `precision()` or `disable_casts()`, holds in managed models too.
         """
-        for block, policy, *_ in reversed(self.thread.stack):
-            if block.kind != REGION:
-                if policy is FOLLOW:
-                    return self.process, False
-                return policy, block.kind == USER
+        for call in reversed(here.stack):
+            if call.sets_policy and call.kind != REGION:
+                policy = self.process if call.policy is FOLLOW else call.policy
+                return policy, call.kind == USER
         return self.process, False
 
-    def enter_forward(self, policy: Policy | None, block: Block) -> None:
-        """A managed forward begins, and the thread's stack has entries: enter `block`.
+    def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
+        """The arguments of `put_under` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
         torch.autocast do not: the forward is inside them.  An enabled one gives the half type.
         """
-        if not is_dynamo_compiling():
-            self.drop_ended()
+        if here.policy is FOLLOW and policy is self.process:
+            return KEEP, (), False
         setting, by_user = self.innermost_setting()
-        on: list[str] = []
         if by_user:
-            if self.thread.stack[-1].block.kind == USER or devices_on():  # by a region inside it
-                block.enter(KEEP)
-                return
-            policy = setting
-        elif policy is not None and policy.gate is None and policy.follows_tables:
+            return KEEP if devices_on() else setting, (), False  # on: by a region inside the block
+        on: list[str] = []
+        if policy is not None and policy.gate is None and policy.follows_tables:
             on = [device for device in devices_on() if policy.casts_on(device)]
         if policy is None or not on:
-            block.enter(policy)
-        elif not is_dynamo_compiling():
-            block.enter(policy.in_type(half_type(on[-1])), switched_off(on))
-        else:  # its graph keeps the region, which casts alone if the types differ
-            block.enter(policy if half_type(on[-1]) is policy.half_to else None)
+            return policy, (), True
+        half = half_type(on[-1])
+        if not is_dynamo_compiling():
+            return policy.in_type(half), on, True
+        # The graph keeps the region, which casts alone if the types differ.
+        return policy if half is policy.half_to else None, (), True
 
     def instead_of_torch(self) -> Sequence[str]:
-        """Switch torch's autocast off.  Returns `off` for `Block.enter`: where it was on."""
-        return () if is_dynamo_compiling() else switched_off(devices_on())
+        """The device types on which torch's autocast is on: `off` for what ends its casts."""
+        return () if is_dynamo_compiling() else devices_on()
 
     def enter_region(self, half: torch.dtype | None) -> None:
         """A region of torch.autocast, until `leave_region`: what Dynamo traces.
@@ -123,55 +220,45 @@ class CastState:
         policy = self.current()
         if half is None or policy is None or policy.half_to is not half or policy.gate is not None:
             policy = None
-        self._traced_region.enter(policy)
+        self.enter(policy, REGION, _TRACED_REGION)
 
     def leave_region(self) -> None:
         """Back to what `enter_region` found."""
-        self._traced_region.leave()
-
-    def drop_interrupted(self) -> None:
-        """Leave calls that run no longer, and take back what was lent to them."""
-        self.drop_ended()
-        self.end_interrupted()
-
-    def end_interrupted(self) -> None:
-        """Take back what was lent to forwards of this thread that never ended."""
-        for lending in list(self.thread.lent):
-            lending.end_if_interrupted()
-
-    def drop_ended(self) -> None:
-        """Leave calls that run no longer, and what was entered in them: Ctrl-C skips hooks."""
-        for entry in reversed(list(self.thread.stack)):
-            if entry.caller is not None and not is_running(entry.caller):
-                entry.block.leave()
+        self.leave(_TRACED_REGION)
 
     @contextlib.contextmanager
     def casts_on(self) -> Iterator[None]:
         """Context manager inside `casts_off`: the policy around that block is in force again."""
-        self.casts_off.leave()
+        call = innermost(self.casts_off)
+        self.leave(self.casts_off)
         try:
             yield
         finally:
-            self.casts_off.enter()
+            self.enter(None, of=self.casts_off, caller=None if call is None else call.caller)
 
     def casts_here(self) -> bool:
         """Whether a session casts in this thread, or would cast without a block of the user's."""
         if self.process is not None:
             return True
-        for entry in self.thread.stack:
-            if entry.policy is not None and entry.policy is not FOLLOW:
+        for call in here.stack:
+            if call.policy is not None and call.policy is not FOLLOW:
                 return True
         return False
 
+    def lent(self) -> list[Any]:
+        """The half copies that calls of this thread have in place, the outermost first."""
+        found = (call.lending for call in here.stack)
+        return [one.half for one in found if one is not None and one.is_in_place]
+
     def float_of(self, copy: Any) -> Any:
-        """The FP32 weight with the values of `copy`, if this thread's forward has lent that."""
-        for lending in self.thread.lent:
-            if lending.is_in_place and (found := lending.float_of(copy)) is not None:
+        """The FP32 weight with the values of `copy`, if a call of this thread has lent that."""
+        for copies in self.lent():
+            if (found := copies.float_of(copy)) is not None:
                 return found
         return copy
 
     def watch(self, change: int) -> None:
-        """Add to (+1) or take from (-1) the reasons why calls must look at their own thread.
+        """Add to (+1) or take from (-1) the reasons why functions must look at their own thread.
 
         A thread's own policy is one, and so is an observer that wants to see each cast.
         """
@@ -182,3 +269,19 @@ class CastState:
         with self.lock:
             self.reasons += change
             self.per_thread = self.reasons > 0
+
+
+class CastsOff:
+    """A `with` statement: no casts inside.  One may be entered many times, in several threads."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: CastState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        caller = None if is_dynamo_compiling() else sys._getframe(1)
+        self._state.enter(None, of=self, caller=caller)
+
+    def __exit__(self, *exception: object) -> None:
+        self._state.leave(self)

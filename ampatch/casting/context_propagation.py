@@ -17,9 +17,11 @@ it in a `partial`, and Dynamo knows it by its identity.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch.nn.parallel
 import torch.utils.checkpoint
@@ -29,10 +31,9 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from ..torch_private.autocast import has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
 from ..torch_private.probes import keeps_graph
+from .calls import BACKWARD, BLOCK, KEEP, USER, Call, calling_frame, here
 from .cast_state import CastState
 from .patches import Replacement
-from .policy import Policy
-from .stack import BACKWARD, BLOCK, USER, Block
 from .torch_autocast import devices_on
 
 _POLICY = "_ampatch_policy"
@@ -78,108 +79,107 @@ def _noting(original: Callable, state: CastState) -> Callable:
         setattr(self, _POLICY, policy)
         if policy is not None and policy.gate is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
-        if state.thread.lent:
-            setattr(self, _LENT, tuple(state.thread.lent))
+        if here.stack and (lent := state.lent()):
+            setattr(self, _LENT, lent)
 
     return __init__
 
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        if getattr(self, _LENT, ()) and not is_dynamo_compiling():
-            with _forwards_copies(self):
-                return apply(self, *args)
-        policy: Any = getattr(self, _POLICY, _UNKNOWN)
-        if policy is None and state.process is None and not state.per_thread:
+        policy, lent = getattr(self, _POLICY, _UNKNOWN), getattr(self, _LENT, ())
+        if policy is None and state.process is None and not (state.per_thread or lent):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
         means_ours = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
         if policy is state.current() and not means_ours:
-            return original(self, *args)
-        block = Block(state, BACKWARD if means_ours else BLOCK)
-        block.enter(policy)
+            if not lent:
+                return original(self, *args)
+            policy = KEEP
+        taken = _Taken(policy, BACKWARD if means_ours else BLOCK, lent)
+        call = taken.begin(state, sys._getframe())
         try:
             return original(self, *args)
         finally:
-            block.leave()
+            state.end(call)
+            if lent and not keeps_graph():
+                setattr(self, _LENT, ())
 
     return apply
 
 
-@contextmanager
-def _forwards_copies(context: Any) -> Iterator[None]:
-    """The forward's half copies are in place meanwhile, and let go unless the graph is kept."""
-    lent = getattr(context, _LENT)
-    setattr(context, _LENT, ())
-    try:
-        with ExitStack() as stack:
-            for lending in lent:
-                stack.enter_context(lending.again())
-            yield
-    finally:
-        if keeps_graph():
-            setattr(context, _LENT, lent)
+class _Taken(NamedTuple):
+    """What a call takes along to code that runs later: the policy, as what, and what is lent."""
+
+    policy: Any
+    kind: str
+    lent: Sequence[Any]
+
+    def begin(self, state: CastState, caller: FrameType | None, is_apart: bool = False) -> Call:
+        """That code begins; `is_apart`: with casts of its own.  All ends with what is returned."""
+        first = call = state.enter(self.policy, self.kind, caller=caller)
+        try:
+            for index, copies in enumerate(self.lent):
+                if index:
+                    call = state.enter(KEEP, self.kind, caller=caller)
+                copies.lend_again(call)
+            if is_apart and self.policy is not None:
+                self.policy.cache.open_apart(call)
+        except BaseException:
+            state.end(first)
+            raise
+        return first
 
 
-def _setting(state: CastState) -> tuple[Policy | None, str]:
-    """The policy to take along from here, and the kind of block to enter with it later."""
+def _taken(state: CastState, lent: Sequence[Any] = ()) -> _Taken:
+    """The present policy, which is the user's where the user has set it, to be taken along."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
-    return policy, USER if by_user and policy is setting else BLOCK
+    return _Taken(policy, USER if by_user and policy is setting else BLOCK, lent)
 
 
-def _along(
-    function: Callable,
-    state: CastState,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Callable:
-    """`function` under the present policy, in `around()`; torch's autocast stays as it is there."""
-    policy, kind = _setting(state)
+def _along(function: Callable, state: CastState) -> Callable:
+    """`function` under the present policy; torch's autocast stays as it is there."""
+    taken = _taken(state)
 
     def along(*args: Any, **kwargs: Any) -> Any:
-        block = Block(state, kind)
-        block.enter(policy)
+        call = taken.begin(state, sys._getframe())
         try:
-            with around():
-                return function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
-            block.leave()
+            state.end(call)
 
     return along
 
 
-def _with_own_copies(function: Callable, state: CastState) -> Callable:
-    """`function` with half copies of the weights that are lent now."""
-    for lending in state.thread.lent:
-        function = lending.again()(function)
-    return function
-
-
 def _repeatable(function: Callable, state: CastState) -> Callable:
     """`function` under the present policy, with what is lent now and with casts of its own."""
-    policy = state.forward_policy()
-    apart = nullcontext if policy is None else policy.cache.apart
-    return _along(_with_own_copies(function, state), state, apart)
+    taken = _taken(state, state.lent())
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        call = taken.begin(state, sys._getframe(), is_apart=True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            state.end(call)
+
+    return again
 
 
 class _Recompute:
-    """The context of a recompute: the policy of the forward, and in it the user's own context.
+    """The context of a recompute: what the forward had, and in it the user's own context.
 
     In the forward, too, the user's context is entered under that policy.
     """
 
-    def __init__(self, state: CastState, setting: tuple[Policy | None, str], users: Any) -> None:
-        self._state, self._setting, self._users = state, setting, users
+    def __init__(self, state: CastState, taken: _Taken, users: Any) -> None:
+        self._state, self._taken, self._users = state, taken, users
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        policy, kind = self._setting
         with ExitStack() as stack:
-            block = Block(self._state, kind)
-            block.enter(policy)
-            stack.callback(block.leave)
-            if policy is not None:
-                stack.enter_context(policy.cache.apart())
+            call = self._taken.begin(self._state, calling_frame(), is_apart=True)
+            stack.callback(self._state.end, call)
             stack.enter_context(self._users)
             self._entered = stack.pop_all()
 
@@ -194,23 +194,29 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        setting = policy, _ = _setting(state)
+        taken = _taken(state, state.lent())
         contexts = kwargs[CONTEXTS] if place is None else args[place]
 
         def in_recompute() -> tuple[Any, Any]:
             forward, recompute = contexts()
-            return forward, _Recompute(state, setting, recompute)
+            return forward, _Recompute(state, taken, recompute)
 
         if place is None:
             kwargs[CONTEXTS] = in_recompute
         else:
             args = (*args[:place], in_recompute, *args[place + 1 :])
-        around = original(_with_own_copies(function, state), *args, **kwargs)
-        if policy is None:
+        around = original(function, *args, **kwargs)
+        if taken.policy is None:
             yield from around
             return
-        with policy.cache.apart():
+        # A generator may be left suspended by the frame that advances it: so the frame around.
+        callers = [one.caller for one in here.stack if one.caller is not None]
+        call = state.enter(KEEP, caller=callers[-1] if callers else calling_frame())
+        try:
+            taken.policy.cache.open_apart(call)
             yield from around
+        finally:
+            state.end(call)
 
     return generator
 

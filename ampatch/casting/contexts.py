@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from ..types import Called
+from .calls import BLOCK, USER
 from .cast_state import CastState
 from .policy import Policy
-from .stack import BLOCK, USER, Block
 
 
 class PolicyContext:
@@ -25,7 +28,7 @@ class PolicyContext:
     too, and torch's own autocast is off meanwhile.  None: it is a block of ampatch's own.
     """
 
-    __slots__ = ("_block", "_call", "_choose", "_state")
+    __slots__ = ("_call", "_choose", "_state")
 
     def __init__(
         self, state: CastState, choose: Callable[[], Policy | None], call: str | None = None
@@ -33,15 +36,18 @@ class PolicyContext:
         self._state = state
         self._choose = choose
         self._call = call
-        self._block = Block(state, BLOCK if call is None else USER)
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        ends_torchs = self._call is not None and state.casts_here()
-        self._block.enter(policy, state.instead_of_torch() if ends_torchs else ())
+        if self._call is None:
+            caller = None if is_dynamo_compiling() else sys._getframe(1)
+            state.enter(policy, BLOCK, of=self, caller=caller)
+        else:  # the user's may be suspended, or entered by an `ExitStack`: it has no caller
+            off = state.instead_of_torch() if state.casts_here() else ()
+            state.enter(policy, USER, of=self, off=off)
 
     def __exit__(self, *exception: object) -> None:
-        self._block.leave()
+        self._state.leave(self)
 
     def __call__(self, function: Called) -> Called:
         if _runs_later(function):

@@ -20,6 +20,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
 from ..torch_private.probes import is_recording, is_tracing
+from .calls import FOLLOW, here
 from .cast_observers import observers
 from .cast_state import CastState
 from .contexts import PolicyContext
@@ -27,7 +28,6 @@ from .handlers import unseen_where_modes_are
 from .policy import Policy
 from .recording import opaque_call
 from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
-from .stack import FOLLOW
 from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
@@ -70,7 +70,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
 
     def given(value: Any) -> Any:
-        if isinstance(value, Tensor) and not is_dynamo_compiling() and state.thread.lent:
+        if isinstance(value, Tensor) and not is_dynamo_compiling() and here.stack:
             return state.float_of(value) if value.numel() >= MANY else value
         return value
 
@@ -252,7 +252,7 @@ def whole_in_graphs(original: Callable, state: CastState) -> Callable:
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
         call = original
         if state.per_thread and is_dynamo_compiling():
-            own = state.thread.policy
+            own = here.policy
             if own is None:
                 call = without_casts
             elif own is not FOLLOW and own.recorded_attention is not None:

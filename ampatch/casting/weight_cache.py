@@ -4,17 +4,15 @@ A weight that several calls use within a forward is cast once: as the forward be
 last one has cast it (`batched_casts.LastForward`), else at its use, by itself.  The copies
 belong to that forward and its graph: nothing writes into them again, and none is used by a
 later forward, since a `.data` write (an EMA swap) and fused optimizers change weights without
-raising `_version`.  Each thread has copies of its own: another thread's forward may begin and
-end at any moment.
+raising `_version`.  The calls of a thread hold them (`calls.here`): another thread's forward may
+begin and end at any moment.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -25,6 +23,7 @@ from ..torch_private.modules import share_block
 from ..torch_private.nodes import run_when_ready
 from ..torch_private.probes import is_recording
 from .batched_casts import Copies, LastForward, cast_in_one_block, cast_into
+from .calls import Call, here
 from .cast_observers import note_copies, observers
 
 
@@ -37,19 +36,17 @@ class CacheInfo:
     entries: int = 0
 
 
-class _Forward:
+class ForwardCopies:
     """The copies of one forward, apart by what a gradient finds.
 
     Those in `graphed` lead back to their weights.  Those in `frozen` want no gradient, as their
     weights.  Those in `plain` were made under `no_grad`, and require one: see `_outside_graph`.
     """
 
-    def __init__(
-        self, opener: object, last: LastForward | None = None, below: _Forward | None = None
-    ) -> None:
-        self.opener = opener
+    def __init__(self, cache: WeightCache, last: LastForward | None = None) -> None:
+        self.cache = cache
         self.last = last
-        self.below = below
+        self.below: ForwardCopies | None = here.copies
         self.in_inference = torch.is_inference_mode_enabled()
         self.graphed: Copies = {}
         self.frozen: Copies = {}
@@ -68,38 +65,42 @@ class _Forward:
         return len(self.graphed) + len(self.frozen) + len(self.plain)
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.forward: _Forward | None = None
-
-
 class WeightCache:
-    """Casts of leaf weights; open only while a managed model's forward runs, in its thread."""
+    """Casts of leaf weights; copies serve again while a managed model's forward runs."""
+
+    _here = here  # for the native part
 
     def __init__(self) -> None:
-        self._thread = _Thread()
         self.hits = self.misses = 0
 
-    def open(self, opener: object, last: LastForward | None = None) -> None:
-        """Start a forward of `opener`: no copy of an earlier forward is used.
+    def open(self, call: Call, last: LastForward | None = None) -> None:
+        """Copies serve until `call`, the innermost one, ends.
 
-        Within another model's forward nothing happens: the outermost counts.
-        If a forward of the opener is still open, it was interrupted (Ctrl-C skips
-        hooks) or calls itself: then the new one begins without copies, which is right
-        for both.
+        Within another forward of this cache nothing happens: the copies of that one serve.
         """
-        thread = self._thread
-        if thread.forward is not None and thread.forward.opener is not opener:
+        found = here.copies
+        if found is not None and found.cache is self:
             return
         if is_recording():
-            thread.forward = None
+            call.copies = here.copies = None
             return
-        thread.forward = forward = _Forward(opener, last)
+        call.copies = call.opened = here.copies = forward = ForwardCopies(self, last)
         if last is not None:
             for weights in last.buckets():
                 self._begin_with(forward, weights, last.dtype)
 
-    def _begin_with(self, forward: _Forward, weights: list[Tensor], dtype: torch.dtype) -> None:
+    def open_apart(self, call: Call) -> None:
+        """The code of `call`, the innermost one, has copies of its own, each cast at its use.
+
+        For the function that an activation checkpoint runs twice: both times it makes the same
+        calls, and a weight used twice sums its gradients in the dtype that it has without the
+        checkpoint.
+        """
+        call.copies = here.copies = None if is_recording() else ForwardCopies(self)
+
+    def _begin_with(
+        self, forward: ForwardCopies, weights: list[Tensor], dtype: torch.dtype
+    ) -> None:
         """Cast weights that all belong into the graph, or all outside of it."""
         in_graph = weights[0].requires_grad and is_grad_enabled()
         copies = forward.copies_for(weights[0].requires_grad)
@@ -110,62 +111,23 @@ class WeightCache:
         if observers:
             note_copies([copies[id(one)][0] for one in weights])
 
-    def close(self, opener: object = None) -> None:
-        """End the forward of `opener`, or (None) whatever is open.  Safe to call when closed."""
-        thread = self._thread
-        forward = thread.forward
-        if forward is None or (opener is not None and opener is not forward.opener):
-            return
-        thread.forward = None
-        if forward.last is not None:
-            forward.last.note(forward.used)
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Context manager: code inside has copies of its own, each cast at its use, by itself.
-
-        For the function that an activation checkpoint runs twice: both times it makes the same
-        calls, and a weight used twice sums its gradients in the dtype that it has without the
-        checkpoint.
-        """
-        found = self._thread.forward
-        own = self._thread.forward = None if is_recording() else _Forward(object(), below=found)
-        try:
-            yield
-        finally:
-            if self._thread.forward is own:
-                self._thread.forward = found
+    def _forward_here(self) -> ForwardCopies | None:
+        """The copies of this cache that serve here and now."""
+        forward = here.copies
+        return None if forward is None or forward.cache is not self else forward
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
-        forward = self._thread.forward
+        forward = self._forward_here()
         return CacheInfo(self.hits, self.misses, 0 if forward is None else len(forward))
-
-    def forget(self, weight: Tensor) -> None:
-        """Cast the weight at each use, from now to the end of this thread's forward.
-
-        For a weight that may be written into without raising its version.
-        """
-        forward = self._thread.forward
-        while forward is not None:
-            forward.touched.add(id(weight))
-            for copies in (forward.graphed, forward.frozen, forward.plain):
-                copies.pop(id(weight), None)
-            forward = forward.below
-
-    def forget_all(self) -> None:
-        """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
-        forward = self._thread.forward
-        if forward is not None:
-            forward.graphed, forward.frozen, forward.plain = {}, {}, {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
 
         A copy still serves if its weight has the version it was made from.
         """
-        forward = self._thread.forward
-        if forward is None:
+        forward = here.copies
+        if forward is None or forward.cache is not self:
             return _cast_alone(weight, dtype)
         if not is_grad_enabled():  # as `copies_for`, without the price of a call
             copies = forward.plain
@@ -186,7 +148,7 @@ class WeightCache:
         cuDNN wants them so, else it copies them, and warns, at every call.  They are cast at their
         use, and never as a forward begins.
         """
-        forward, versions = self._thread.forward, list(map(_version_of, weights))
+        forward, versions = self._forward_here(), list(map(_version_of, weights))
         if forward is None:
             return _noted(cast_in_one_block(weights, dtype))
         copies = forward.copies_for(any(map(_wants_grad, weights)))
@@ -207,7 +169,7 @@ class WeightCache:
         return made
 
     def _make(
-        self, forward: _Forward, copies: Copies, weight: Tensor, dtype: torch.dtype
+        self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A new copy of `weight`."""
         self.misses += 1
@@ -223,7 +185,7 @@ class WeightCache:
         return half
 
     @staticmethod
-    def _may_keep(forward: _Forward, weight: Tensor) -> bool:
+    def _may_keep(forward: ForwardCopies, weight: Tensor) -> bool:
         """Whether a copy may serve again.
 
         Not where it would leak out of a trace or a transform, or could not be saved for a backward
@@ -235,6 +197,27 @@ class WeightCache:
             or weight.is_inference()
             or forward.in_inference is not torch.is_inference_mode_enabled()
         )
+
+
+def forget(weight: Tensor) -> None:
+    """Cast the weight at each use, from now to the end of this thread's forwards.
+
+    For a weight that may be written into without raising its version.
+    """
+    forward = here.copies
+    while forward is not None:
+        forward.touched.add(id(weight))
+        for copies in (forward.graphed, forward.frozen, forward.plain):
+            copies.pop(id(weight), None)
+        forward = forward.below
+
+
+def forget_all() -> None:
+    """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
+    forward = here.copies
+    while forward is not None:
+        forward.graphed, forward.frozen, forward.plain = {}, {}, {}
+        forward = forward.below
 
 
 def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,13 +19,13 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import native
 from ..torch_private.torch_functions import is_mode_on
+from .calls import FOLLOW, here
 from .cast_observers import ObservedCall, observers
-from .cast_state import CastState
+from .cast_state import CastsOff, CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import opaque_call
 from .rules import SCALARS, TENSORS, Choose, cast, cast_call, widest
-from .stack import BLOCK, FOLLOW, Block
 
 if native.part is None:
     _call_cast = _UNUSUAL = None
@@ -52,7 +52,7 @@ def replacement(
         if state.per_thread:  # as `state.current()`, without the price of a call
             if state.modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
-            own = state.thread.policy
+            own = here.policy
             if own is not FOLLOW:
                 policy, is_traced = own, is_dynamo_compiling()
                 if is_traced:
@@ -138,7 +138,7 @@ def overridden(
         return call_in(to, call, args, kwargs, policy)
     if is_dynamo_compiling():  # as one object in the graph it would run outside of the block
         call = original
-    with Block(state, BLOCK):
+    with CastsOff(state):
         output = call_in(to, call, args, kwargs, policy)
     found = None if policy.follows_tables else widest(args, kwargs, policy)
     if found is None:

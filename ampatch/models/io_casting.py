@@ -8,17 +8,13 @@ where there is one.  A tensor that is given twice is cast once.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, MutableMapping
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..casting.stack import calling_frame, is_running
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
@@ -29,17 +25,25 @@ _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
 
 
-class _Given(NamedTuple):
+class Given:
     """What one forward was given: the caller's own, and what the forward got instead."""
 
-    caller: FrameType | None  # while it runs so does the forward
-    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: own, cast, and the node of the cast
-    containers: list[tuple[Any, Any, Any]]  # the third: the items that the copy began with
-
-
-class _Open(threading.local):
     def __init__(self) -> None:
-        self.given: list[_Given] = []  # innermost last
+        self.tensors: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id: own, cast, its node
+        self.containers: list[tuple[Any, Any, Any]] = []  # own, copy, what the copy began with
+
+    def write_back(self) -> None:
+        """The forward has ended: write what it wrote into its inputs into the caller's own."""
+        for own, cast, node in self.tensors.values():
+            # An inference tensor cannot be written outside of that mode, and its cast begins with
+            # a version of 1.  In that mode casts have no version.
+            if not (own.is_inference() or cast.is_inference()) and cast._version:
+                _write_into(own, cast, in_graph=cast.grad_fn is not node)
+        if self.containers:
+            owns = {id(cast): own for own, cast, _ in self.tensors.values()}
+            owns |= {id(copy): own for own, copy, _ in self.containers}
+            for own, copy, put in self.containers:
+                _write_back(own, copy, put, owns)
 
 
 class ModelInputs:
@@ -61,18 +65,12 @@ class ModelInputs:
         self._keeps_float = keeps_float
         self._float_places: set[int] = set()
         self._seen_places: set[int] = set()
-        self._open = _Open()
 
-    def take(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments for the forward."""
-        if is_dynamo_compiling() or is_recording():
+    def take(self, args: tuple, kwargs: dict, given: Given | None) -> tuple[tuple, dict]:
+        """The arguments for the forward; `given` notes what to write back after it."""
+        if given is None or is_recording():  # traced by Dynamo, or by another recorder
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
-        running = self._open.given
-        while running and not is_running(running[-1].caller):  # Ctrl-C has ended that forward
-            running.pop()
-        given = _Given(calling_frame(), {}, [])
-        running.append(given)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast(args[0], 0, given),), kwargs
         place = -1
@@ -90,23 +88,7 @@ class ModelInputs:
             }
         return args, kwargs
 
-    def write_back(self) -> None:
-        """The forward has ended: write what it wrote into its inputs into the caller's own."""
-        if not self._open.given:  # it was recorded
-            return
-        _, casts, containers = self._open.given.pop()
-        for own, cast, node in casts.values():
-            # An inference tensor cannot be written outside of that mode, and its cast begins with
-            # a version of 1.  In that mode casts have no version.
-            if not (own.is_inference() or cast.is_inference()) and cast._version:
-                _write_into(own, cast, in_graph=cast.grad_fn is not node)
-        if containers:
-            owns = {id(cast): own for own, cast, _ in casts.values()}
-            owns |= {id(copy): own for own, copy, _ in containers}
-            for own, copy, put in containers:
-                _write_back(own, copy, put, owns)
-
-    def _cast(self, tensor: Tensor, place: int, given: _Given) -> Tensor:
+    def _cast(self, tensor: Tensor, place: int, given: Given) -> Tensor:
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor

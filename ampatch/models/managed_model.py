@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +24,20 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import LastForward
+from ..casting.calls import (
+    KEEP,
+    USER,
+    Call,
+    calling_frame,
+    computes_in,
+    has_raised,
+    here,
+    innermost,
+)
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
-from ..casting.stack import USER, Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -35,10 +45,10 @@ from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights, has_float_buffers
 from .copies import ModelCopies
 from .hooks import Hook
-from .io_casting import ModelInputs
+from .io_casting import Given, ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, dtype_around, lent_types
-from .module_overrides import ModuleOverride, Running
+from .lent_weights import Lending, LentWeights, lending_around, lent_types
+from .module_overrides import ModuleOverride
 from .sharded_weights import refuse_other_precision, sharded_parameters
 from .submodule_calls import SubmoduleCalls, is_traced_by_fx
 from .values import cast_tensors
@@ -95,7 +105,6 @@ class ManagedModel:
         self.policy = policy
         self._owner = owner
         self._state = state
-        self._block = Block(state)
         self.in_dtype: torch.dtype | None = None
         self.out_dtype: torch.dtype | None = None
         if properties.casts_model:
@@ -107,10 +116,9 @@ class ManagedModel:
         if self.in_dtype is not None:
             self._inputs = self.inputs_of()
             if self.in_dtype in HALF_TYPES:
-                self._parts = SubmoduleCalls(self)
+                self._parts = SubmoduleCalls(self, state)
         self._step: FrameworkStep | None = None
         self._overrides = overrides
-        self._running = Running()
         self.conversions = ConvertedWeights(model)
         self.lent: LentWeights | None = None
         self._stays_float: StaysFloat = lambda module: False
@@ -159,17 +167,9 @@ class ManagedModel:
             return
         if self.lent is None:
             self.lent = LentWeights(
-                *(self.model, self.in_dtype, self._stays_float, self._state),
-                at_change=self._look_at_buffers,
-                computes_in=self._computes_in,
+                self.model, self.in_dtype, self._stays_float, self._look_at_buffers
             )
         self.lent.open()
-
-    def _computes_in(self) -> torch.dtype:
-        """The dtype of the part of a forward that runs now in this thread."""
-        assert self.in_dtype is not None
-        overrides = self._running.overrides
-        return overrides[-1].dtype if overrides else self.in_dtype
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -232,7 +232,7 @@ class ManagedModel:
             lent = self.lent if self.properties.lends_weights else None
             handles += self._parts.install(None if lent is None else lent.ids())
         for override in self._overrides:
-            self._handles.extend(override.install(self._running))
+            self._handles.extend(override.install())
         answers = self._answers_forward and self._parts is not None
         self._copies.install(self._forward() if answers else None)
 
@@ -244,23 +244,23 @@ class ManagedModel:
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
             lent = self.lent
-            if is_dynamo_compiling() or lent is None or lent.runs(model):
+            if is_dynamo_compiling() or lent is None or lending_around(model) is not None:
                 return forward(*args, **kwargs)
-            here = threading.get_ident()
-            if here in threads:
+            thread = threading.get_ident()
+            if thread in threads:
                 return forward(*args, **kwargs)
             if vars(model).get("forward") is not call:  # in one of the script's own
                 return self._called(forward, args, kwargs)
-            threads.add(here)
+            threads.add(thread)
             try:
                 return model(*args, **kwargs)
             finally:
-                threads.discard(here)
+                threads.discard(thread)
 
         return call
 
     def _called(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        taken = self._enter(self.model, args, kwargs)
+        taken = self._enter(self.model, args, kwargs, sys._getframe())
         args, kwargs = taken or (args, kwargs)
         output = result = None
         try:
@@ -313,57 +313,155 @@ class ManagedModel:
 
         return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
 
-    def enter_part(self, part: nn.Module, is_traced: bool) -> None:
-        """A part is called from outside."""
-        self._block.enter(self.policy)
-        if self.lent is not None:
-            self.lent.begin(part, is_traced)
-
-    def leave_part(self, part: nn.Module, is_traced: bool) -> torch.dtype | None:
-        """That call ends.  Returns what the forward around it computes in; None: there is none."""
-        if self.lent is not None:
-            self.lent.end(part, is_traced)
-        self._block.leave()
-        return None if is_traced else dtype_around(self._state)
+    def results_in_step(self) -> torch.dtype | None:
+        """The dtype of what parts return in a step of a framework; None: any, or there is none."""
+        for call in reversed(here.stack):
+            if call.of is self and call.results_in is not KEEP:
+                return call.results_in
+        return None
 
     # Around a forward
 
-    def _enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        is_compiled, lent, state = is_dynamo_compiling(), self.lent, self._state
-        if state.modes and not is_compiled and is_mode_on():
-            with unseen():
-                return self._enter(model, args, kwargs)
-        if not is_compiled and state.thread.lent:
-            state.end_interrupted()
-        if lent is not None and state.thread.lent and lent.is_joined(model):
-            return None
-        if self._step is not None and not is_compiled and self._step.enters():
-            return None
-        if self._overrides and self._running.overrides:
-            self._running.overrides.clear()  # Ctrl-C skips hooks
-        taken = None
-        if self._inputs is not None:
-            taken = self._inputs.take(args, kwargs)
-            if self._parts is not None and not is_compiled:
-                self._parts.step_aside()
-        if lent is not None and not is_traced_by_fx(args, kwargs):
-            lent.begin(model, is_compiled)
-        policy = self.policy
-        # A policy is entered only where it differs from the one in force, or covers one.
-        if state.thread.stack:
-            if self._parts is not None and not self._has_warned:
-                self._warn_of_settings()
-            state.enter_forward(policy, self._block)
-        elif policy is not state.process:
-            self._block.enter(policy)
-        if policy is not None and not is_compiled:
-            policy.cache.open(self, self._last)
-            if policy.devices is not None:
-                self._note_device(policy.devices)
+    def begin(
+        self,
+        root: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        inputs: ModelInputs | None,
+        around: Lending | None = None,
+        caller: FrameType | None = None,
+    ) -> tuple[tuple, dict] | None:
+        """A call begins: of the model, or of a part from outside.  Returns its arguments, cast.
+
+        `around`: what is lent to the forward in which the model calls itself.
+        """
+        state, lent, given, taken = self._state, self.lent, None, None
+        if inputs is not None:
+            given = Given()
+            taken = inputs.take(args, kwargs, given)
+        policy = self.policy  # now, since inputs that stay FP32 change it, as may lending
+        is_given = given is not None and (given.tensors or given.containers)
+        if not (is_given or lent or policy or state.process or here.stack):
+            return taken
+        call = Call()
+        call.of, call.module, call.given = self, root, given
+        call.caller = caller or calling_frame()
+        try:
+            if here.stack:
+                call.is_again = innermost(self, root) is not None
+            state.begin(call)
+            call.computes_in = None if self._parts is None else self.in_dtype
+            if lent is not None and around is None:
+                if self._parts is not None and inputs is self._inputs:
+                    call.aside = self._parts
+                    self._parts.step_aside()
+                if not is_traced_by_fx(args, kwargs):
+                    lent.lend(call, root)
+                    policy = self.policy
+            if len(here.stack) > 1:
+                if self._parts is not None and not self._has_warned:
+                    self._warn_of_settings()
+                state.put_under(call, *state.setting_of_forward(policy))
+            elif policy is not state.process:
+                state.put_under(call, policy)
+            if policy is not None:
+                policy.cache.open(call, self._last)
+                if policy.devices is not None:
+                    self._note_device(policy.devices)
+        except BaseException:
+            state.end(call)
+            raise
         return taken
 
+    def end(self, call: Call) -> None:
+        """A call ends, and what it wrote into its inputs is written into the caller's own."""
+        self._state.end(call)
+        if call.opened is not None and call.opened.last is not None:
+            call.opened.last.note(call.opened.used)
+        if call.given is not None:
+            call.given.write_back()
+
+    def join(self, root: nn.Module, caller: FrameType | None = None) -> None:
+        """A call begins that belongs to a forward around it, which casts and lends."""
+        call = Call()
+        call.of, call.module, call.is_joined = self, root, True
+        call.is_again = innermost(self, root) is not None
+        call.caller = caller or calling_frame()
+        self._state.begin(call)
+
+    def begin_traced(
+        self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
+    ) -> tuple[tuple, dict] | None:
+        """As `begin`, while Dynamo traces: strict export warns of each write, so of few."""
+        state, policy, is_setting, taken = self._state, self.policy, True, None
+        if inputs is not None:
+            taken = inputs.take(args, kwargs, None)
+        call = Call()
+        call.of, call.module, call.is_traced = self, root, True
+        if self.lent is not None and not is_traced_by_fx(args, kwargs):
+            call.traced_places = self.lent.lend_traced(root)
+        if here.stack:
+            policy, _, is_setting = state.setting_of_forward(policy)
+        if call.traced_places is not None or not (policy is KEEP or policy is state.current()):
+            state.begin(call)
+            call.computes_in = None if self._parts is None else self.in_dtype
+            state.put_under(call, policy, (), is_setting)
+        return taken
+
+    def _enter(
+        self, model: nn.Module, args: tuple, kwargs: dict, caller: FrameType | None = None
+    ) -> tuple[tuple, dict] | None:
+        state, is_traced, around = self._state, is_dynamo_compiling(), None
+        if state.modes and not is_traced and is_mode_on():
+            with unseen():
+                return self._enter(model, args, kwargs, caller)
+        if here.stack:
+            if not is_traced:
+                state.end_abandoned()
+            around = None if self.lent is None else lending_around(model)
+            if around is not None and around.owner is not self.lent:
+                if not is_traced:
+                    self.join(model, caller)
+                return None
+        if is_traced:
+            return self.begin_traced(model, args, kwargs, self._inputs)
+        if self._step is not None and self._step.enters():
+            return None
+        return self.begin(model, args, kwargs, self._inputs, around, caller)
+
+    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        state, is_traced, to = self._state, is_dynamo_compiling(), self.out_dtype
+        if is_traced:
+            return self._leave_traced(model, output)
+        if state.modes and is_mode_on():
+            with unseen():
+                return self._leave(model, args, output)
+        call = state.ending(self, model, has_raised(output)) if here.stack else None
+        if call is not None and call.is_joined:
+            state.end(call)
+            return None
+        if self._step is not None and self._step.leaves():
+            return None
+        if output is None:  # perhaps because the forward raised
+            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
+        if call is not None:
+            self.end(call)
+        if here.stack and self.properties.cast_model_outputs is None:
+            to = computes_in() or to
+        return None if to is None else cast_tensors(output, to)
+
+    def _leave_traced(self, model: nn.Module, output: Any) -> Any:
+        if here.stack and self.lent is not None:
+            around = lending_around(model)
+            if around is not None and around.owner is not self.lent:
+                return None
+        call = innermost(self, model, is_traced=True)
+        if call is not None:
+            self._state.end(call)
+        return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+
     def _warn_of_settings(self) -> None:
-        if not any(entry.block.kind == USER for entry in self._state.thread.stack):
+        if not any(call.kind == USER for call in here.stack):
             return
         self._has_warned = True
         logger.warning(
@@ -380,43 +478,17 @@ class ManagedModel:
 
         At levels without half weights it changes nothing.
         """
-        parts = self._parts
-        if parts is None:
+        if self._parts is None:
             yield
             return
         before, self._step = self._step, step
-        results = parts.results_are(self.out_dtype)
+        call = self._state.enter(KEEP, of=self)
+        call.results_in = self.out_dtype
         try:
             yield
         finally:
-            parts.results_are(results)
+            self._state.end(call)
             self._step = before
-
-    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        is_compiled, lent, state = is_dynamo_compiling(), self.lent, self._state
-        if state.modes and not is_compiled and is_mode_on():
-            with unseen():
-                return self._leave(model, args, output)
-        if lent is not None and lent.is_joined(model):
-            return None
-        if self._step is not None and not is_compiled and self._step.leaves():
-            return None
-        if output is None and not is_compiled:  # perhaps because the forward raised
-            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
-        if lent is not None:
-            lent.end(model, is_compiled)
-        if state.thread.stack:
-            self._block.leave()
-        if self.policy is not None and not is_compiled:
-            self.policy.cache.close(self)
-        if self._inputs is not None and not is_compiled:
-            self._inputs.write_back()
-            if self._parts is not None:
-                self._parts.come_back()
-        to = self.out_dtype
-        if not is_compiled and state.thread.lent and self.properties.cast_model_outputs is None:
-            to = dtype_around(state) or to
-        return None if to is None else cast_tensors(output, to)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level

@@ -5,7 +5,6 @@ Of several rules in `overrides` that name a module the last one given wins.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.calls import Call, calling_frame, computes_in, has_raised, here, innermost
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..casting.special_ops import record_attention
-from ..casting.stack import Block
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey, named
 from ..errors import AmpatchError
@@ -28,13 +27,6 @@ from .conversion import has_statistics
 from .hooks import Hook
 from .lent_places import StaysFloat
 from .values import cast_tensors, caster, map_tensors
-
-
-class Running(threading.local):
-    """The overrides of one model that run in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.overrides: list[ModuleOverride] = []
 
 
 class ModuleOverride:
@@ -54,49 +46,61 @@ class ModuleOverride:
     ) -> None:
         self.module = module
         self._state = state
-        self._block = Block(state)
         self._policy = policy
         self.dtype = dtype
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
-        self._running = Running()
         self._last_wanted = out_dtype
 
-    def install(self, running: Running) -> Iterator[Any]:
+    def install(self) -> Iterator[Any]:
         """Hang the hooks on the submodule; gives their handles."""
-        self._running = running
         record_attention(self._policy, self._state)
         yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
         yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+        state, is_traced = self._state, is_dynamo_compiling()
+        if state.modes and not is_traced and is_mode_on():
             with unseen():
                 return self._enter(module, args, kwargs)
-        if self._policy is not None:
-            self._block.enter(self._policy, self._state.instead_of_torch())
-        self._running.overrides.append(self)
-        return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
+        call = Call()
+        call.of, call.module, call.is_traced = self, module, is_traced
+        if not is_traced:
+            if here.stack:
+                state.end_abandoned()
+                call.is_again = innermost(self, module) is not None
+            call.caller = calling_frame()
+        try:
+            state.begin(call)
+            call.computes_in = self.dtype
+            if self._policy is not None:
+                state.put_under(call, self._policy, state.instead_of_torch())
+            return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
+        except BaseException:
+            state.end(call)
+            raise
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+        state, is_traced = self._state, is_dynamo_compiling()
+        if state.modes and not is_traced and is_mode_on():
             with unseen():
                 return self._leave(module, args, output)
-        if self._policy is not None:
-            self._block.leave()
-        running = self._running.overrides
-        if running and running[-1] is self:
-            running.pop()
+        if is_traced:
+            call = innermost(self, module, is_traced=True)
+        else:
+            call = state.ending(self, module, has_raised(output))
+        if call is not None:
+            state.end(call)
         to = self._wanted()
         return None if to is None else cast_tensors(output, to)
 
     def _wanted(self) -> torch.dtype | None:
         """The dtype that the code around this call wants; None: any."""
-        running = self._running.overrides
+        around = computes_in()
         if is_dynamo_compiling():
-            return running[-1].dtype if running else self._out_dtype
-        if running:
-            self._last_wanted = running[-1].dtype
+            return around or self._out_dtype
+        if around is not None:
+            self._last_wanted = around
         elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
             self._last_wanted = self._out_dtype
         return self._last_wanted

@@ -9,12 +9,11 @@ out, so that they cost it nothing.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from itertools import repeat
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -22,24 +21,41 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..casting.stack import calling_frame
-from ..config.opt_levels import HALF_TYPES
+from ..casting.calls import Call, calling_frame, computes_in, has_raised, here, innermost
+from ..casting.cast_state import CastState
+from ..config.opt_levels import HALF_TYPES, Properties
 from ..log import logger
 from ..torch_private.modules import forward_tables
 from .hooks import Hook
 from .io_casting import ModelInputs
-from .lent_weights import lenders
+from .lent_weights import LentWeights, lenders, lending_around
 from .values import cast_tensors
-
-if TYPE_CHECKING:
-    from .managed_model import ManagedModel
 
 _FRAMES = 12  # from a part up to the forward that calls it; torch's own take three
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.result: torch.dtype | None = None  # of what a part returns; None: as it is
+class Whole(Protocol):
+    """What parts ask of their model."""
+
+    model: nn.Module
+    properties: Properties
+    lent: LentWeights | None
+
+    def inputs_of(self, part: str = "") -> ModelInputs: ...
+
+    def begin(
+        self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
+    ) -> tuple[tuple, dict] | None: ...
+
+    def begin_traced(
+        self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
+    ) -> tuple[tuple, dict] | None: ...
+
+    def join(self, root: nn.Module) -> None: ...
+
+    def end(self, call: Call) -> None: ...
+
+    def results_in_step(self) -> torch.dtype | None: ...
 
 
 def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
@@ -53,10 +69,10 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 class SubmoduleCalls:
     """Hooks on the submodules of one half model."""
 
-    def __init__(self, whole: ManagedModel) -> None:
+    def __init__(self, whole: Whole, state: CastState) -> None:
         self._whole = whole
+        self._state = state
         self._lends = whole.properties.lends_weights
-        self._here = _Here()
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
         self._ids: list[int] = []
@@ -90,36 +106,34 @@ class SubmoduleCalls:
         """The handles have been removed."""
         self._tables, self._ids, self._hooks = [], [], []
 
-    def results_are(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Have parts return results of this dtype in this thread; returns what they did before."""
-        before, self._here.result = self._here.result, dtype
-        return before
-
     def step_aside(self) -> None:
         """The model's own forward begins: out with the hooks."""
         take_out(self._tables, self._ids)
 
-    def come_back(self) -> None:
+    def end(self) -> None:
         """The model's own forward has ended."""
         put_in(self._tables, self._ids, self._hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        lent, is_traced = self._whole.lent, is_dynamo_compiling()
-        if lent is None:
+        whole, is_traced = self._whole, is_dynamo_compiling()
+        inputs = self._inputs.get(id(module))
+        if whole.lent is None or inputs is None:  # a shallow copy of a part has the same hooks
             return None
         if is_traced:
-            if lent.traced or not self._lends:
+            if not self._lends or any(one.is_traced and one.of is whole for one in here.stack):
                 return None
-        elif lent.is_inside(module) or id(module) in lenders or is_traced_by_fx(args, kwargs):
+            return whole.begin_traced(module, args, kwargs, inputs)
+        if here.stack:
+            self._state.end_abandoned()
+            if lending_around(module) is not None:
+                if innermost(whole, module) is not None:  # it calls itself
+                    whole.join(module)
+                return None
+        if id(module) in lenders or is_traced_by_fx(args, kwargs):
             return None
-        inputs = self._inputs.get(id(module))
-        if inputs is None:  # a shallow copy of a part has the same tables of hooks
-            return None
-        if not (self._has_warned or is_traced):
+        if not self._has_warned:
             self._warn_of_forward()
-        taken = inputs.take(args, kwargs)
-        self._whole.enter_part(module, is_traced)
-        return taken
+        return whole.begin(module, args, kwargs, inputs)
 
     def _warn_of_forward(self) -> None:
         """Say once that the model's `forward` is called by itself, if it is what calls a part."""
@@ -141,14 +155,20 @@ class SubmoduleCalls:
         )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        lent, is_traced = self._whole.lent, is_dynamo_compiling()
-        if lent is None or not lent.is_end_of(module, is_traced):
+        whole, is_traced, call = self._whole, is_dynamo_compiling(), None
+        if is_traced:
+            call = innermost(whole, module, is_traced=True)
+        elif here.stack:
+            call = self._state.ending(whole, module, has_raised(output))
+        if call is None or call.is_joined:
+            if call is not None:
+                self._state.end(call)
             return None
-        around = self._whole.leave_part(module, is_traced)
-        if not is_traced:
-            self._inputs[id(module)].write_back()
+        whole.end(call)
         # Outside of forwards lent weights are FP32, beside what a part returns.
-        result = around or (torch.float32 if self._lends else self._here.result)
+        result = torch.float32 if self._lends else whole.results_in_step()
+        if not is_traced:
+            result = computes_in() or result
         return None if result is None else cast_tensors(output, result)
 
 

@@ -12,7 +12,7 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread, *forward, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
+  PyObject *here, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
       *kept, *is_compiling;
 };
 Names names;
@@ -139,8 +139,12 @@ class Caster {
   // As `WeightCache.cast`: the copy made earlier in this forward, if it still serves.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
-      THPObjectPtr thread(got(cache_, names.thread));
-      forward_ = got(thread, names.forward);
+      THPObjectPtr here(got(cache_, names.here));
+      forward_ = got(here, names.copies);
+      if (forward_.get() != Py_None) {
+        THPObjectPtr cache(got(forward_, names.cache));
+        if (cache.get() != cache_) forward_ = Py_NewRef(Py_None);
+      }
     }
     PyObject* half = nullptr;
     if (forward_.get() != Py_None && !tensor.is_inference()) half = in_forward(weight, tensor);

@@ -48,8 +48,9 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
   const std::pair<PyObject**, const char*> interned[] = {
       {&grad_name, "grad"},
-      {&names.thread, "_thread"},
-      {&names.forward, "forward"},
+      {&names.here, "_here"},
+      {&names.copies, "copies"},
+      {&names.cache, "cache"},
       {&names.graphed, "graphed"},
       {&names.frozen, "frozen"},
       {&names.plain, "plain"},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting import weight_cache
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..config.opt_levels import Properties
@@ -173,7 +174,7 @@ class Session:
         """Take everything out again.  Harmless when closed."""
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
-        undo.do(registry.state.drop_interrupted)
+        undo.do(registry.state.end_abandoned)
         changed: set[int] = set()
         for managed in self.models:
             changed |= managed.converted()
@@ -255,7 +256,7 @@ class Session:
 
     def drop_copies(self) -> None:
         """Forget the half copies of weights that O1 has cached."""
-        self.policies.cache.close()
+        weight_cache.forget_all()
 
     def names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
@@ -305,8 +306,7 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
-        registry.state.drop_interrupted()
-        self.policies.cache.close()
+        registry.state.end_abandoned()
         scaler, observers = self.scalers[loss_id], registry.observers
         if observers.all:
             observers.notify("on_loss", loss, loss_id)
@@ -355,9 +355,8 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        self.policies.cache.close()
-        registry.events.forget_copies()
-        registry.state.drop_interrupted()
+        weight_cache.forget_all()
+        registry.state.end_abandoned()
         if self.has_norms:
             for statistics in list(self.statistics.values()):
                 statistics.after_step(managed.skipped)

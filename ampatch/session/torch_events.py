@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..casting import weight_cache
+from ..casting.calls import here
 from ..casting.cast_state import CastState
 from ..models.lent_weights import note_values
 from ..models.managed_model import ManagedModel
@@ -87,12 +89,6 @@ class TorchEvents:
     def note_data_access(self, tensor: Tensor) -> None:
         """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
         if isinstance(tensor, nn.Parameter):
-            for session in self._members.sessions:
-                session.policies.cache.forget(tensor)
-        elif self._members.state.thread.lent:
-            note_values(tensor, self._members.state)
-
-    def forget_copies(self) -> None:
-        """An optimizer has stepped: cast weights anew.  Fused steps raise no versions."""
-        for session in self._members.sessions:
-            session.policies.cache.forget_all()
+            weight_cache.forget(tensor)
+        elif here.stack:
+            note_values(tensor)

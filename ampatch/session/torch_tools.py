@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ..casting import context_propagation
+from ..casting import context_propagation, weight_cache
 from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
@@ -65,7 +65,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             "clipping and zero_grad: gradients are complete, an overflow is forgotten",
             lambda needs: needs.optimizers,
             lambda: clip_grad.replacements(
-                state.end_interrupted, events.ready_gradients, events.forget_overflow
+                state.end_abandoned, events.ready_gradients, events.forget_overflow
             ),
             is_over_tables=True,
         ),
@@ -124,7 +124,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "state dicts: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
-            lambda: state_dicts.replacements(state.end_interrupted),
+            lambda: state_dicts.replacements(state.end_abandoned),
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",
@@ -150,7 +150,7 @@ def watches(state: CastState, events: TorchEvents) -> list[Watch]:
         Watch(
             "steps of every optimizer: weights are cast anew",
             lambda needs: needs.tables or needs.half_models,
-            NotifyOfSteps(events.forget_copies).keep,
+            NotifyOfSteps(weight_cache.forget_all).keep,
         ),
     ]
 

@@ -10,6 +10,7 @@ from small_training import Made, managed
 from torch import nn
 
 import ampatch
+from ampatch.casting.calls import here
 
 X = torch.randn(4, 4)
 H = torch.bfloat16
@@ -83,4 +84,4 @@ def test_ctrl_c_in_a_forward_leaves_no_policy_behind(level, way_on):
         ampatch.deactivate()
         outside = plain
     assert now() == outside
-    assert not ampatch.session.session.registry.state.thread.stack
+    assert not here.stack

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting.calls import here
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
@@ -219,7 +220,7 @@ def test_the_users_blocks_hold_in_models_and_say_more_than_regions(scope):
         assert len(around) < 3 or found == of_torch == (H, FP16)
     with ampatch.disable_casts(), on():
         assert torch.mm(X, X.t()).dtype is H
-    assert model(X)[0] is H and not STATE.thread.stack
+    assert model(X)[0] is H and not here.stack
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -256,7 +257,7 @@ def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope):
     hook.remove()
     model.function = half.function
     assert half(X).dtype is FP32 and model(X).dtype is H
-    assert not STATE.thread.stack and (X @ X.T).dtype is before
+    assert not here.stack and (X @ X.T).dtype is before
     with fp16():
         assert model(X).dtype is FP16
 
@@ -282,14 +283,14 @@ def test_regions_around_sessions():
     with off():
         ampatch.deactivate()
         assert model(X).dtype is FP32
-    assert not STATE.per_thread and not STATE.thread.stack
+    assert not STATE.per_thread and not here.stack
     with fp16():
         model = o1(patch_scope="process")
         assert model(X).dtype is FP16
         ampatch.deactivate()  # one that outlives its session is one in the next
         model = o1(patch_scope="process")
         assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
-    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not STATE.thread.stack
+    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not here.stack
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -300,7 +301,7 @@ def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
     region = region()
     region.__enter__()
     ampatch.deactivate()
-    assert not STATE.thread.stack
+    assert not here.stack
     region.__exit__(None, None, None)
     model = o1(patch_scope=scope)
     assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
@@ -338,7 +339,7 @@ def test_a_recomputation_runs_as_its_forward(reentrant):
     with ampatch.disable_casts(), on():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
-    assert seen == [H] * 2 and not STATE.thread.stack
+    assert seen == [H] * 2 and not here.stack
 
 
 def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
@@ -507,4 +508,4 @@ def test_a_region_in_a_compiled_model(backend):
         with around:
             found = compiled(X)
         assert [y.dtype for y in found] == [y.dtype for y in expected]
-    assert not STATE.per_thread and not STATE.thread.stack
+    assert not STATE.per_thread and not here.stack

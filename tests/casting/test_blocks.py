@@ -10,7 +10,7 @@ from small_training import in_threads
 from torch import nn
 
 import ampatch
-from ampatch.casting.stack import FOLLOW
+from ampatch.casting.calls import FOLLOW, here
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -23,7 +23,7 @@ STATE = ampatch.session.session.registry.state
 def o1():
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     yield
-    assert STATE.thread.policy is FOLLOW
+    assert here.policy is FOLLOW
 
 
 def now() -> torch.dtype:
@@ -32,7 +32,7 @@ def now() -> torch.dtype:
 
 
 def frames() -> list:
-    return STATE.thread.stack
+    return here.stack
 
 
 def rows():
@@ -115,7 +115,7 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     step = suspended(ampatch.disable_casts)
     next(step)
     assert in_threads(lambda: (next(step, None), now())) == [(None, H)] and now() is FP32
-    frames()[-1].block.leave()  # no other code can
+    STATE.end(frames()[-1])  # no other code can
     assert now() is H
 
 

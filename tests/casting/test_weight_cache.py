@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.weight_cache import WeightCache
 
 H = torch.bfloat16
 X = torch.ones(3, 4)
@@ -284,13 +283,3 @@ def test_weights_written_through_data_that_the_forward_holds():
         loss.backward()
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
-
-
-def test_a_forward_interrupted_past_its_hooks_leaves_nothing_stale():
-    """Ctrl-C skips forward hooks, so the next forward of the model finds the cache still open."""
-    cache, weight = WeightCache(), nn.Parameter(torch.ones(2))
-    cache.open("model")
-    cache.cast(weight, H)
-    weight.data.mul_(2)
-    cache.open("model")
-    assert torch.equal(cache.cast(weight, H).float(), weight)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.casting.calls import here
 
 HALF = torch.bfloat16
 LEVELS = ["O1", "O2", "O3"]
@@ -128,7 +129,7 @@ def nothing_is_left_for_other_tests():
     ampatch.deactivate()
     registry = ampatch.session.session.registry
     registry.state.reasons, registry.state.per_thread = 0, False
-    registry.state.thread.__init__()
+    here.__init__()
     registry.observers.__init__()
 
 
