@@ -139,8 +139,3 @@ def computes_in() -> Any:
         if call.computes_in is not KEEP:
             return call.computes_in
     return None
-
-
-def has_raised(output: Any) -> bool:
-    """Whether an exception is on its way through a module's call, which ends without an output."""
-    return output is None and sys.exc_info()[1] is not None

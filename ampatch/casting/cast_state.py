@@ -24,7 +24,18 @@ from torch.compiler import is_dynamo_compiling
 
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .calls import BLOCK, FOLLOW, KEEP, REGION, USER, Call, here, innermost, is_running
+from .calls import (
+    BLOCK,
+    FOLLOW,
+    KEEP,
+    REGION,
+    USER,
+    Call,
+    calling_frame,
+    here,
+    innermost,
+    is_running,
+)
 from .handler_tables import HandlerTables
 from .policy import Policy
 from .torch_autocast import devices_on, half_type, switch_on, switched_off
@@ -46,10 +57,22 @@ class CastState:
 
     # Calls begin and end
 
-    def begin(self, call: Call) -> None:
-        """`call` is the innermost of this thread; until it is put under others, nothing changes."""
+    def begin(self, of: object, module: Any, caller: FrameType | None = None) -> Call:
+        """A call of a module begins, which `of` will end; until it is filled, nothing changes.
+
+        `caller`: the frame that makes the call, where that is not the innermost of others' frames.
+        """
+        call = Call()
+        call.of, call.module = of, module
+        if is_dynamo_compiling():
+            call.is_traced = True
+        else:
+            if here.stack:
+                call.is_again = innermost(of, module) is not None
+            call.caller = caller or calling_frame()
         call.policy, call.copies = here.policy, here.copies
         here.stack.append(call)
+        return call
 
     def put_under(
         self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
@@ -90,7 +113,8 @@ class CastState:
                 self.end_abandoned()
         call.kind, call.of = kind, of
         try:
-            self.begin(call)
+            call.policy, call.copies = here.policy, here.copies
+            here.stack.append(call)
             self.put_under(call, policy, off)
         except BaseException:
             self.end(call)
@@ -127,6 +151,7 @@ class CastState:
                 last.is_counted = False
                 self.watch(-1)
             del stack[-1]
+            last.caller = None  # that frame may hold the call, and much else
 
     def end_abandoned(self) -> None:
         """End calls of this thread whose frames run no longer, and what has begun in them."""
@@ -136,15 +161,17 @@ class CastState:
                     return
                 self.end(call)
 
-    def ending(self, of: object, module: Any, has_raised: bool) -> Call | None:
-        """The call that ends now, of those that `of` has begun for this module.
-
-        On the way of an exception the frame that made the call may run no longer.
-        """
-        call = innermost(of, module)
-        if call is None or (call is here.stack[-1] and not call.is_again) or has_raised:
-            return call
-        self.end_abandoned()
+    def ending(self, of: object, module: Any, output: Any) -> Call | None:
+        """The call that ends now with this output, of those that `of` has begun for the module."""
+        if not here.stack:
+            return None
+        last = here.stack[-1]
+        if last.of is of and last.module is module and not (last.is_again or last.is_traced):
+            return last
+        # On the way of an exception the frame that made the call may run no longer.
+        has_raised = output is None and sys.exc_info()[1] is not None
+        if not has_raised and innermost(of, module) is not None:
+            self.end_abandoned()
         return innermost(of, module)
 
     # Policies
@@ -230,11 +257,12 @@ class CastState:
     def casts_on(self) -> Iterator[None]:
         """Context manager inside `casts_off`: the policy around that block is in force again."""
         call = innermost(self.casts_off)
+        caller = None if call is None else call.caller
         self.leave(self.casts_off)
         try:
             yield
         finally:
-            self.enter(None, of=self.casts_off, caller=None if call is None else call.caller)
+            self.enter(None, of=self.casts_off, caller=caller)
 
     def casts_here(self) -> bool:
         """Whether a session casts in this thread, or would cast without a block of the user's."""
@@ -247,8 +275,11 @@ class CastState:
 
     def lent(self) -> list[Any]:
         """The half copies that calls of this thread have in place, the outermost first."""
-        found = (call.lending for call in here.stack)
-        return [one.half for one in found if one is not None and one.is_in_place]
+        found = []  # a comprehension is a call before Python 3.12
+        for call in here.stack:
+            if call.lending is not None and call.lending.is_in_place:
+                found.append(call.lending.half)
+        return found
 
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight with the values of `copy`, if a call of this thread has lent that."""

@@ -79,8 +79,10 @@ def _noting(original: Callable, state: CastState) -> Callable:
         setattr(self, _POLICY, policy)
         if policy is not None and policy.gate is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
-        if here.stack and (lent := state.lent()):
-            setattr(self, _LENT, lent)
+        for call in here.stack:
+            if call.lending is not None:
+                setattr(self, _LENT, state.lent())
+                break
 
     return __init__
 

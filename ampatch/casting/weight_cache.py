@@ -85,9 +85,19 @@ class WeightCache:
             call.copies = here.copies = None
             return
         call.copies = call.opened = here.copies = forward = ForwardCopies(self, last)
-        if last is not None:
-            for weights in last.buckets():
-                self._begin_with(forward, weights, last.dtype)
+        if last is None:
+            return
+        for weights in last.buckets():
+            in_graph = weights[0].requires_grad and is_grad_enabled()
+            copies = forward.graphed if in_graph else forward.frozen
+            if not is_grad_enabled():
+                copies = forward.plain
+            cast_into(copies, weights, last.dtype, in_graph)
+            run_when_ready(copies[id(weights[0])][0])
+            forward.kept.append(weights)
+            self.misses += len(weights)
+            if observers:
+                note_copies([copies[id(one)][0] for one in weights])
 
     def open_apart(self, call: Call) -> None:
         """The code of `call`, the innermost one, has copies of its own, each cast at its use.
@@ -97,19 +107,6 @@ class WeightCache:
         checkpoint.
         """
         call.copies = here.copies = None if is_recording() else ForwardCopies(self)
-
-    def _begin_with(
-        self, forward: ForwardCopies, weights: list[Tensor], dtype: torch.dtype
-    ) -> None:
-        """Cast weights that all belong into the graph, or all outside of it."""
-        in_graph = weights[0].requires_grad and is_grad_enabled()
-        copies = forward.copies_for(weights[0].requires_grad)
-        cast_into(copies, weights, dtype, in_graph)
-        run_when_ready(copies[id(weights[0])][0])
-        forward.kept.append(weights)
-        self.misses += len(weights)
-        if observers:
-            note_copies([copies[id(one)][0] for one in weights])
 
     def _forward_here(self) -> ForwardCopies | None:
         """The copies of this cache that serve here and now."""

@@ -28,9 +28,8 @@ _fitting_copy = getattr(native.part, "fitting_copy", None)
 class Given:
     """What one forward was given: the caller's own, and what the forward got instead."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id: own, cast, its node
-        self.containers: list[tuple[Any, Any, Any]] = []  # own, copy, what the copy began with
+    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: own, cast, the node of the cast
+    containers: list[tuple[Any, Any, Any]]  # own, copy, the items that the copy began with
 
     def write_back(self) -> None:
         """The forward has ended: write what it wrote into its inputs into the caller's own."""
@@ -68,6 +67,8 @@ class ModelInputs:
 
     def take(self, args: tuple, kwargs: dict, given: Given | None) -> tuple[tuple, dict]:
         """The arguments for the forward; `given` notes what to write back after it."""
+        if given is not None:
+            given.tensors, given.containers = {}, []
         if given is None or is_recording():  # traced by Dynamo, or by another recorder
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)

@@ -180,7 +180,12 @@ class HalfCopies:
             if lending is not None and lending.half is self and lending.is_in_place:
                 return
         call.lending = lending = Lending(self.owner, call.caller)
-        lending.lend_again(self)
+        lending.tree, lending.half = self.tree, self
+        self.owner.take_turn(lending, self.tree.root)
+        if self.tree.ids:
+            lending.put(self, found=self.tree.found())
+        else:
+            lending.is_in_place = True
 
 
 class Lending:
@@ -199,32 +204,16 @@ class Lending:
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self._lookups: list[Lookup] = []
 
-    def lend(self, root: nn.Module) -> None:
-        """Make copies of the parameters of a module and its parts, and put them in their places."""
-        self.owner.take_turn(self, root)
-        self.tree = tree = self.owner.tree_of(root)
-        self.half = half = HalfCopies(self.owner, tree)
-        self._put(half)
-
-    def lend_again(self, half: HalfCopies) -> None:
-        """Put copies in their places that were there before."""
-        self.tree = half.tree
-        self.owner.take_turn(self, half.tree.root)
-        self._found = half.tree.found()
-        self.half = half
-        self._put(half)
-
-    def _put(self, half: HalfCopies) -> None:
-        tree = self.tree
-        if tree.ids:
-            self.is_lent = True
-            if tree.lookups:
-                made = dict(zip(map(id, half.parameters), half.copies))
-                for lookup in tree.lookups:
-                    self._lookups.append(lookup)
-                    lookup.put(self.owner.dtype, made.get(id(lookup.parameter)), self._note_copy)
-            tree.put(half.copies)
-            self._parametrized = exchange_parametrized({})
+    def put(self, half: HalfCopies, found: list[Any] | None = None) -> None:
+        """Put copies in their places; `found`: what is there, if that is not the parameters."""
+        tree, self._found, self.is_lent = self.tree, found, True
+        if tree.lookups:
+            made = dict(zip(map(id, half.parameters), half.copies))
+            for lookup in tree.lookups:
+                self._lookups.append(lookup)
+                lookup.put(self.owner.dtype, made.get(id(lookup.parameter)), self._note_copy)
+        tree.put(half.copies)
+        self._parametrized = exchange_parametrized({})
         self.is_in_place = True
 
     def _note_copy(self, parameter: Tensor, copy: Tensor) -> None:
@@ -233,29 +222,25 @@ class Lending:
 
     def end(self) -> None:
         """Take back what is lent.  May be called again, also by a thread that waits for it."""
-        half = self.half
-        with self.owner.lock:
+        owner, half, found = self.owner, self.half, self._found
+        with owner.lock:
             self.is_in_place = False
             try:
                 if self.is_lent and half is not None:
-                    self._take_back(half)
+                    if found is None:
+                        self.tree.put(self.tree.parameters, instead_of=half.copies)
+                    else:
+                        self.tree.put_found(found)
+                    for lookup in self._lookups:
+                        lookup.take_back(self._note_copy)
+                    if self._parametrized is not None:  # what it has made of FP32 parameters
+                        exchange_parametrized(self._parametrized)
                     self.is_lent = False
-                if half is not None and half.copies and self._found is None:
+                if half is not None and half.copies and found is None:
                     half.carry()
             finally:
                 if not self.is_lent:
-                    self.owner.forget(self)
-
-    def _take_back(self, half: HalfCopies) -> None:
-        if self._found is None:
-            self.tree.put(self.tree.parameters, instead_of=half.copies)
-        else:
-            self.tree.put_found(self._found)
-        for lookup in self._lookups:
-            lookup.take_back(self._note_copy)
-        if self._parametrized is not None:  # it has what `parametrize` made of FP32 parameters
-            exchange_parametrized(self._parametrized)
-            self._parametrized = None
+                    owner.has_ended(self)
 
     def is_abandoned(self) -> bool:
         """Whether its call runs no longer, in this thread or in another one."""
@@ -348,7 +333,13 @@ class LentWeights:
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
         call.lending = lending = Lending(self, call.caller)
-        lending.lend(root)
+        self.take_turn(lending, root)
+        lending.tree = tree = self.tree_of(root)
+        lending.half = half = HalfCopies(self, tree)
+        if tree.ids:
+            lending.put(half)
+        else:  # at O3, and in FP32 parts
+            lending.is_in_place = True
 
     def lend_traced(self, root: nn.Module) -> TracedPlaces | None:
         """As `lend`, while Dynamo traces: it guards on what it has read, so places are found anew.
@@ -402,13 +393,12 @@ class LentWeights:
             "threads take turns. Call the model in one thread, or a copy.deepcopy of it in each."
         )
 
-    def forget(self, lending: Lending) -> None:
-        """A lending has ended: the parameters are back."""
-        with self.lock:
-            if lending in self.lendings:
-                self.lendings.remove(lending)
-            if self._waiting:
-                self._turns.notify_all()
+    def has_ended(self, lending: Lending) -> None:
+        """The parameters are back, for the next one that waits; to be called with the lock."""
+        if lending in self.lendings:
+            self.lendings.remove(lending)
+        if self._waiting:
+            self._turns.notify_all()
 
 
 class TracedPlaces:

@@ -28,9 +28,7 @@ from ..casting.calls import (
     KEEP,
     USER,
     Call,
-    calling_frame,
     computes_in,
-    has_raised,
     here,
     innermost,
 )
@@ -343,13 +341,9 @@ class ManagedModel:
         is_given = given is not None and (given.tensors or given.containers)
         if not (is_given or lent or policy or state.process or here.stack):
             return taken
-        call = Call()
-        call.of, call.module, call.given = self, root, given
-        call.caller = caller or calling_frame()
+        call = state.begin(self, root, caller)
         try:
-            if here.stack:
-                call.is_again = innermost(self, root) is not None
-            state.begin(call)
+            call.given = given
             call.computes_in = None if self._parts is None else self.in_dtype
             if lent is not None and around is None:
                 if self._parts is not None and inputs is self._inputs:
@@ -373,21 +367,29 @@ class ManagedModel:
             raise
         return taken
 
-    def end(self, call: Call) -> None:
-        """A call ends, and what it wrote into its inputs is written into the caller's own."""
+    def end(self, root: nn.Module, output: Any) -> Call | None:
+        """A call ends: of the model, or of a part from outside.  Returns it; None: there is none.
+
+        What it wrote into its inputs is written into the caller's own.
+        """
+        if is_dynamo_compiling():
+            call = innermost(self, root, is_traced=True)
+        else:
+            call = here.stack[-1]
+            if call.of is not self or call.module is not root or call.is_again or call.is_traced:
+                call = self._state.ending(self, root, output)
+        if call is None:
+            return None
         self._state.end(call)
         if call.opened is not None and call.opened.last is not None:
             call.opened.last.note(call.opened.used)
         if call.given is not None:
             call.given.write_back()
+        return call
 
     def join(self, root: nn.Module, caller: FrameType | None = None) -> None:
         """A call begins that belongs to a forward around it, which casts and lends."""
-        call = Call()
-        call.of, call.module, call.is_joined = self, root, True
-        call.is_again = innermost(self, root) is not None
-        call.caller = caller or calling_frame()
-        self._state.begin(call)
+        self._state.begin(self, root, caller).is_joined = True
 
     def begin_traced(
         self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
@@ -396,14 +398,14 @@ class ManagedModel:
         state, policy, is_setting, taken = self._state, self.policy, True, None
         if inputs is not None:
             taken = inputs.take(args, kwargs, None)
-        call = Call()
-        call.of, call.module, call.is_traced = self, root, True
+        places = None
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
-            call.traced_places = self.lent.lend_traced(root)
+            places = self.lent.lend_traced(root)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
-        if call.traced_places is not None or not (policy is KEEP or policy is state.current()):
-            state.begin(call)
+        if places is not None or not (policy is KEEP or policy is state.current()):
+            call = state.begin(self, root)
+            call.traced_places = places
             call.computes_in = None if self._parts is None else self.in_dtype
             state.put_under(call, policy, (), is_setting)
         return taken
@@ -436,28 +438,23 @@ class ManagedModel:
         if state.modes and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
-        call = state.ending(self, model, has_raised(output)) if here.stack else None
+        call = self.end(model, output) if here.stack else None
         if call is not None and call.is_joined:
-            state.end(call)
             return None
         if self._step is not None and self._step.leaves():
             return None
         if output is None:  # perhaps because the forward raised
             dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
-        if call is not None:
-            self.end(call)
         if here.stack and self.properties.cast_model_outputs is None:
             to = computes_in() or to
         return None if to is None else cast_tensors(output, to)
 
     def _leave_traced(self, model: nn.Module, output: Any) -> Any:
-        if here.stack and self.lent is not None:
-            around = lending_around(model)
+        if here.stack:
+            around = None if self.lent is None else lending_around(model)
             if around is not None and around.owner is not self.lent:
                 return None
-        call = innermost(self, model, is_traced=True)
-        if call is not None:
-            self._state.end(call)
+            self.end(model, output)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _warn_of_settings(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, calling_frame, computes_in, has_raised, here, innermost
+from ..casting.calls import computes_in, here, innermost
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
@@ -63,15 +63,10 @@ class ModuleOverride:
         if state.modes and not is_traced and is_mode_on():
             with unseen():
                 return self._enter(module, args, kwargs)
-        call = Call()
-        call.of, call.module, call.is_traced = self, module, is_traced
-        if not is_traced:
-            if here.stack:
-                state.end_abandoned()
-                call.is_again = innermost(self, module) is not None
-            call.caller = calling_frame()
+        if here.stack and not is_traced:
+            state.end_abandoned()
+        call = state.begin(self, module)
         try:
-            state.begin(call)
             call.computes_in = self.dtype
             if self._policy is not None:
                 state.put_under(call, self._policy, state.instead_of_torch())
@@ -88,7 +83,7 @@ class ModuleOverride:
         if is_traced:
             call = innermost(self, module, is_traced=True)
         else:
-            call = state.ending(self, module, has_raised(output))
+            call = state.ending(self, module, output)
         if call is not None:
             state.end(call)
         to = self._wanted()

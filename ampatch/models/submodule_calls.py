@@ -21,7 +21,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..casting.calls import Call, calling_frame, computes_in, has_raised, here, innermost
+from ..casting.calls import Call, calling_frame, computes_in, here, innermost
 from ..casting.cast_state import CastState
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..log import logger
@@ -53,7 +53,7 @@ class Whole(Protocol):
 
     def join(self, root: nn.Module) -> None: ...
 
-    def end(self, call: Call) -> None: ...
+    def end(self, root: nn.Module, output: Any) -> Call | None: ...
 
     def results_in_step(self) -> torch.dtype | None: ...
 
@@ -155,16 +155,12 @@ class SubmoduleCalls:
         )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        whole, is_traced, call = self._whole, is_dynamo_compiling(), None
-        if is_traced:
-            call = innermost(whole, module, is_traced=True)
-        elif here.stack:
-            call = self._state.ending(whole, module, has_raised(output))
-        if call is None or call.is_joined:
-            if call is not None:
-                self._state.end(call)
+        if not here.stack:
             return None
-        whole.end(call)
+        whole, is_traced = self._whole, is_dynamo_compiling()
+        call = whole.end(module, output)
+        if call is None or call.is_joined:
+            return None
         # Outside of forwards lent weights are FP32, beside what a part returns.
         result = torch.float32 if self._lends else whole.results_in_step()
         if not is_traced:
