@@ -85,16 +85,26 @@ class AutocastInterop:
         def enter(region: Any) -> Any:
             entered = original(region)
             if not hasattr(region, _IGNORED) and not is_compiling():
-                self._put_under(region)
+                try:
+                    self._put_under(region)
+                except BaseException:  # whose `with` statement does not begin
+                    region.__exit__(None, None, None)
+                    raise
             return entered
 
         return enter
 
     def _exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
-            if here.stack:
+            try:
+                if here.stack:
+                    self._state.leave(region)
+            except BaseException:  # Ctrl-C: no frame tells later that the region has ended
                 self._state.leave(region)
-            return original(region, *exception)
+                raise
+            finally:
+                ended = original(region, *exception)
+            return ended
 
         return exit
 

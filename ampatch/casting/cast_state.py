@@ -103,7 +103,10 @@ class CastState:
         off: Sequence[str] = (),
         caller: FrameType | None = None,
     ) -> Call:
-        """A block or region begins, which is under `policy`; `of` is for `leave`."""
+        """A block or region begins, which is under `policy`; `of` is for `leave`.
+
+        Without a `caller` nothing tells later that an exception has ended it: leave it then.
+        """
         call = Call()
         if is_dynamo_compiling():
             call.is_traced = True
@@ -112,13 +115,9 @@ class CastState:
             if here.stack:
                 self.end_abandoned()
         call.kind, call.of = kind, of
-        try:
-            call.policy, call.copies = here.policy, here.copies
-            here.stack.append(call)
-            self.put_under(call, policy, off)
-        except BaseException:
-            self.end(call)
-            raise
+        call.policy, call.copies = here.policy, here.copies
+        here.stack.append(call)
+        self.put_under(call, policy, off)
         return call
 
     def leave(self, of: object) -> None:

@@ -31,7 +31,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from ..torch_private.autocast import has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
 from ..torch_private.probes import keeps_graph
-from .calls import BACKWARD, BLOCK, KEEP, USER, Call, calling_frame, here
+from .calls import BACKWARD, BLOCK, KEEP, USER, Call, calling_frame, computes_in, here
 from .cast_state import CastState
 from .patches import Replacement
 from .torch_autocast import devices_on
@@ -41,6 +41,7 @@ _LENT = "_ampatch_lent"
 _BESIDE_TORCH = "_ampatch_beside_torch"
 """torch's autocast was on too: `custom_bwd` brings back that, and no casts of ampatch."""
 _UNKNOWN = object()
+_NOTHING: tuple[Sequence[Any], Any] = (), KEEP
 
 
 def functions(state: CastState) -> list[Replacement]:
@@ -81,7 +82,8 @@ def _noting(original: Callable, state: CastState) -> Callable:
             setattr(self, _BESIDE_TORCH, True)
         for call in here.stack:
             if call.lending is not None:
-                setattr(self, _LENT, state.lent())
+                if lent := state.lent():
+                    setattr(self, _LENT, (lent, computes_in()))
                 break
 
     return __init__
@@ -89,7 +91,7 @@ def _noting(original: Callable, state: CastState) -> Callable:
 
 def _under_noted(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy, lent = getattr(self, _POLICY, _UNKNOWN), getattr(self, _LENT, ())
+        policy, (lent, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _LENT, _NOTHING)
         if policy is None and state.process is None and not (state.per_thread or lent):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
@@ -99,24 +101,28 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
             if not lent:
                 return original(self, *args)
             policy = KEEP
-        taken = _Taken(policy, BACKWARD if means_ours else BLOCK, lent)
+        taken = _Taken(policy, BACKWARD if means_ours else BLOCK, lent, dtype)
         call = taken.begin(state, sys._getframe())
         try:
             return original(self, *args)
         finally:
             state.end(call)
             if lent and not keeps_graph():
-                setattr(self, _LENT, ())
+                setattr(self, _LENT, _NOTHING)
 
     return apply
 
 
 class _Taken(NamedTuple):
-    """What a call takes along to code that runs later: the policy, as what, and what is lent."""
+    """What a call takes along to code that runs later.
+
+    The policy and the kind of call that is under it, what is lent, and the dtype it computes in.
+    """
 
     policy: Any
     kind: str
-    lent: Sequence[Any]
+    lent: Sequence[Any] = ()
+    computes_in: Any = KEEP
 
     def begin(self, state: CastState, caller: FrameType | None, is_apart: bool = False) -> Call:
         """That code begins; `is_apart`: with casts of its own.  All ends with what is returned."""
@@ -126,6 +132,7 @@ class _Taken(NamedTuple):
                 if index:
                     call = state.enter(KEEP, self.kind, caller=caller)
                 copies.lend_again(call)
+            call.computes_in = self.computes_in
             if is_apart and self.policy is not None:
                 self.policy.cache.open_apart(call)
         except BaseException:
@@ -134,15 +141,16 @@ class _Taken(NamedTuple):
         return first
 
 
-def _taken(state: CastState, lent: Sequence[Any] = ()) -> _Taken:
-    """The present policy, which is the user's where the user has set it, to be taken along."""
+def _taken(state: CastState) -> _Taken:
+    """What is in force here; the policy is the user's where the user has set it."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
-    return _Taken(policy, USER if by_user and policy is setting else BLOCK, lent)
+    kind = USER if by_user and policy is setting else BLOCK
+    return _Taken(policy, kind, state.lent(), computes_in())
 
 
 def _along(function: Callable, state: CastState) -> Callable:
     """`function` under the present policy; torch's autocast stays as it is there."""
-    taken = _taken(state)
+    taken = _taken(state)._replace(lent=())
 
     def along(*args: Any, **kwargs: Any) -> Any:
         call = taken.begin(state, sys._getframe())
@@ -156,7 +164,7 @@ def _along(function: Callable, state: CastState) -> Callable:
 
 def _repeatable(function: Callable, state: CastState) -> Callable:
     """`function` under the present policy, with what is lent now and with casts of its own."""
-    taken = _taken(state, state.lent())
+    taken = _taken(state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         call = taken.begin(state, sys._getframe(), is_apart=True)
@@ -196,7 +204,7 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        taken = _taken(state, state.lent())
+        taken = _taken(state)
         contexts = kwargs[CONTEXTS] if place is None else args[place]
 
         def in_recompute() -> tuple[Any, Any]:

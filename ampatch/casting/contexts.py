@@ -42,12 +42,20 @@ class PolicyContext:
         if self._call is None:
             caller = None if is_dynamo_compiling() else sys._getframe(1)
             state.enter(policy, BLOCK, of=self, caller=caller)
-        else:  # the user's may be suspended, or entered by an `ExitStack`: it has no caller
-            off = state.instead_of_torch() if state.casts_here() else ()
+            return
+        off = state.instead_of_torch() if state.casts_here() else ()
+        try:  # the user's may be suspended, or entered by an `ExitStack`: it has no caller
             state.enter(policy, USER, of=self, off=off)
+        except BaseException:
+            state.leave(self)
+            raise
 
     def __exit__(self, *exception: object) -> None:
-        self._state.leave(self)
+        try:
+            self._state.leave(self)
+        except BaseException:  # Ctrl-C: no frame tells later that the block has ended
+            self._state.leave(self)
+            raise
 
     def __call__(self, function: Called) -> Called:
         if _runs_later(function):

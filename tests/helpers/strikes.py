@@ -5,12 +5,15 @@ Python looks for signals as a Python function begins and as a C function returns
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import ampatch
 
+_NO_SIGNAL = re.compile(r"^\s*try:|lock:")
 ROOT = str(Path(ampatch.__file__).parent)
 
 
@@ -55,4 +58,34 @@ def _run(
         pass
     finally:
         sys.setprofile(None)
+    return seen, where
+
+
+def lines(does: Callable[[], object], files: tuple[str, ...], number: int = -1) -> tuple[int, str]:
+    """Run, with Ctrl-C at the n-th line or call within these files of ampatch.
+
+    Returns how many there are, and where that was.  Left out are lines at which Python handles no
+    signal, and which no `with` block covers: `try:` in it, and its own line as it ends.
+    """
+    paths, seen, where = {str(Path(ROOT, file)) for file in files}, 0, ""
+
+    def trace(frame, event, argument):
+        nonlocal seen, where
+        if frame.f_code.co_filename not in paths:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "call" or (event == "line" and not _NO_SIGNAL.search(line)):
+            seen += 1
+            if seen == number:
+                where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({event})"
+                stop()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        does()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
     return seen, where
