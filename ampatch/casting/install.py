@@ -28,6 +28,7 @@ from .rules import (
     Choose,
     banned,
     never,
+    overridden,
     refused,
 )
 from .tables import (
@@ -51,7 +52,7 @@ class Installation:
         self.missing: list[str] = []
         self.has_rows = False  # those of EVERY_LEVEL at least
         self.has_tables = False
-        self.has_more = False  # for overrides
+        self.overridden: dict[Any, bool] = {}
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
@@ -61,18 +62,22 @@ class Installation:
         self._has_apex_rows = False
         self._warned: set[str] = set()
 
-    def install(self, is_whole: bool) -> None:
+    def install(self, is_whole: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `is_whole`, what holds at every level.
 
-        Takes out what it put in if it fails halfway.
+        `overridden` has the functions of torch that policies give another precision, and whether
+        they compute in FP32 at every level.  Takes out what it put in if it fails halfway.
         """
-        self.has_rows, self.has_tables = True, is_whole
+        self.has_rows, self.has_tables, self.overridden = True, is_whole, overridden
         try:
             self._dynamo.keep()
             if is_whole:
                 self._put_tables()
             else:
                 self._put_rows(EVERY_LEVEL)
+            for function in overridden:
+                for owner, name in places_of(function):
+                    self.replacements.put(owner, name, self._maker(never), shared=True)
             for where, name, make in special_ops.embeddings():
                 self._put_if_there(where, name, make)
             self.replacements.rebind()
@@ -118,22 +123,8 @@ class Installation:
         self.replacements.give_back()
         self.missing.clear()
         self._warned.clear()
-        self.has_rows = self.has_tables = self.has_more = self._has_apex_rows = False
-
-    def ensure(self, functions: Iterable[Callable]) -> None:
-        """Patch these functions where torch keeps them, so that overrides for them can act."""
-        missing = [one for one in functions if self.replacements.of(one) is None]
-        for function in missing:
-            self.has_more = True
-            self._dynamo.keep()
-            for owner, name in places_of(function):
-                self.replacements.put(owner, name, self._maker(never), shared=True)
-        if missing:
-            self.replacements.rebind()
-
-    def can_patch(self, function: Callable) -> bool:
-        """Whether the place in torch of this function is known."""
-        return self.replacements.of(function) is not None or bool(places_of(function))
+        self.has_rows = self.has_tables = self._has_apex_rows = False
+        self.overridden = {}
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
@@ -156,7 +147,11 @@ class Installation:
     def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
         """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
         found = raw_attribute(owner, name)
-        self.replacements.put(owner, name, self._maker(choose, is_whole=True))
+        self.replacements.put(
+            owner,
+            name,
+            lambda raw: replacement(raw, choose, self._state, is_whole=lambda policy: True),
+        )
         self.replacements.rebind(found)
 
     def _put_rows(self, rows: Iterable[Row], but: Collection[tuple[str, str]] = ()) -> None:
@@ -191,19 +186,29 @@ class Installation:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
             uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
-        by_itself = self._float_by_itself(row, name)
-        if by_itself is not None:
-            choose, uncast = by_itself.parts(choose, uncast, self._state)
-        return self._maker(choose, uncast=uncast)
-
-    @staticmethod
-    def _float_by_itself(row: Row, name: str) -> special_ops.FloatByItself | None:
-        return special_ops.FLOAT_BY_ITSELF.get(name) if row in BLACKLIST else None
+        by_itself = special_ops.FLOAT_BY_ITSELF.get(name) if row in BLACKLIST else None
+        return self._maker(choose, uncast, by_itself)
 
     def _maker(
-        self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None
+        self,
+        choose: Choose,
+        uncast: Callable | None = None,
+        by_itself: special_ops.FloatByItself | None = None,
     ) -> Callable[[Any], Any]:
-        return lambda original: replacement(original, choose, self._state, is_whole, uncast)
+        """Makes replacements, of functions with overrides too."""
+
+        def make(original: Any) -> Callable:
+            function = self.replacements.original(original)
+            chosen, made, is_whole = choose, uncast, None
+            if self.overridden.get(function):
+                made = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
+            if by_itself is not None:
+                chosen, made = by_itself.parts(chosen, made, self._state)
+            if function in self.overridden:
+                chosen, is_whole = overridden(function, chosen)
+            return replacement(original, chosen, self._state, made, is_whole)
+
+        return make
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

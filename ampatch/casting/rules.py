@@ -284,6 +284,21 @@ def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return None
 
 
+def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
+    """As `choose`, except under policies that have a precision for this function of torch.
+
+    With it comes what says whether a policy has one.
+    """
+
+    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        precision = policy.functions.get(function)
+        if precision is None:
+            return choose(args, kwargs, policy)
+        return torch.float32 if precision == "float" else policy.half_to
+
+    return chosen, lambda policy: function in policy.functions
+
+
 def banned(message: str, warn: Callable[[str], None]) -> Choose:
     """As FLOAT, for calls with half arguments; each is refused with `message`, or warned of."""
 

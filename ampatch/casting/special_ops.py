@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
 from ..torch_private.probes import is_recording, is_tracing
+from .arguments import tensors_in
 from .cast_observers import observers
 from .cast_state import CastState
 from .contexts import PolicyContext
@@ -38,6 +39,9 @@ MANY = 2**14
 
 _EVERYWHERE = Policy(half_to=torch.float32)
 
+OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
+"""The row of EVERY_LEVEL that a function has while a session of half models names it."""
+
 
 def float_inside(row: Row, name: str, state: CastState) -> Callable:
     """Makes calls that PyTorch computes wrongly in half, in FP32 inside where the row says so.
@@ -46,12 +50,15 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     that works in place writes it into its first argument.  Instead of a half copy that a model has
     lent the call takes the FP32 weight.
     """
-    choose, is_everywhere = CHOOSERS[row.rule], row.rule is Rule.FLOAT
+    choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
 
     def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
+            if isinstance(value, Tensor):
+                if value.dtype in HALF_TYPES:
+                    break
+            elif isinstance(value, (list, tuple)) and _has_half(value):
                 break
         else:
             return call(*args, **kwargs)
@@ -75,6 +82,10 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         return value
 
     return uncast
+
+
+def _has_half(values: Sequence) -> bool:
+    return any(one.dtype in HALF_TYPES for one in tensors_in(values))
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
@@ -124,7 +135,6 @@ class FloatByItself(NamedTuple):
             policy = None if is_dynamo_compiling() else state.current()
             if (
                 policy is not None
-                and policy.follows_tables
                 and kwargs.get("out") is None
                 and (policy.gate is None or policy.gate(args, kwargs))
                 and is_taken(args, kwargs, policy)
@@ -212,8 +222,8 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
     def get_fastpath_enabled() -> bool:
         if is_dynamo_compiling():
-            return state.table_policy() is None and attention.is_fast_path_enabled()
-        policy = state.table_policy()
+            return state.current() is None and attention.is_fast_path_enabled()
+        policy = state.current()
         if policy is None or not original():
             return original()
         if policy.gate is None:
@@ -266,7 +276,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
     """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        policy = state.table_policy()
+        policy = state.current()
         if policy is not None:
             with unseen_where_modes_are(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())

@@ -26,7 +26,7 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     """`function` with its arguments cast to `choose(args, kwargs, policy)`, casts on inside."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = ask().table_policy()
+        policy = ask().current()
         to = None if policy is None else choose(args, kwargs, policy)
         call = observed(function, args, kwargs) if observers else function
         if policy is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from ..casting.cast_state import CastState
 from ..casting.install import Installation
 from ..casting.places import raw_attribute, resolve
@@ -160,25 +158,24 @@ class Registry(Generic[Session]):
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
-        by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
-        outside = self._outside(by_tables or casting)
-        needs = self._needs(tables=bool(by_tables), casts=outside is not None)
+        outside = self._outside(casting)
+        needs = self._needs(tables=bool(casting), casts=outside is not None)
         installed = self.installation
         has_rows = needs.tables or needs.half_models
-        tables_change = (has_rows, needs.tables) != (installed.has_rows, installed.has_tables)
-        tables_change |= not casting and installed.has_more
-        is_new = needs.tables and not installed.has_tables
+        overridden = self._overridden() if has_rows else {}
+        needed = (has_rows, needs.tables, overridden)
+        tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
         self.state.process = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
             self._tools.take_out_over_tables()
             installed.undo()
             if has_rows:
-                installed.install(is_whole=needs.tables)
-        if is_new:
-            self.user_functions.put_all()
-        for session, policy in casting:
-            self._apply_special(session, policy)
+                installed.install(needs.tables, overridden)
+            if needs.tables:
+                self.user_functions.put_all()
+        if any(policy.apex_tables for _, policy in casting):
+            installed.install_apex_rows(self._table_edits)
         self.state.process = outside
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
@@ -215,15 +212,14 @@ class Registry(Generic[Session]):
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
 
-    def _apply_special(self, session: Session, policy: Policy) -> None:
-        if policy.apex_tables:
-            self.installation.install_apex_rows(self._table_edits)
-        original_of = self.installation.replacements.original
-        rules = session.policies.function_rules
-        self.installation.ensure(map(original_of, rules))
-        for function, precision in rules.items():
-            dtype = torch.float32 if precision == "float" else session.properties.dtype
-            session.policies.tables.override(original_of(function), dtype)
+    def _overridden(self) -> dict[Any, bool]:
+        """Functions with overrides, and whether they compute in FP32 at every level."""
+        found: dict[Any, bool] = {}
+        for session in self.sessions:
+            is_everywhere = not session.properties.patch_torch_functions
+            for function in session.policies.tables.functions if session.properties.enabled else ():
+                found[function] = found.get(function, False) or is_everywhere
+        return found
 
     def _refresh_tools(self) -> None:
         """Dynamo has been imported, and has functions to replace."""

@@ -59,14 +59,17 @@ class Session:
         process_group: Any = None,
         has_apex_tables: bool = False,
     ) -> None:
-        self.rules = rules or Overrides([], {})
+        modules, functions = rules or Overrides([], {})
+        original = registry.installation.replacements.original
+        functions = {original(function): functions[function] for function in functions}
+        self.rules = Overrides(modules, functions)
         self.properties = properties
         self.model_rows: Rows[ManagedModel] = {}
         self.optimizer_rows: Rows[ManagedOptimizer] = {}
         self.unmanaged_rows: Rows[Any] = {}  # optimizers of a disabled session
         self._rows: tuple[Rows[Any], ...]
         self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
-        self.policies = Policies(properties, self.rules.functions, has_apex_tables)
+        self.policies = Policies(properties, functions, has_apex_tables)
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False

@@ -114,8 +114,7 @@ def test_matrix_power(where, half):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_matrix_power_follows_overrides_and_no_rows_beside_them(level):
-    """Where functions have overrides and the tables do not count, it is left as it is."""
+def test_matrix_power_follows_overrides_and_no_rows_in_a_half_model(level):
     seen = []
 
     class Powers(torch.nn.Linear):
