@@ -186,24 +186,19 @@ class Installation:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
         if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
             uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
-        by_itself = special_ops.FLOAT_BY_ITSELF.get(name) if row in BLACKLIST else None
-        return self._maker(choose, uncast, by_itself)
+        return self._maker(choose, uncast, name if row in BLACKLIST else "")
 
     def _maker(
-        self,
-        choose: Choose,
-        uncast: Callable | None = None,
-        by_itself: special_ops.FloatByItself | None = None,
+        self, choose: Choose, uncast: Callable | None = None, name: str = ""
     ) -> Callable[[Any], Any]:
-        """Makes replacements, of functions with overrides too."""
+        """Makes replacements, of functions with overrides too; `name`: that of a row in FP32."""
 
         def make(original: Any) -> Callable:
             function = self.replacements.original(original)
             chosen, made, is_whole = choose, uncast, None
             if self.overridden.get(function):
                 made = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
-            if by_itself is not None:
-                chosen, made = by_itself.parts(chosen, made, self._state)
+            chosen, made = special_ops.float_by_itself(name, chosen, made)
             if function in self.overridden:
                 chosen, is_whole = overridden(function, chosen)
             return replacement(original, chosen, self._state, made, is_whole)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
 
-    def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def uncast(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
                 if value.dtype in HALF_TYPES:
@@ -101,48 +101,39 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
     return is_dynamo_compiling() or is_recording()
 
 
-class FloatByItself(NamedTuple):
-    """How an accelerator computes a function in FP32 from a half tensor, without a copy of it.
+def float_by_itself(
+    name: str, choose: Choose, uncast: Callable | None
+) -> tuple[Choose, Callable | None]:
+    """`choose` and `uncast` of `wrapper.replacement` for a row that casts to FP32.
 
-    `takes(*args, **kwargs)` says whether `compute(call, *args, **kwargs)` can make this call.
+    Where an accelerator computes the function in FP32 from a half tensor, no copy is made.
     """
+    if name not in _BY_ITSELF:
+        return choose, uncast
+    takes, compute = _BY_ITSELF[name]
 
-    takes: Callable[..., bool]
-    compute: Callable[..., Any]
+    def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
+        value = first(args, kwargs)
+        return (
+            type(value) in TENSORS
+            and value.dtype in HALF_TYPES
+            and not value.is_cpu
+            and not is_dynamo_compiling()  # a compiler fuses the cast
+            and value.layout is torch.strided
+            and policy.float_to is torch.float32
+            and policy.casts_on(value.device.type)
+            and takes(*args, **kwargs)
+        )
 
-    def parts(
-        self, choose: Choose, uncast: Callable | None, state: CastState
-    ) -> tuple[Choose, Callable]:
-        """`choose` and `uncast` of `wrapper.replacement`; other calls are cast as `choose` says."""
+    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
 
-        def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
-            value: Any = args[0] if args else kwargs.get("input")
-            return (
-                type(value) in TENSORS
-                and value.dtype in HALF_TYPES
-                and not value.is_cpu
-                and not is_dynamo_compiling()  # a compiler fuses the cast
-                and value.layout is torch.strided
-                and policy.float_to is torch.float32
-                and policy.casts_on(value.device.type)
-                and self.takes(*args, **kwargs)
-            )
+    def made(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        if policy is not None and is_taken(args, kwargs, policy):
+            return compute(call, *args, **kwargs)
+        return call(*args, **kwargs) if uncast is None else uncast(policy, call, *args, **kwargs)
 
-        def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-            return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
-
-        def made(call: Callable, *args: Any, **kwargs: Any) -> Any:
-            policy = None if is_dynamo_compiling() else state.current()
-            if (
-                policy is not None
-                and kwargs.get("out") is None
-                and (policy.gate is None or policy.gate(args, kwargs))
-                and is_taken(args, kwargs, policy)
-            ):
-                return self.compute(call, *args, **kwargs)
-            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
-
-        return chosen, made
+    return chosen, made
 
 
 def _leaves_dtype_open(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -171,9 +162,9 @@ def _cross_entropy_of_classes(call: Callable, input: Tensor, target: Tensor, *ot
 
 # Not those of which torch takes no half (matrix norms), or computes the gradient in half (cumsum).
 _BY_DTYPE = ("log_softmax", "softmax", "sum", "vector_norm")
-FLOAT_BY_ITSELF = {
-    **dict.fromkeys(_BY_DTYPE, FloatByItself(_leaves_dtype_open, _with_dtype)),
-    "cross_entropy_loss": FloatByItself(_has_classes, _cross_entropy_of_classes),
+_BY_ITSELF: dict[str, tuple[Callable[..., bool], Callable]] = {  # who takes a call, and makes it
+    **dict.fromkeys(_BY_DTYPE, (_leaves_dtype_open, _with_dtype)),
+    "cross_entropy_loss": (_has_classes, _cross_entropy_of_classes),
 }
 
 

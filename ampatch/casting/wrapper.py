@@ -43,7 +43,8 @@ def replacement(
     """A plain function that stands in for `original` and casts to what `choose` says.
 
     `is_whole(policy)`, if given, says whether the function runs without casts inside.
-    `uncast(call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32.
+    `uncast(policy, call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32;
+    `policy` is None where the rule does not count.
     """
     as_object = opaque_call(original)
 
@@ -64,14 +65,14 @@ def replacement(
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
-            to = None
+            policy = to = None
         elif is_whole is not None and is_whole(policy):
             if is_asked(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
             if is_dynamo_compiling():  # one object in the graph would run outside of the block
                 call = original
             if uncast is not None:
-                call = functools.partial(uncast, call)
+                call = functools.partial(uncast, None, call)
             to = choose(args, kwargs, policy)
             with Block(state, BLOCK):  # else the rows of the functions that it calls would decide
                 return call_in(to, call, args, kwargs, policy)
@@ -82,9 +83,11 @@ def replacement(
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
+            if uncast is None:
+                return call(*args, **kwargs)
+            return uncast(policy, call, *args, **kwargs)
         if uncast is not None and to is not torch.float32:
-            call = functools.partial(uncast, call)
+            call = functools.partial(uncast, None, call)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):

@@ -180,9 +180,9 @@ def test_functions_at_o2_beside_a_session_at_o1():
 def test_an_override_at_o1_is_that_of_its_session_and_ends_with_it():
     one, two = Net(), Net()
     start(one, "O1", None)
-    start(two, "O1", {F.linear: "float"})  # a replacement by now
+    start(two, "O1", {F.linear: "float", F.softmax: "half"})  # F.linear is a replacement by now
     one(X), two(X)
-    assert one.dtypes == [H, H, torch.float32] and two.dtypes == [torch.float32] * 3
+    assert one.dtypes == [H, H, torch.float32] and two.dtypes == [torch.float32, torch.float32, H]
     ampatch.initialize(two, opt_level="O0", verbosity=0)
     start(two, "O1", None)
     two(X)
