@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,3 +23,10 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among these values, in nested lists and tuples too."""
     return [value for value in leaves(values) if isinstance(value, Tensor)]
+
+
+def with_items(value: Sequence, items: list) -> Any:
+    """The list, tuple or namedtuple `value` with these items; itself where none is another."""
+    if all(map(operator.is_, items, value)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]

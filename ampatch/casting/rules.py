@@ -23,7 +23,7 @@ from ..torch_private.modules import are_one_block
 from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
-from .arguments import tensors_in
+from .arguments import tensors_in, with_items
 from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
 from .tables import Rule
@@ -34,7 +34,7 @@ Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 TENSORS = frozenset((Tensor, Parameter))
 SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))  # no float64, no 8 bits
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -77,14 +77,10 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
-        inside, changed = [], False
+        items = []
         for item in value:
-            new = item if type(item) in SCALARS else cast(item, to, policy)
-            changed = changed or new is not item
-            inside.append(new)
-        if not changed:
-            return value
-        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
+            items.append(item if type(item) in SCALARS else cast(item, to, policy))
+        return with_items(value, items)
     if isinstance(value, Tensor):
         if wants_to_see(value):
             raise Handled

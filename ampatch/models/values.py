@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casting.arguments import with_items
+from ..casting.rules import CASTABLE
 from ..torch_private.dtensors import local_of
 from ..torch_private.torch_functions import unhandled
-
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""The dtypes that are converted.  float64 and the floats of 8 bits are not."""
 
 
 def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
@@ -39,12 +38,8 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
         return mapped
     if isinstance(value, (list, tuple)):
         listed = [map_tensors(item, convert, copied) for item in value]
-        if all(new is old for new, old in zip(listed, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*listed)
-        mapped = type(value)(listed)
-        if copied is not None and isinstance(value, list):
+        mapped = with_items(value, listed)
+        if copied is not None and mapped is not value and isinstance(value, list):
             copied.append((value, mapped, listed))
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -78,6 +73,18 @@ def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
     for name, item in items.items():
         object.__setattr__(mapped, name, item)  # it may be frozen
     return mapped
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """The tensors in what `map_tensors` looks into, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
