@@ -212,7 +212,7 @@ def overridden_exist(
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():
         name = getattr(function, "__name__", "")
-        if replacements.of(replacements.original(function)) is None and not places_of(function):
+        if replacements.of(replacements.original(function)) is None and not places_of([function]):
             why = f"the function is not found in {', '.join(NAMESPACES)}."
         elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             why = "the function writes into its argument, and a cast argument is a copy."

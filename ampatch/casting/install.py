@@ -22,11 +22,11 @@ from .patches import PatchSet
 from .places import NAMESPACES, has, places_of, public_name, raw_attribute, resolve
 from .replacements import Replacements
 from .rules import (
-    APEX_CHOOSERS,
     BEYOND_CHOOSERS,
     CHOOSERS,
     Choose,
     banned,
+    choose_float,
     never,
     overridden,
     refused,
@@ -59,7 +59,6 @@ class Installation:
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
-        self._has_apex_rows = False
         self._warned: set[str] = set()
 
     def install(self, is_whole: bool, overridden: dict[Any, bool]) -> None:
@@ -75,9 +74,8 @@ class Installation:
                 self._put_tables()
             else:
                 self._put_rows(EVERY_LEVEL)
-            for function in overridden:
-                for owner, name in places_of(function):
-                    self.replacements.put(owner, name, self._maker(never), shared=True)
+            for owner, name in places_of(overridden) if overridden else ():
+                self.replacements.put(owner, name, self._maker(never), shared=True)
             for where, name, make in special_ops.embeddings():
                 self._put_if_there(where, name, make)
             self.replacements.rebind()
@@ -102,19 +100,24 @@ class Installation:
         fresh_tables(self._patches)
         self._patches.on_undo(self._state.tables.give_back)
 
-    def install_apex_rows(self, edits: Iterable[tuple[str, str, Rule | None]] = ()) -> None:
-        """Add the rows that only apex's tables have; they act only under policies with these.
+    def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
+        """What only apex's tables have, for `Policy.functions`.
 
         `edits` give functions another rule than their row's; None: no cast.
         """
-        if self._has_apex_rows:
-            return
-        self._has_apex_rows = True
-        self._put_rows(APEX)
+        found: dict[tuple[str, str], Choose] = {}
+        for row in APEX:
+            for name in row.names:
+                is_float = row.rule is Rule.FLOAT
+                found[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
-            choose = never if rule is None else CHOOSERS[rule]
-            self.put_torch_function(resolve(where), name, choose)
-        self.replacements.rebind()
+            found[where, name] = never if rule is None else CHOOSERS[rule]
+        original = self.replacements.original
+        return {
+            original(getattr(resolve(where), name)): choose
+            for (where, name), choose in found.items()
+            if has(where, name)
+        }
 
     def undo(self) -> None:
         """Leave torch, and names of it in the user's modules, as they were found."""
@@ -123,7 +126,7 @@ class Installation:
         self.replacements.give_back()
         self.missing.clear()
         self._warned.clear()
-        self.has_rows = self.has_tables = self._has_apex_rows = False
+        self.has_rows = self.has_tables = False
         self.overridden = {}
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
@@ -159,8 +162,7 @@ class Installation:
             for name in () if row.native else row.names:
                 if (row.where, name) in but:
                     continue
-                make = self._make_for(row, name)
-                self._put_if_there(row.where, name, make, shared=row not in APEX)
+                self._put_if_there(row.where, name, self._make_for(row, name), shared=True)
 
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
@@ -172,19 +174,14 @@ class Installation:
 
     def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
         """Makes what a row puts in one of its places: decided here for all rows."""
-        rule, uncast = row.rule, None
-        message = f"{public_name(f'{row.where}.{name}')} was called with a half precision argument."
-        if rule is Rule.BANNED:
-            choose = banned(f"{message} {row.why}", self._warn_once)
-        elif rule is Rule.REFUSE_IN_PLACE:
-            choose = refused(f"{message} {row.why}")
-        elif row in APEX:
-            choose = APEX_CHOOSERS[rule]
+        uncast = None
+        if row.rule is Rule.BANNED:
+            choose = banned(_message(row, name), self._warn_once)
         elif (row.where, name) not in _IN_TABLES:
             choose = never
         else:
-            choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
-        if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
+            choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
+        if (row.where, name) in _AT_EVERY_LEVEL:
             uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
         return self._maker(choose, uncast, name if row in BLACKLIST else "")
 
@@ -211,6 +208,11 @@ class Installation:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
+
+
+def _message(row: Row, name: str) -> str:
+    title = public_name(f"{row.where}.{name}")
+    return f"{title} was called with a half precision argument. {row.why}"
 
 
 _IN_TABLES = {

@@ -22,9 +22,8 @@ class Policy:
     `half_to` and `float_to` are the dtypes that HALF and FLOAT rows cast to;
     `precision("float")` sets both to FP32.  `devices` are the device types whose
     tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
-    says whether the rules apply to it at all.  `functions` maps functions of torch to the
-    precision, "float" or "half", that they have instead of their rows'.
-    `apex_tables`: the rows that only apex's tables have count too.
+    says whether the rules apply to it at all.  `functions` maps functions of torch to what they
+    follow instead of their rows: a `Choose` of `rules`.
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
     `in_forwards`: what forwards are under, and all that repeats a forward in a backward pass,
     where this policy itself casts nothing in backward passes; else None.
@@ -35,9 +34,8 @@ class Policy:
     float_to: torch.dtype = torch.float32
     devices: set[str] | None = None
     gate: Gate | None = None
-    functions: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    functions: Mapping[Any, Callable] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
-    apex_tables: bool = False
     half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
     in_forwards: Policy | None = None
     recorded_attention: Callable[..., Any] | None = None

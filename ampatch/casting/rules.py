@@ -271,26 +271,19 @@ def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
     return None
 
 
-def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    return policy.float_to if policy.apex_tables else None
-
-
 def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """No rule: only an override casts this function."""
     return None
 
 
 def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """As `choose`, except under policies that have a precision for this function of torch.
+    """As `choose`, except under policies by which this function of torch follows something else.
 
-    With it comes what says whether a policy has one.
+    With it comes what says whether a policy is one of these.
     """
 
     def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-        precision = policy.functions.get(function)
-        if precision is None:
-            return choose(args, kwargs, policy)
-        return torch.float32 if precision == "float" else policy.half_to
+        return policy.functions.get(function, choose)(args, kwargs, policy)
 
     return chosen, lambda policy: function in policy.functions
 
@@ -310,10 +303,10 @@ def banned(message: str, warn: Callable[[str], None]) -> Choose:
 
 
 def refused(message: str) -> Choose:
-    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
+    """An in-place function that would have to change a half tensor's dtype."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-        if policy.apex_tables and _has_half(args[:1], {}, policy):
+        if _has_half(args[:1], {}, policy):
             raise BannedFunctionError(message)
         return None
 
@@ -343,4 +336,4 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
-APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
+OVERRIDES: dict[str, Choose] = {"float": _single, "half": choose_half}

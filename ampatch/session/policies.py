@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from ..casting.arguments import tensors_in
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
-from ..casting.rules import dtype_of
+from ..casting.rules import Choose, dtype_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride
@@ -24,13 +24,10 @@ class Policies:
     """The policies of one session; which of them is in force depends on opt level and models.
 
     `tables` is that of O1, and `mixed` is for half models whose forward mixes FP32 and half
-    tensors.  Both share one weight cache.  `functions` maps functions of torch to the precision
-    that the overrides ask for.
+    tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
-    def __init__(
-        self, properties: Properties, functions: dict[Any, str], has_apex_tables: bool
-    ) -> None:
+    def __init__(self, properties: Properties, functions: dict[Any, Choose]) -> None:
         self._properties = properties
         half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
         self.half = half if half in HALF_TYPES else properties.dtype
@@ -38,7 +35,6 @@ class Policies:
             half_to=self.half,
             functions=functions,
             allow_banned=properties.allow_banned,
-            apex_tables=has_apex_tables,
             devices=devices_to_start_from(),
         )
         self.mixed = dataclasses.replace(self.tables, gate=mixes)

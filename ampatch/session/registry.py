@@ -65,7 +65,7 @@ class Registry(Generic[Session]):
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self.state, self.events), watches(self.state, self.events))
         self._awaits_dynamo = False
-        self._table_edits: list[tuple[str, str, Rule | None]] = []
+        self.table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
@@ -174,8 +174,6 @@ class Registry(Generic[Session]):
                 installed.install(needs.tables, overridden)
             if needs.tables:
                 self.user_functions.put_all()
-        if any(policy.apex_tables for _, policy in casting):
-            installed.install_apex_rows(self._table_edits)
         self.state.process = outside
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
@@ -213,7 +211,7 @@ class Registry(Generic[Session]):
         return policy.outside_passes()
 
     def _overridden(self) -> dict[Any, bool]:
-        """Functions with overrides, and whether they compute in FP32 at every level."""
+        """Functions that policies have apart, and whether they are FP32 inside at every level."""
         found: dict[Any, bool] = {}
         for session in self.sessions:
             is_everywhere = not session.properties.patch_torch_functions
@@ -231,15 +229,13 @@ class Registry(Generic[Session]):
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
         """Have torch's functions follow other rules than the tables', where apex's tables count.
 
-        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
-        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for
-        an unknown name.
+        They count for sessions that open from now on; earlier edits are forgotten.  An edit is a
+        namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and a rule, or None for
+        no cast.  Raises `AttributeError` for an unknown name.
         """
         for where, name, _ in edits:
             raw_attribute(resolve(where), name)
-        if edits != self._table_edits:
-            self._table_edits = edits
-            self._install_anew()
+        self.table_edits = edits
 
     def register(self, place: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, now and later, while patches are in."""
