@@ -2,15 +2,13 @@
 
 Installed once, when the first session that needs it opens, and taken out when
 the last closes; sessions differ in their policies, not in what is patched.
-What this torch lacks is left out and listed in `missing`.
+What this torch lacks is left out; `ampatch doctor` lists it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from ..log import logger
 from . import special_ops, user_functions
@@ -49,7 +47,6 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
-        self.missing: list[str] = []
         self.has_rows = False  # those of EVERY_LEVEL at least
         self.has_tables = False
         self.overridden: dict[Any, bool] = {}
@@ -70,35 +67,22 @@ class Installation:
         self.has_rows, self.has_tables, self.overridden = True, is_whole, overridden
         try:
             self._dynamo.keep()
+            parts = special_ops.embeddings()
             if is_whole:
-                self._put_tables()
-            else:
-                self._put_rows(EVERY_LEVEL)
+                parts += [*special_ops.module_parts(self._state), *self.autocast.places()]
+            for where, name in _TABLES | _AT_EVERY_LEVEL if is_whole else _AT_EVERY_LEVEL:
+                self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
                 self.replacements.put(owner, name, self._maker(never), shared=True)
-            for where, name, make in special_ops.embeddings():
+            for where, name, make in parts:
                 self._put_if_there(where, name, make)
+            if is_whole:
+                fresh_tables(self._patches)
+                self._patches.on_undo(self._state.tables.give_back)
             self.replacements.rebind()
         except BaseException:
             self.undo()
             raise
-        if self.missing:
-            logger.debug(
-                "This torch (%s) lacks, and ampatch leaves out: %s.",
-                torch.__version__,
-                ", ".join(self.missing),
-            )
-
-    def _put_tables(self) -> None:
-        self._put_rows((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
-        self._put_rows(EVERY_LEVEL, but=_IN_TABLES)
-        for where, name, make in (
-            *special_ops.module_parts(self._state),
-            *self.autocast.places(),
-        ):
-            self._put_if_there(where, name, make)
-        fresh_tables(self._patches)
-        self._patches.on_undo(self._state.tables.give_back)
 
     def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
         """What only apex's tables have, for `Policy.functions`.
@@ -124,7 +108,6 @@ class Installation:
         self.autocast.end()
         self._patches.undo()
         self.replacements.give_back()
-        self.missing.clear()
         self._warned.clear()
         self.has_rows = self.has_tables = False
         self.overridden = {}
@@ -157,32 +140,21 @@ class Installation:
         )
         self.replacements.rebind(found)
 
-    def _put_rows(self, rows: Iterable[Row], but: Collection[tuple[str, str]] = ()) -> None:
-        for row in rows:
-            for name in () if row.native else row.names:
-                if (row.where, name) in but:
-                    continue
-                self._put_if_there(row.where, name, self._make_for(row, name), shared=True)
-
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
     ) -> None:
         if has(where, name):
             self.replacements.put(resolve(where), name, make, shared)
-        else:
-            self.missing.append(f"{where}.{name}")
 
-    def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
-        """Makes what a row puts in one of its places: decided here for all rows."""
-        uncast = None
-        if row.rule is Rule.BANNED:
+    def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
+        """Makes what rows put in one place: decided here for all rows."""
+        row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
+        choose: Choose = never
+        if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name), self._warn_once)
-        elif (row.where, name) not in _IN_TABLES:
-            choose = never
-        else:
+        elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
-        if (row.where, name) in _AT_EVERY_LEVEL:
-            uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
+        uncast = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
         return self._maker(choose, uncast, name if row in BLACKLIST else "")
 
     def _maker(
@@ -215,8 +187,8 @@ def _message(row: Row, name: str) -> str:
     return f"{title} was called with a half precision argument. {row.why}"
 
 
-_IN_TABLES = {
-    (row.where, name)
+_TABLES = {
+    (row.where, name): row
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
     if not row.native
     for name in row.names

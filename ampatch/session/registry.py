@@ -158,8 +158,7 @@ class Registry(Generic[Session]):
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
-        outside = self._outside(casting)
-        needs = self._needs(tables=bool(casting), casts=outside is not None)
+        needs = self._needs(tables=bool(casting))
         installed = self.installation
         has_rows = needs.tables or needs.half_models
         overridden = self._overridden() if has_rows else {}
@@ -174,13 +173,13 @@ class Registry(Generic[Session]):
                 installed.install(needs.tables, overridden)
             if needs.tables:
                 self.user_functions.put_all()
-        self.state.process = outside
+        self.state.process = self._outside(casting)
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True
             dynamo_inputs.when_imported(self._refresh_tools)
 
-    def _needs(self, *, tables: bool, casts: bool) -> Needs:
+    def _needs(self, *, tables: bool) -> Needs:
         """What the open sessions need; the caller knows what they cast."""
         models = self.models()
         weight_types = [managed.properties.cast_model_type for managed in models]
@@ -191,7 +190,6 @@ class Registry(Generic[Session]):
             optimizers=bool(self.optimizers()),
             half_models=not set(HALF_TYPES).isdisjoint(weight_types),
             tables=tables,
-            casts=casts,
         )
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
@@ -221,8 +219,7 @@ class Registry(Generic[Session]):
 
     def _refresh_tools(self) -> None:
         """Dynamo has been imported, and has functions to replace."""
-        tables, casts = self.installation.has_tables, self.state.process is not None
-        self._tools.put_in(self._needs(tables=tables, casts=casts))
+        self._tools.put_in(self._needs(tables=self.installation.has_tables))
 
     # The user's own functions, and changes to the tables
 
