@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..log import logger
 from . import special_ops, user_functions
 from .autocast_interop import AutocastInterop
 from .cast_state import CastState
@@ -56,7 +55,6 @@ class Installation:
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
-        self._warned: set[str] = set()
 
     def install(self, is_whole: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `is_whole`, what holds at every level.
@@ -108,7 +106,6 @@ class Installation:
         self.autocast.end()
         self._patches.undo()
         self.replacements.give_back()
-        self._warned.clear()
         self.has_rows = self.has_tables = False
         self.overridden = {}
 
@@ -122,23 +119,15 @@ class Installation:
             self._patches.replace(
                 owner, name, lambda raw: user_functions.following(raw, choose, ask)
             )
-        elif owner in map(resolve, NAMESPACES):
-            self.put_torch_function(owner, name, choose)
         else:
-            self.replacements.put(
-                owner, name, lambda raw: user_functions.user_function(raw, choose, ask)
-            )
-            self.replacements.rebind(found)
 
-    def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
-        """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
-        found = raw_attribute(owner, name)
-        self.replacements.put(
-            owner,
-            name,
-            lambda raw: replacement(raw, choose, self._state, is_whole=lambda policy: True),
-        )
-        self.replacements.rebind(found)
+            def make(raw: Any) -> Callable:
+                if owner in map(resolve, NAMESPACES):
+                    return replacement(raw, choose, self._state, is_whole=lambda policy: True)
+                return user_functions.user_function(raw, choose, ask)
+
+            self.replacements.put(owner, name, make)
+            self.replacements.rebind(found)
 
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
@@ -151,7 +140,7 @@ class Installation:
         row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
         choose: Choose = never
         if row is not None and row.rule is Rule.BANNED:
-            choose = banned(_message(row, name), self._warn_once)
+            choose = banned(_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
         uncast = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
@@ -173,13 +162,6 @@ class Installation:
             return replacement(original, chosen, self._state, made, is_whole)
 
         return make
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(
-                "%s It runs in FP32; pass allow_banned=False to have it refused.", message
-            )
 
 
 def _message(row: Row, name: str) -> str:

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
+from ..log import logger
 from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import are_one_block
 from ..torch_private.probes import is_recording
@@ -288,15 +289,20 @@ def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy]
     return chosen, lambda policy: function in policy.functions
 
 
-def banned(message: str, warn: Callable[[str], None]) -> Choose:
-    """As FLOAT, for calls with half arguments; each is refused with `message`, or warned of."""
+def banned(message: str) -> Choose:
+    """As FLOAT, for calls with half arguments: these are refused with `message`, or warned of."""
+    warned: list[str] = []
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         if not _has_half(args, kwargs, policy):
             return None
         if not policy.allow_banned:
             raise BannedFunctionError(message)
-        warn(message)
+        if not warned:
+            warned.append(message)
+            logger.warning(
+                "%s It runs in FP32; pass allow_banned=False to have it refused.", message
+            )
         return policy.float_to
 
     return choose

@@ -145,16 +145,6 @@ def test_overrides_of_functions_at_every_level(level):
         assert torch.mm(X, X).dtype is torch.float32 and torch.mm is PLAIN_MM[0]
 
 
-def test_an_override_wins_over_the_rows_of_what_the_function_calls():
-    """F.softmax is Python and calls Tensor.softmax; F.mse_loss calls a builtin."""
-    functions, single = nn.functional, torch.ones(2, 2)
-    rules = {functions.softmax: "half", functions.mse_loss: "half"}
-    start(nn.Linear(2, 2), "O1", rules, patch_scope="process")
-    assert functions.softmax(single, -1).dtype is H
-    assert functions.mse_loss(single, single).dtype is H
-    assert torch.softmax(single.to(H), -1).dtype is torch.float32  # another function
-
-
 PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
 
 
@@ -178,6 +168,7 @@ def test_functions_at_o2_beside_a_session_at_o1():
 
 
 def test_an_override_at_o1_is_that_of_its_session_and_ends_with_it():
+    """It wins over the rows of what the function calls: F.softmax calls Tensor.softmax."""
     one, two = Net(), Net()
     start(one, "O1", None)
     start(two, "O1", {F.linear: "float", F.softmax: "half"})  # F.linear is a replacement by now
