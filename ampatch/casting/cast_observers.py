@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .arguments import tensors_in
 
@@ -59,14 +58,6 @@ class ObservedCall:
         finally:
             for observer in watching:
                 observer.call_ends(self._function, result)
-
-
-def observed(function: Callable, args: Any, kwargs: dict) -> Callable:
-    """What to call in the place of `function` while there are observers.
-
-    Code that Dynamo compiles is not observed.
-    """
-    return function if is_dynamo_compiling() else ObservedCall(function, args, kwargs)
 
 
 def note_copies(halves: Sequence[Tensor]) -> None:
