@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +22,3 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among these values, in nested lists and tuples too."""
     return [value for value in leaves(values) if isinstance(value, Tensor)]
-
-
-def with_items(value: Sequence, items: list) -> Any:
-    """The list, tuple or namedtuple `value` with these items; itself where none is another."""
-    if all(map(operator.is_, items, value)):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]

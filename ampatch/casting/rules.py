@@ -24,7 +24,7 @@ from ..torch_private.modules import are_one_block
 from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
-from .arguments import tensors_in, with_items
+from .arguments import tensors_in
 from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
 from .tables import Rule
@@ -78,10 +78,14 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
-        items = []
+        inside, changed = [], False
         for item in value:
-            items.append(item if type(item) in SCALARS else cast(item, to, policy))
-        return with_items(value, items)
+            new = item if type(item) in SCALARS else cast(item, to, policy)
+            changed = changed or new is not item
+            inside.append(new)
+        if not changed:
+            return value
+        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     if isinstance(value, Tensor):
         if wants_to_see(value):
             raise Handled

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casting.arguments import with_items
 from ..casting.rules import CASTABLE
 from ..torch_private.dtensors import local_of
 from ..torch_private.torch_functions import unhandled
@@ -38,8 +37,12 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
         return mapped
     if isinstance(value, (list, tuple)):
         listed = [map_tensors(item, convert, copied) for item in value]
-        mapped = with_items(value, listed)
-        if copied is not None and mapped is not value and isinstance(value, list):
+        if all(new is old for new, old in zip(listed, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*listed)
+        mapped = type(value)(listed)
+        if copied is not None and isinstance(value, list):
             copied.append((value, mapped, listed))
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
