@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from ..casting.places import NAMESPACES
+from ..casting.places import NAMESPACES, places_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
@@ -185,8 +185,11 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     return None
 
 
-def overridden_exist(rules: Overrides, models: list[nn.Module], from_outside: bool = False) -> None:
-    """Raise `ValueError` for `overrides` that name no submodule, or no function of torch's.
+def overridden_exist(
+    rules: Overrides, models: list[nn.Module], properties: Properties, from_outside: bool = False
+) -> None:
+    """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
+    cannot have the precision.
 
     `from_outside`: they hold for all calls of the script, and each call has some of the modules; a
     warning says which of them this one has not.
@@ -205,14 +208,24 @@ def overridden_exist(rules: Overrides, models: list[nn.Module], from_outside: bo
                 f"submodule matches {shown!r}. Expected a path such as those of "
                 "model.named_modules()." + did_you_mean(shown, names)
             )
-    installation = registry.installation
+    takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
+    replacements = registry.installation.replacements
     for function, precision in rules.functions.items():
-        if not installation.can_patch(installation.replacements.original(function)):
-            raise ValueError(
-                f"ampatch.initialize(overrides={{{function!r}: {precision!r}}}): this function is "
-                f"not found in {', '.join(NAMESPACES)}. For functions of your own use "
-                "ampatch.register_float_function or register_half_function."
-            )
+        name = getattr(function, "__name__", "")
+        if replacements.of(replacements.original(function)) is None and not places_of([function]):
+            why = f"the function is not found in {', '.join(NAMESPACES)}."
+        elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            why = "the function writes into its argument, and a cast argument is a copy."
+        elif precision == "half" and not takes_half:
+            why = 'functions in a half model compute in the dtype they are given, or in "float".'
+        else:
+            continue
+        raise TypeError(
+            f"ampatch.initialize(opt_level={properties.opt_level!r}, overrides={{{function!r}: "
+            f"{precision!r}}}): {why} For a part of a model name the module: "
+            'overrides={"name.of.the.module": "float"} or "half". For functions of your own, '
+            "at O1: ampatch.register_float_function or register_half_function."
+        )
 
 
 def is_process_group(given: Any) -> None:

@@ -114,8 +114,6 @@ def precision(dtype: Precision) -> PolicyContext:
         policy, _ = registry.state.innermost_setting()
         if policy is None:
             return KEEP
-        if not policy.follows_tables:
-            return policy
         on = devices_on()
         if on:
             policy = policy.in_type(half_type(on[-1]))

@@ -120,9 +120,10 @@ def initialize(
         dtype: the half type, `torch.float16` or `torch.bfloat16`, on every device.
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
-            and O3.  In a half model (O2, O3) such a module or function computes in its own
-            precision; its inputs and outputs have the dtype of the code around it: that of
-            the overridden module that called it, else the model's.  At O0 overrides have no
+            and O3.  In a half model (O2, O3) such a module computes in its own precision; its
+            inputs and outputs have the dtype of the code around it: that of the overridden module
+            that called it, else the model's.  A function of torch can be "float" there: it
+            computes in FP32 inside, and its result keeps the dtype.  At O0 overrides have no
             effect.  A JSON file with globs, as `ampatch tune` writes it, is named by its path.
         init_scale: the first dynamic loss scale.
         growth_interval: number of clean steps in a row after which the dynamic scale grows.

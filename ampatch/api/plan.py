@@ -51,7 +51,9 @@ def plan_of(models: Any, optimizers: Any, process_group: Any, settings: dict[str
             listed_optimizers, listed_models, properties, process_group
         )
         if any(rules):
-            argument_checks.overridden_exist(rules, listed_models, "overrides" in replacing)
+            argument_checks.overridden_exist(
+                rules, listed_models, properties, "overrides" in replacing
+            )
     if properties.opt_level == "O0" and any(rules):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)

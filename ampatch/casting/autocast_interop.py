@@ -116,9 +116,9 @@ class AutocastInterop:
         is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
-        elif is_custom_bwd and (is_on or not policy.follows_tables):
+        elif is_custom_bwd and is_on:
             set_enabled(device, False)  # what leaves the region brings back what was before
-        elif is_on and policy.follows_tables and policy.gate is None:
+        elif is_on and policy.gate is None:
             set_enabled(device, False)
             policy = policy.in_type(region.fast_dtype)
         else:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .arguments import tensors_in
 
@@ -48,7 +47,10 @@ class ObservedCall:
         watching = list(observers)
         for observer in watching:
             observer.call_begins(self._function)
-        self._note(self._before, tensors_in((*args, *kwargs.values())))
+        for old, new in zip(self._before, tensors_in((*args, *kwargs.values())), strict=False):
+            if old is not new:
+                for observer in watching:
+                    observer.was_cast(self._function, old, new)
         result = None
         try:
             result = self._function(*args, **kwargs)
@@ -56,24 +58,6 @@ class ObservedCall:
         finally:
             for observer in watching:
                 observer.call_ends(self._function, result)
-
-    def note_casts(self, before: Any, after: Any) -> None:
-        """Report each tensor that is another one in `after` than in its place in `before`."""
-        self._note(tensors_in((before,)), tensors_in((after,)))
-
-    def _note(self, before: list[Tensor], after: list[Tensor]) -> None:
-        for old, new in zip(before, after, strict=False):
-            if old is not new:
-                for observer in observers:
-                    observer.was_cast(self._function, old, new)
-
-
-def observed(function: Callable, args: Any, kwargs: dict) -> Callable:
-    """What to call in the place of `function` while there are observers.
-
-    Code that Dynamo compiles is not observed.
-    """
-    return function if is_dynamo_compiling() else ObservedCall(function, args, kwargs)
 
 
 def note_copies(halves: Sequence[Tensor]) -> None:

@@ -186,14 +186,9 @@ class CastState:
         policy = self.current()
         return policy if policy is None or policy.in_forwards is None else policy.in_forwards
 
-    def table_policy(self) -> Policy | None:
-        """`current()` if it follows the tables; None: rows cast nothing here and now."""
-        policy = self.current()
-        return policy if policy is not None and policy.follows_tables else None
-
     def policy_on(self, device: str) -> Policy | None:
-        """`table_policy()`, if calls with tensors on `device` are cast under it here and now."""
-        policy = self.table_policy()
+        """`current()`, if calls with tensors on `device` are cast under it here and now."""
+        policy = self.current()
         if policy is not None and policy.in_forwards is not None:
             in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
             policy = None if in_backward else policy.in_forwards
@@ -224,7 +219,7 @@ class CastState:
         if by_user:
             return KEEP if devices_on() else setting, (), False  # on: by a region inside the block
         on: list[str] = []
-        if policy is not None and policy.gate is None and policy.follows_tables:
+        if policy is not None and policy.gate is None:
             on = [device for device in devices_on() if policy.casts_on(device)]
         if policy is None or not on:
             return policy, (), True

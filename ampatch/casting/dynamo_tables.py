@@ -54,9 +54,7 @@ class DynamoTables:
         self._is_kept = False
 
     def keep(self) -> None:
-        """To be called before the first patch; more than once changes nothing."""
-        if self._is_kept:
-            return
+        """To be called before the first patch."""
         self._is_kept = True
         self._patches.on_undo(self._leave)
         for title in self._corrections:

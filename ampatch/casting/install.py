@@ -2,17 +2,14 @@
 
 Installed once, when the first session that needs it opens, and taken out when
 the last closes; sessions differ in their policies, not in what is patched.
-What this torch lacks is left out and listed in `missing`.
+What this torch lacks is left out; `ampatch doctor` lists it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
-from ..log import logger
 from . import special_ops, user_functions
 from .autocast_interop import AutocastInterop
 from .cast_state import CastState
@@ -22,12 +19,13 @@ from .patches import PatchSet
 from .places import NAMESPACES, has, places_of, public_name, raw_attribute, resolve
 from .replacements import Replacements
 from .rules import (
-    APEX_CHOOSERS,
     BEYOND_CHOOSERS,
     CHOOSERS,
     Choose,
     banned,
+    choose_float,
     never,
+    overridden,
     refused,
 )
 from .tables import (
@@ -48,92 +46,68 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
-        self.missing: list[str] = []
         self.has_rows = False  # those of EVERY_LEVEL at least
         self.has_tables = False
-        self.has_more = False  # for overrides
+        self.overridden: dict[Any, bool] = {}
         self._state = state
         self._ask_state = ask_state
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
-        self._has_apex_rows = False
-        self._warned: set[str] = set()
 
-    def install(self, is_whole: bool) -> None:
+    def install(self, is_whole: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `is_whole`, what holds at every level.
 
-        Takes out what it put in if it fails halfway.
+        `overridden` has the functions of torch that policies give another precision, and whether
+        they compute in FP32 at every level.  Takes out what it put in if it fails halfway.
         """
-        self.has_rows, self.has_tables = True, is_whole
+        self.has_rows, self.has_tables, self.overridden = True, is_whole, overridden
         try:
             self._dynamo.keep()
+            parts = special_ops.embeddings()
             if is_whole:
-                self._put_tables()
-            else:
-                self._put_rows(EVERY_LEVEL)
-            for where, name, make in special_ops.embeddings():
+                parts += [*special_ops.module_parts(self._state), *self.autocast.places()]
+            for where, name in _TABLES | _AT_EVERY_LEVEL if is_whole else _AT_EVERY_LEVEL:
+                self._put_if_there(where, name, self._make_for(where, name), shared=True)
+            for owner, name in places_of(overridden) if overridden else ():
+                self.replacements.put(owner, name, self._maker(never), shared=True)
+            for where, name, make in parts:
                 self._put_if_there(where, name, make)
+            if is_whole:
+                fresh_tables(self._patches)
+                self._patches.on_undo(self._state.tables.give_back)
             self.replacements.rebind()
         except BaseException:
             self.undo()
             raise
-        if self.missing:
-            logger.debug(
-                "This torch (%s) lacks, and ampatch leaves out: %s.",
-                torch.__version__,
-                ", ".join(self.missing),
-            )
 
-    def _put_tables(self) -> None:
-        self._put_rows((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
-        self._put_rows(EVERY_LEVEL, but=_IN_TABLES)
-        for where, name, make in (
-            *special_ops.module_parts(self._state),
-            *self.autocast.places(),
-        ):
-            self._put_if_there(where, name, make)
-        fresh_tables(self._patches)
-        self._patches.on_undo(self._state.tables.give_back)
-
-    def install_apex_rows(self, edits: Iterable[tuple[str, str, Rule | None]] = ()) -> None:
-        """Add the rows that only apex's tables have; they act only under policies with these.
+    def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
+        """What only apex's tables have, for `Policy.functions`.
 
         `edits` give functions another rule than their row's; None: no cast.
         """
-        if self._has_apex_rows:
-            return
-        self._has_apex_rows = True
-        self._put_rows(APEX)
+        found: dict[tuple[str, str], Choose] = {}
+        for row in APEX:
+            for name in row.names:
+                is_float = row.rule is Rule.FLOAT
+                found[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
-            choose = never if rule is None else CHOOSERS[rule]
-            self.put_torch_function(resolve(where), name, choose)
-        self.replacements.rebind()
+            found[where, name] = never if rule is None else CHOOSERS[rule]
+        original = self.replacements.original
+        return {
+            original(getattr(resolve(where), name)): choose
+            for (where, name), choose in found.items()
+            if has(where, name)
+        }
 
     def undo(self) -> None:
         """Leave torch, and names of it in the user's modules, as they were found."""
         self.autocast.end()
         self._patches.undo()
         self.replacements.give_back()
-        self.missing.clear()
-        self._warned.clear()
-        self.has_rows = self.has_tables = self.has_more = self._has_apex_rows = False
-
-    def ensure(self, functions: Iterable[Callable]) -> None:
-        """Patch these functions where torch keeps them, so that overrides for them can act."""
-        missing = [one for one in functions if self.replacements.of(one) is None]
-        for function in missing:
-            self.has_more = True
-            self._dynamo.keep()
-            for owner, name in places_of(function):
-                self.replacements.put(owner, name, self._maker(never), shared=True)
-        if missing:
-            self.replacements.rebind()
-
-    def can_patch(self, function: Callable) -> bool:
-        """Whether the place in torch of this function is known."""
-        return self.replacements.of(function) is not None or bool(places_of(function))
+        self.has_rows = self.has_tables = False
+        self.overridden = {}
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
@@ -145,76 +119,58 @@ class Installation:
             self._patches.replace(
                 owner, name, lambda raw: user_functions.following(raw, choose, ask)
             )
-        elif owner in map(resolve, NAMESPACES):
-            self.put_torch_function(owner, name, choose)
         else:
-            self.replacements.put(
-                owner, name, lambda raw: user_functions.user_function(raw, choose, ask)
-            )
+
+            def make(raw: Any) -> Callable:
+                if owner in map(resolve, NAMESPACES):
+                    return replacement(raw, choose, self._state, is_whole=lambda policy: True)
+                return user_functions.user_function(raw, choose, ask)
+
+            self.replacements.put(owner, name, make)
             self.replacements.rebind(found)
-
-    def put_torch_function(self, owner: Any, name: str, choose: Choose) -> None:
-        """Have one of torch's functions cast to what `choose` says, whatever the tables say."""
-        found = raw_attribute(owner, name)
-        self.replacements.put(owner, name, self._maker(choose, is_whole=True))
-        self.replacements.rebind(found)
-
-    def _put_rows(self, rows: Iterable[Row], but: Collection[tuple[str, str]] = ()) -> None:
-        for row in rows:
-            for name in () if row.native else row.names:
-                if (row.where, name) in but:
-                    continue
-                make = self._make_for(row, name)
-                self._put_if_there(row.where, name, make, shared=row not in APEX)
 
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
     ) -> None:
         if has(where, name):
             self.replacements.put(resolve(where), name, make, shared)
-        else:
-            self.missing.append(f"{where}.{name}")
 
-    def _make_for(self, row: Row, name: str) -> Callable[[Any], Any]:
-        """Makes what a row puts in one of its places: decided here for all rows."""
-        rule, uncast = row.rule, None
-        message = f"{public_name(f'{row.where}.{name}')} was called with a half precision argument."
-        if rule is Rule.BANNED:
-            choose = banned(f"{message} {row.why}", self._warn_once)
-        elif rule is Rule.REFUSE_IN_PLACE:
-            choose = refused(f"{message} {row.why}")
-        elif row in APEX:
-            choose = APEX_CHOOSERS[rule]
-        elif (row.where, name) not in _IN_TABLES:
-            choose = never
-        else:
-            choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[rule]
-        if row not in APEX and (row.where, name) in _AT_EVERY_LEVEL:
-            uncast = special_ops.float_inside(_AT_EVERY_LEVEL[row.where, name], name, self._state)
-        by_itself = self._float_by_itself(row, name)
-        if by_itself is not None:
-            choose, uncast = by_itself.parts(choose, uncast, self._state)
-        return self._maker(choose, uncast=uncast)
-
-    @staticmethod
-    def _float_by_itself(row: Row, name: str) -> special_ops.FloatByItself | None:
-        return special_ops.FLOAT_BY_ITSELF.get(name) if row in BLACKLIST else None
+    def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
+        """Makes what rows put in one place: decided here for all rows."""
+        row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
+        choose: Choose = never
+        if row is not None and row.rule is Rule.BANNED:
+            choose = banned(_message(row, name))
+        elif row is not None:
+            choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
+        uncast = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
+        return self._maker(choose, uncast, name if row in BLACKLIST else "")
 
     def _maker(
-        self, choose: Choose, is_whole: bool = False, uncast: Callable | None = None
+        self, choose: Choose, uncast: Callable | None = None, name: str = ""
     ) -> Callable[[Any], Any]:
-        return lambda original: replacement(original, choose, self._state, is_whole, uncast)
+        """Makes replacements, of functions with overrides too; `name`: that of a row in FP32."""
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(
-                "%s It runs in FP32; pass allow_banned=False to have it refused.", message
-            )
+        def make(original: Any) -> Callable:
+            function = self.replacements.original(original)
+            chosen, made, is_whole = choose, uncast, None
+            if self.overridden.get(function):
+                made = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
+            chosen, made = special_ops.float_by_itself(name, chosen, made)
+            if function in self.overridden:
+                chosen, is_whole = overridden(function, chosen)
+            return replacement(original, chosen, self._state, made, is_whole)
+
+        return make
 
 
-_IN_TABLES = {
-    (row.where, name)
+def _message(row: Row, name: str) -> str:
+    title = public_name(f"{row.where}.{name}")
+    return f"{title} was called with a half precision argument. {row.why}"
+
+
+_TABLES = {
+    (row.where, name): row
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
     if not row.native
     for name in row.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import wrapt
@@ -37,13 +38,14 @@ def raw_attribute(owner: Any, name: str) -> Any:
     return wrapt.resolve_path(owner, name)[2]
 
 
-def places_of(function: Any) -> list[tuple[Any, str]]:
-    """`(owner, name)` of each place in torch's namespaces that has the function."""
+def places_of(functions: Iterable[Any]) -> list[tuple[Any, str]]:
+    """`(owner, name)` of each place in torch's namespaces that has one of these functions."""
+    found = set(map(id, functions))
     return [
         (owner, name)
         for owner in map(resolve, filter(has, NAMESPACES))
         for name in dir(owner)
-        if getattr(owner, name, None) is function
+        if id(getattr(owner, name, None)) in found
     ]
 
 

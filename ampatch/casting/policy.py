@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ class Policy:
     `half_to` and `float_to` are the dtypes that HALF and FLOAT rows cast to;
     `precision("float")` sets both to FP32.  `devices` are the device types whose
     tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
-    says whether the rules apply to it at all.  `special` maps an original
-    function to the dtype the user's overrides ask for.  Where `follows_tables` is
-    False only calls of these functions are cast: the rows count for nothing.
-    `apex_tables`: the rows that only apex's tables have count too.
+    says whether the rules apply to it at all.  `functions` maps functions of torch to what they
+    follow instead of their rows: a `Choose` of `rules`.
     `half_type` stays the half type where a forced policy has FP32 for `half_to`.
     `in_forwards`: what forwards are under, and all that repeats a forward in a backward pass,
     where this policy itself casts nothing in backward passes; else None.
@@ -36,10 +34,8 @@ class Policy:
     float_to: torch.dtype = torch.float32
     devices: set[str] | None = None
     gate: Gate | None = None
-    special: dict[Any, torch.dtype] = dataclasses.field(default_factory=dict)
-    follows_tables: bool = True
+    functions: Mapping[Any, Callable] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
-    apex_tables: bool = False
     half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
     in_forwards: Policy | None = None
     recorded_attention: Callable[..., Any] | None = None
@@ -62,10 +58,6 @@ class Policy:
             half_to=half,
             float_to=torch.float32,
             half_type=half,
-            special={
-                function: to if to is torch.float32 else half
-                for function, to in self.special.items()
-            },
             recorded_attention=None,
             cache=WeightCache(),
         )
@@ -74,10 +66,6 @@ class Policy:
         """Whether tensors on this type of device are cast."""
         return self.devices is None or device in self.devices
 
-    def override(self, original: Any, dtype: torch.dtype) -> None:
-        """Have one function cast to `dtype` whatever the tables say."""
-        self.special[original] = dtype
-
     def forced(self, dtype: torch.dtype) -> Policy:
         """This policy with every rule casting to `dtype`, and a cache that no forward opens."""
         return dataclasses.replace(
@@ -85,7 +73,7 @@ class Policy:
             half_to=dtype,
             float_to=dtype,
             gate=None,
-            special={},
+            functions={},
             in_forwards=None,
             recorded_attention=None,
             cache=WeightCache(),

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..errors import BannedFunctionError
+from ..log import logger
 from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import are_one_block
 from ..torch_private.probes import is_recording
@@ -34,7 +35,7 @@ Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 TENSORS = frozenset((Tensor, Parameter))
 SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))  # no float64, no 8 bits
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -275,34 +276,47 @@ def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
     return None
 
 
-def _apex_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    return policy.float_to if policy.apex_tables else None
-
-
 def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """No rule: only an override casts this function."""
     return None
 
 
-def banned(message: str, warn: Callable[[str], None]) -> Choose:
-    """As FLOAT, for calls with half arguments; each is refused with `message`, or warned of."""
+def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
+    """As `choose`, except under policies by which this function of torch follows something else.
+
+    With it comes what says whether a policy is one of these.
+    """
+
+    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        return policy.functions.get(function, choose)(args, kwargs, policy)
+
+    return chosen, lambda policy: function in policy.functions
+
+
+def banned(message: str) -> Choose:
+    """As FLOAT, for calls with half arguments: these are refused with `message`, or warned of."""
+    warned: list[str] = []
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         if not _has_half(args, kwargs, policy):
             return None
         if not policy.allow_banned:
             raise BannedFunctionError(message)
-        warn(message)
+        if not warned:
+            warned.append(message)
+            logger.warning(
+                "%s It runs in FP32; pass allow_banned=False to have it refused.", message
+            )
         return policy.float_to
 
     return choose
 
 
 def refused(message: str) -> Choose:
-    """With apex's tables: an in-place function that would have to change a half tensor's dtype."""
+    """An in-place function that would have to change a half tensor's dtype."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-        if policy.apex_tables and _has_half(args[:1], {}, policy):
+        if _has_half(args[:1], {}, policy):
             raise BannedFunctionError(message)
         return None
 
@@ -332,4 +346,4 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
-APEX_CHOOSERS = {Rule.FLOAT: _apex_float}
+OVERRIDES: dict[str, Choose] = {"float": _single, "half": choose_half}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private import attention
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
 from ..torch_private.probes import is_recording, is_tracing
+from .arguments import tensors_in
 from .calls import FOLLOW, here
 from .cast_observers import observers
 from .cast_state import CastState
@@ -38,6 +39,9 @@ MANY = 2**14
 
 _EVERYWHERE = Policy(half_to=torch.float32)
 
+OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
+"""The row of EVERY_LEVEL that a function has while a session of half models names it."""
+
 
 def float_inside(row: Row, name: str, state: CastState) -> Callable:
     """Makes calls that PyTorch computes wrongly in half, in FP32 inside where the row says so.
@@ -46,12 +50,15 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     that works in place writes it into its first argument.  Instead of a half copy that a model has
     lent the call takes the FP32 weight.
     """
-    choose, is_everywhere = CHOOSERS[row.rule], row.rule is Rule.FLOAT
+    choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
 
-    def uncast(call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def uncast(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
+            if isinstance(value, Tensor):
+                if value.dtype in HALF_TYPES:
+                    break
+            elif isinstance(value, (list, tuple)) and _has_half(value):
                 break
         else:
             return call(*args, **kwargs)
@@ -77,6 +84,10 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     return uncast
 
 
+def _has_half(values: Sequence) -> bool:
+    return any(one.dtype in HALF_TYPES for one in tensors_in(values))
+
+
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
     """Whether a graph may be recorded; within a transform a tensor does not know.
 
@@ -90,49 +101,39 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
     return is_dynamo_compiling() or is_recording()
 
 
-class FloatByItself(NamedTuple):
-    """How an accelerator computes a function in FP32 from a half tensor, without a copy of it.
+def float_by_itself(
+    name: str, choose: Choose, uncast: Callable | None
+) -> tuple[Choose, Callable | None]:
+    """`choose` and `uncast` of `wrapper.replacement` for a row that casts to FP32.
 
-    `takes(*args, **kwargs)` says whether `compute(call, *args, **kwargs)` can make this call.
+    Where an accelerator computes the function in FP32 from a half tensor, no copy is made.
     """
+    if name not in _BY_ITSELF:
+        return choose, uncast
+    takes, compute = _BY_ITSELF[name]
 
-    takes: Callable[..., bool]
-    compute: Callable[..., Any]
+    def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
+        value = first(args, kwargs)
+        return (
+            type(value) in TENSORS
+            and value.dtype in HALF_TYPES
+            and not value.is_cpu
+            and not is_dynamo_compiling()  # a compiler fuses the cast
+            and value.layout is torch.strided
+            and policy.float_to is torch.float32
+            and policy.casts_on(value.device.type)
+            and takes(*args, **kwargs)
+        )
 
-    def parts(
-        self, choose: Choose, uncast: Callable | None, state: CastState
-    ) -> tuple[Choose, Callable]:
-        """`choose` and `uncast` of `wrapper.replacement`; other calls are cast as `choose` says."""
+    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
 
-        def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
-            value: Any = args[0] if args else kwargs.get("input")
-            return (
-                type(value) in TENSORS
-                and value.dtype in HALF_TYPES
-                and not value.is_cpu
-                and not is_dynamo_compiling()  # a compiler fuses the cast
-                and value.layout is torch.strided
-                and policy.float_to is torch.float32
-                and policy.casts_on(value.device.type)
-                and self.takes(*args, **kwargs)
-            )
+    def made(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        if policy is not None and is_taken(args, kwargs, policy):
+            return compute(call, *args, **kwargs)
+        return call(*args, **kwargs) if uncast is None else uncast(policy, call, *args, **kwargs)
 
-        def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-            return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
-
-        def made(call: Callable, *args: Any, **kwargs: Any) -> Any:
-            policy = None if is_dynamo_compiling() else state.current()
-            if (
-                policy is not None
-                and policy.follows_tables
-                and kwargs.get("out") is None
-                and (policy.gate is None or policy.gate(args, kwargs))
-                and is_taken(args, kwargs, policy)
-            ):
-                return self.compute(call, *args, **kwargs)
-            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
-
-        return chosen, made
+    return chosen, made
 
 
 def _leaves_dtype_open(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -161,9 +162,9 @@ def _cross_entropy_of_classes(call: Callable, input: Tensor, target: Tensor, *ot
 
 # Not those of which torch takes no half (matrix norms), or computes the gradient in half (cumsum).
 _BY_DTYPE = ("log_softmax", "softmax", "sum", "vector_norm")
-FLOAT_BY_ITSELF = {
-    **dict.fromkeys(_BY_DTYPE, FloatByItself(_leaves_dtype_open, _with_dtype)),
-    "cross_entropy_loss": FloatByItself(_has_classes, _cross_entropy_of_classes),
+_BY_ITSELF: dict[str, tuple[Callable[..., bool], Callable]] = {  # who takes a call, and makes it
+    **dict.fromkeys(_BY_DTYPE, (_leaves_dtype_open, _with_dtype)),
+    "cross_entropy_loss": (_has_classes, _cross_entropy_of_classes),
 }
 
 
@@ -212,8 +213,8 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
     def get_fastpath_enabled() -> bool:
         if is_dynamo_compiling():
-            return state.table_policy() is None and attention.is_fast_path_enabled()
-        policy = state.table_policy()
+            return state.current() is None and attention.is_fast_path_enabled()
+        policy = state.current()
         if policy is None or not original():
             return original()
         if policy.gate is None:
@@ -266,7 +267,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
     """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        policy = state.table_policy()
+        policy = state.current()
         if policy is not None:
             with unseen_where_modes_are(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())

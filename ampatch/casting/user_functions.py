@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import type_name
-from .cast_observers import observed, observers
+from .cast_observers import ObservedCall, observers
 from .cast_state import CastState
 from .rules import Choose
 from .wrapper import call_in
@@ -26,12 +27,11 @@ def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
     """`function` with its arguments cast to `choose(args, kwargs, policy)`, casts on inside."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = ask().table_policy()
+        policy = ask().current()
         to = None if policy is None else choose(args, kwargs, policy)
-        call = observed(function, args, kwargs) if observers else function
-        if policy is None:
-            return call(*args, **kwargs)
-        return call_in(to, call, args, kwargs, policy)
+        is_seen = observers and not is_dynamo_compiling()
+        call = ObservedCall(function, args, kwargs) if is_seen else function
+        return call(*args, **kwargs) if policy is None else call_in(to, call, args, kwargs, policy)
 
     return patched
 

@@ -25,7 +25,7 @@ from .cast_state import CastsOff, CastState
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
 from .recording import opaque_call
-from .rules import SCALARS, TENSORS, Choose, cast, cast_call, widest
+from .rules import SCALARS, TENSORS, Choose, cast_call
 
 if native.part is None:
     _call_cast = _UNUSUAL = None
@@ -37,13 +37,14 @@ def replacement(
     original: Callable,
     choose: Choose,
     state: CastState,
-    is_whole: bool = False,
     uncast: Callable | None = None,
+    is_whole: Callable[[Policy], bool] | None = None,
 ) -> Callable:
     """A plain function that stands in for `original` and casts to what `choose` says.
 
-    `is_whole`: the function runs without casts inside, as an overridden one does.
-    `uncast(call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32.
+    `is_whole(policy)`, if given, says whether the function runs without casts inside.
+    `uncast(policy, call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32;
+    `policy` is None where the rule does not count.
     """
     as_object = opaque_call(original)
 
@@ -64,13 +65,17 @@ def replacement(
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
-            to = None
-        elif policy.special or is_whole:
+            policy = to = None
+        elif is_whole is not None and is_whole(policy):
+            if is_asked(args, kwargs):
+                return call_handlers(state, patched, original, args, kwargs)
+            if is_dynamo_compiling():  # one object in the graph would run outside of the block
+                call = original
             if uncast is not None:
-                call = functools.partial(uncast, call)
-            return overridden(
-                call, original, choose, is_whole, patched, args, kwargs, policy, state
-            )
+                call = functools.partial(uncast, None, call)
+            to = choose(args, kwargs, policy)
+            with CastsOff(state):  # else the rows of the functions that it calls would decide
+                return call_in(to, call, args, kwargs, policy)
         else:
             to = choose(args, kwargs, policy)
         if policy is None or to is None:
@@ -78,9 +83,11 @@ def replacement(
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-            return call(*args, **kwargs) if uncast is None else uncast(call, *args, **kwargs)
+            if uncast is None:
+                return call(*args, **kwargs)
+            return uncast(policy, call, *args, **kwargs)
         if uncast is not None and to is not torch.float32:
-            call = functools.partial(uncast, call)
+            call = functools.partial(uncast, None, call)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
@@ -108,42 +115,3 @@ def call_in(
         return original(*args, **kwargs)
     cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)
     return original(*cast_args, **cast_kwargs)
-
-
-def overridden(
-    call: Callable,
-    original: Callable,
-    choose: Choose,
-    is_whole: bool,
-    patched: Callable,
-    args: Any,
-    kwargs: dict,
-    policy: Policy,
-    state: CastState,
-) -> Any:
-    """A patched call under a policy with overrides of functions, or of a function that is whole.
-
-    Casts are off inside an overridden function: else the rows of the functions that it
-    calls (F.softmax calls Tensor.softmax) would decide.
-    In a model without casts (O2, O3) the code around the call expects the dtype that it
-    has passed, so the result is cast to the widest dtype among the arguments.
-    """
-    if is_asked(args, kwargs):
-        return call_handlers(state, patched, original, args, kwargs)
-    to = None if is_whole else policy.special.get(original)
-    has_last_word = to is not None
-    if to is None and policy.follows_tables:
-        to, has_last_word = choose(args, kwargs, policy), is_whole
-    if not has_last_word:
-        return call_in(to, call, args, kwargs, policy)
-    if is_dynamo_compiling():  # as one object in the graph it would run outside of the block
-        call = original
-    with CastsOff(state):
-        output = call_in(to, call, args, kwargs, policy)
-    found = None if policy.follows_tables else widest(args, kwargs, policy)
-    if found is None:
-        return output
-    after = cast(output, found, policy)
-    if isinstance(call, ObservedCall):
-        call.note_casts(output, after)
-    return after

@@ -105,15 +105,12 @@ class CastWatch:
         else:
             calls.casts += 1
             calls.bytes += size
-        running = self._thread.running[-1:]
-        is_argument = bool(running) and running[0].name == name  # else what the call returned
         if dtype is torch.float32:
-            if is_argument:
-                running[0].went_up = True
+            self._thread.running[-1].went_up = True
             return
         self.used.add(dtype)
         source = self._floated.get(before)
-        if source is not None and is_argument:
+        if source is not None:
             bounce = self.bounces.setdefault((source, name), Bounce())
             bounce.times += 1
             bounce.bytes += size

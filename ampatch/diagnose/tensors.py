@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ampatch.session.facade import tensors_within
 from ampatch.torch_private.tensors import memory_of
 
 T = TypeVar("T")
@@ -23,15 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The floating and complex tensors in a value: in lists, tuples, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() or value.is_complex() else []
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, dict) or hasattr(value, "items"):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+    return [one for one in tensors_within(value) if one.is_floating_point() or one.is_complex()]
 
 
 class StorageNotes(Generic[T]):

@@ -37,8 +37,8 @@ def uncast_operators(compiled: Any) -> list[str]:
 
 def note_scripted_parts(managed: ManagedModel) -> None:
     """Warn of TorchScript modules inside a model at O1: they are not cast."""
-    policy, own = managed.policy, type(managed.model).__name__
-    if policy is not None and policy.follows_tables:
+    own = type(managed.model).__name__
+    if managed.policy is not None:
         for name, module in scripted_parts(managed.model).items():
             _warn(f"{own}.{name}" if name else own, module)
 
@@ -67,7 +67,7 @@ def _script(original: Callable, state: CastState) -> Callable:
         obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
     ) -> Any:
         compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
-        if state.table_policy() is not None and not _is_torch_s_own(obj):
+        if state.current() is not None and not _is_torch_s_own(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..casting.rules import CASTABLE
 from ..errors import UndoAll
 from ..torch_private.dtensors import exchange_data
 from ..torch_private.modules import (
@@ -21,7 +22,6 @@ from ..torch_private.modules import (
     TORCH_INSTANCE_NORMS,
 )
 from .lent_places import StaysFloat
-from .values import CASTABLE
 
 _NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
 

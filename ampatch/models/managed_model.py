@@ -127,7 +127,7 @@ class ManagedModel:
         self._answers_forward = answers_forward
         self._has_warned = False  # of a block of the user's around it
         self._last = None  # of its forwards, where they cast weights
-        if policy is not None and policy.follows_tables:
+        if policy is not None:
             self._last = LastForward(model, policy.half_to)
 
     # Put in, take out
@@ -489,12 +489,12 @@ class ManagedModel:
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level
-        if self.policy is not None and self.policy.follows_tables:
+        if self.policy is not None:
             return f"{name} is at {level}, whose casts make the listed calls' results half"
         return f"{name} is at {level}, with weights and inputs in {self.properties.cast_model_type}"
 
     def _remedy(self) -> str:
-        if self.policy is not None and self.policy.follows_tables:
+        if self.policy is not None:
             return (
                 "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
                 'ampatch.precision("float").'

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casting.rules import CASTABLE
 from ..torch_private.dtensors import local_of
 from ..torch_private.torch_functions import unhandled
-
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""The dtypes that are converted.  float64 and the floats of 8 bits are not."""
 
 
 def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
@@ -78,6 +76,18 @@ def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
     for name, item in items.items():
         object.__setattr__(mapped, name, item)  # it may be frozen
     return mapped
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """The tensors in what `map_tensors` looks into, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

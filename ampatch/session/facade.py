@@ -22,7 +22,7 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.managed_model import FrameworkStep
-from ..models.values import map_tensors
+from ..models.values import map_tensors, tensors_within
 from ..scaling import gradients
 from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
@@ -53,6 +53,7 @@ __all__ = [
     "session_of",
     "silence",
     "stop_watching_casts",
+    "tensors_within",
     "watch_casts",
     "with_apex_tables",
 ]

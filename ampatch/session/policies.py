@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from ..casting.arguments import tensors_in
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
-from ..casting.rules import dtype_of
+from ..casting.rules import Choose, dtype_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride
@@ -23,34 +23,26 @@ from ..torch_private.devices import device_types, devices_to_start_from
 class Policies:
     """The policies of one session; which of them is in force depends on opt level and models.
 
-    `tables` follows the tables (O1), `overrides` only the functions that the user's overrides
-    name, and `mixed` is for half models whose forward mixes FP32 and half tensors.  All share one
-    weight cache.  `function_rules` maps functions of torch to the precision that the overrides
-    ask for.
+    `tables` is that of O1, and `mixed` is for half models whose forward mixes FP32 and half
+    tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
-    def __init__(
-        self, properties: Properties, function_rules: dict[Any, str], has_apex_tables: bool
-    ) -> None:
+    def __init__(self, properties: Properties, functions: dict[Any, Choose]) -> None:
         self._properties = properties
-        self.function_rules = function_rules
         half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
         self.half = half if half in HALF_TYPES else properties.dtype
         self.tables = Policy(
             half_to=self.half,
+            functions=functions,
             allow_banned=properties.allow_banned,
-            apex_tables=has_apex_tables,
             devices=devices_to_start_from(),
         )
-        self.overrides = dataclasses.replace(self.tables, follows_tables=False)
         self.mixed = dataclasses.replace(self.tables, gate=mixes)
         self.cache = self.tables.cache
 
     def in_models(self) -> Policy | None:
-        """What casts in the models: the tables, the overrides of functions alone, or nothing."""
-        if self._properties.patch_torch_functions:
-            return self.tables
-        return self.overrides if self.function_rules else None
+        """What casts in the models: the tables, or nothing."""
+        return self.tables if self._properties.patch_torch_functions else None
 
     def module_override(
         self, module: nn.Module, precision: str, state: CastState

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from ..casting.cast_state import CastState
 from ..casting.install import Installation
 from ..casting.places import raw_attribute, resolve
@@ -67,7 +65,7 @@ class Registry(Generic[Session]):
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(tools(self.state, self.events), watches(self.state, self.events))
         self._awaits_dynamo = False
-        self._table_edits: list[tuple[str, str, Rule | None]] = []
+        self.table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
@@ -160,32 +158,28 @@ class Registry(Generic[Session]):
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
-        by_tables = [(one, policy) for one, policy in casting if policy.follows_tables]
-        outside = self._outside(by_tables or casting)
-        needs = self._needs(tables=bool(by_tables), casts=outside is not None)
+        needs = self._needs(tables=bool(casting))
         installed = self.installation
         has_rows = needs.tables or needs.half_models
-        tables_change = (has_rows, needs.tables) != (installed.has_rows, installed.has_tables)
-        tables_change |= not casting and installed.has_more
-        is_new = needs.tables and not installed.has_tables
+        overridden = self._overridden() if has_rows else {}
+        needed = (has_rows, needs.tables, overridden)
+        tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
         self.state.process = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
             self._tools.take_out_over_tables()
             installed.undo()
             if has_rows:
-                installed.install(is_whole=needs.tables)
-        if is_new:
-            self.user_functions.put_all()
-        for session, policy in casting:
-            self._apply_special(session, policy)
-        self.state.process = outside
+                installed.install(needs.tables, overridden)
+            if needs.tables:
+                self.user_functions.put_all()
+        self.state.process = self._outside(casting)
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True
             dynamo_inputs.when_imported(self._refresh_tools)
 
-    def _needs(self, *, tables: bool, casts: bool) -> Needs:
+    def _needs(self, *, tables: bool) -> Needs:
         """What the open sessions need; the caller knows what they cast."""
         models = self.models()
         weight_types = [managed.properties.cast_model_type for managed in models]
@@ -196,7 +190,6 @@ class Registry(Generic[Session]):
             optimizers=bool(self.optimizers()),
             half_models=not set(HALF_TYPES).isdisjoint(weight_types),
             tables=tables,
-            casts=casts,
         )
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
@@ -215,35 +208,31 @@ class Registry(Generic[Session]):
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
 
-    def _apply_special(self, session: Session, policy: Policy) -> None:
-        if policy.apex_tables:
-            self.installation.install_apex_rows(self._table_edits)
-        original_of = self.installation.replacements.original
-        rules = session.policies.function_rules
-        self.installation.ensure(map(original_of, rules))
-        for function, precision in rules.items():
-            dtype = torch.float32 if precision == "float" else session.properties.dtype
-            session.policies.tables.override(original_of(function), dtype)
+    def _overridden(self) -> dict[Any, bool]:
+        """Functions that policies have apart, and whether they are FP32 inside at every level."""
+        found: dict[Any, bool] = {}
+        for session in self.sessions:
+            is_everywhere = not session.properties.patch_torch_functions
+            for function in session.policies.tables.functions if session.properties.enabled else ():
+                found[function] = found.get(function, False) or is_everywhere
+        return found
 
     def _refresh_tools(self) -> None:
         """Dynamo has been imported, and has functions to replace."""
-        tables, casts = self.installation.has_tables, self.state.process is not None
-        self._tools.put_in(self._needs(tables=tables, casts=casts))
+        self._tools.put_in(self._needs(tables=self.installation.has_tables))
 
     # The user's own functions, and changes to the tables
 
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
         """Have torch's functions follow other rules than the tables', where apex's tables count.
 
-        An edit is a namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and
-        a rule, or None for no cast.  Earlier edits are forgotten.  Raises `AttributeError` for
-        an unknown name.
+        They count for sessions that open from now on; earlier edits are forgotten.  An edit is a
+        namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and a rule, or None for
+        no cast.  Raises `AttributeError` for an unknown name.
         """
         for where, name, _ in edits:
             raw_attribute(resolve(where), name)
-        if edits != self._table_edits:
-            self._table_edits = edits
-            self._install_anew()
+        self.table_edits = edits
 
     def register(self, place: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, now and later, while patches are in."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..casting import weight_cache
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
+from ..casting.rules import OVERRIDES, Choose
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
@@ -67,7 +68,8 @@ class Session:
         self.unmanaged_rows: Rows[Any] = {}  # optimizers of a disabled session
         self._rows: tuple[Rows[Any], ...]
         self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
-        self.policies = Policies(properties, self.rules.functions, has_apex_tables)
+        self.has_apex_tables = has_apex_tables
+        self.policies = Policies(properties, self._functions())
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
@@ -79,6 +81,15 @@ class Session:
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
         self.process_group = process_group
         self._was_given = False
+
+    def _functions(self) -> dict[Any, Choose]:
+        """What functions of torch follow in this session instead of their rows."""
+        installed, found = registry.installation, {}
+        if self.has_apex_tables and self.properties.patch_torch_functions:
+            found = installed.apex_functions(registry.table_edits)
+        for function, precision in self.rules.functions.items():
+            found[installed.replacements.original(function)] = OVERRIDES[precision]
+        return found
 
     # What it manages
 
@@ -240,7 +251,7 @@ class Session:
                 self.policies.module_override(module, precision, registry.state)
                 for module, precision in found.items()
             ],
-            answers_forward=self.policies.tables.apex_tables,
+            answers_forward=self.has_apex_tables,
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
@@ -319,7 +330,7 @@ class Session:
             managed, others = self._partners(managed)
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
-                together=self.policies.tables.apex_tables,
+                together=self.has_apex_tables,
                 watches=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block

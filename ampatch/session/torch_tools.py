@@ -34,7 +34,6 @@ class Needs(NamedTuple):
     optimizers: bool
     half_models: bool
     tables: bool  # torch's functions are patched
-    casts: bool  # a policy is in force for the process
 
 
 class Tool(NamedTuple):
@@ -93,7 +92,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         ),
         Tool(
             "torch.jit.script: a warning",
-            lambda needs: needs.casts,
+            lambda needs: needs.tables,
             lambda: torchscript.replacements(state),
         ),
         Tool(
@@ -113,7 +112,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         ),
         Tool(
             "DataLoader: data are prepared without casts",
-            lambda needs: needs.casts,
+            lambda needs: needs.tables,
             lambda: data_loading.replacements(state),
         ),
         Tool(

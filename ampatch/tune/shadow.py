@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.device_figures import random_numbers_again
 from ampatch.launch.script import describe
-from ampatch.session.facade import map_tensors
+from ampatch.session.facade import map_tensors, tensors_within
 from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
@@ -78,12 +78,12 @@ class Call:
         self._copy = _copied(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
         self._inputs = copy.deepcopy(detached)  # other objects too: the call may change a cache
-        self._wants = [tensor.requires_grad for tensor in tensors_in([args, kwargs])]
+        self._wants = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 
     def watch(self, output: Any) -> None:
         """Keep the gradients of what the call returned, when a backward pass brings them."""
-        tensors = [one for one in tensors_in(output) if one.requires_grad]
+        tensors = [one for one in tensors_within(output) if one.requires_grad]
         self._gradients = [None for _ in tensors]
         for n, tensor in enumerate(tensors):
             tensor.register_hook(functools.partial(self._arrived, n))
@@ -147,8 +147,8 @@ class Call:
         with self._again(), torch.enable_grad():
             with region, _Count(children) as count:
                 output = module(*args, **kwargs)
-            gradients = self._backward(tensors_in(output), [*leaves, *weights], scale)
-        outputs = [one.detach() for one in tensors_in(output)]
+            gradients = self._backward(tensors_within(output), [*leaves, *weights], scale)
+        outputs = [one.detach() for one in tensors_within(output)]
         return _Outcome(outputs, gradients), count.calls
 
     def _backward(
@@ -235,7 +235,7 @@ class _Children:
             self.are_running = True
             try:
                 args, kwargs = map_tensors([args, kwargs], lambda one: _to(one, torch.float32))
-                device = next((one.device.type for one in tensors_in([args, kwargs])), "cpu")
+                device = next((one.device.type for one in tensors_within([args, kwargs])), "cpu")
                 off = torch.autocast(device, enabled=False)
                 with contextlib.nullcontext() if casts else off:
                     output = forward(*args, **kwargs)
@@ -285,15 +285,3 @@ def _copied(module: nn.Module) -> nn.Module:
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]
     return made
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses, in order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found

@@ -56,7 +56,9 @@ BAD_INITIALIZE = [
     ({"overrides": {"0": "floot"}}, ValueError, 'Did you mean "float"?'),
     ({"overrides": {"deco.*": "float"}}, ValueError, "no submodule matches 'deco.*'"),
     ({"overrides": {3: "float"}}, TypeError, "a module path (globs allowed)"),
-    ({"overrides": {training: "float"}}, ValueError, "register_float_function"),
+    ({"overrides": {training: "float"}}, TypeError, "register_float_function"),
+    ({"overrides": {torch.Tensor.add_: "float"}}, TypeError, "writes into its argument"),
+    ({"overrides": {torch.mm: "half"}, "opt_level": "O2"}, TypeError, "name.of.the.module"),
 ]
 
 

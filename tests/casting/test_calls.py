@@ -111,20 +111,3 @@ def test_matrix_power(where, half):
         torch.testing.assert_close(found.float(), reference, rtol=0.05, atol=0.05)
         assert found.dtype is power(matrix, n=n).dtype is (half if n > 1 else torch.float32)
         assert power(matrix.to(half), n).dtype is (torch.float32 if n < 0 else half)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_matrix_power_follows_overrides_and_no_rows_beside_them(level):
-    """Where functions have overrides and the tables do not count, it is left as it is."""
-    seen = []
-
-    class Powers(torch.nn.Linear):
-        def forward(self, x):
-            seen.append(torch.matrix_power(torch.eye(3), 2).dtype)
-            return torch.exp(super().forward(x))
-
-    ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    overrides = {torch.matrix_power if level == "O1" else torch.exp: "float"}
-    model = ampatch.initialize(Powers(3, 3), opt_level=level, overrides=overrides, verbosity=0)
-    model(torch.ones(3, 3))
-    assert seen == [torch.float32]

@@ -121,7 +121,7 @@ def test_in_apex_tables_and_for_overridden_functions_and_tools_too(monkeypatch):
     assert vars(mine) == {**before, "clip": clip[0]}
     ampatch.init()
     assert mine.std(X.half()).dtype is torch.float32
-    assert mine.sampler is torch.grid_sampler  # patched by a table, and once more by apex's rows
+    assert mine.sampler is torch.grid_sampler  # a row at every level, and one of apex's
     ampatch.deactivate()
     assert vars(mine) == {**before, "clip": clip[0]}
 

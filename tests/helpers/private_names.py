@@ -37,7 +37,7 @@ _SWITCHES = {
 hides the loss of the others.
 """
 
-_OF_PYTHON = {"_fields", "_make", "_replace", "_getframe"}
+_OF_PYTHON = {"_fields", "_make", "_replace", "_getframe", "_current_frames"}
 """Of namedtuples, and of sys; documented."""
 
 

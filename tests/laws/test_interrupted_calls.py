@@ -203,7 +203,9 @@ def nothing_is_left_for_other_tests():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("level, scope", [("O1", "model"), ("O1", "process"), ("O2", ""), ("O3", "")])
+@pytest.mark.parametrize(
+    "level, scope", [("O1", "model"), ("O1", "process"), ("O2", ""), ("O3", "")]
+)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("most", MOMENTS)
 def test_ctrl_c_at_a_line(phase, level, scope, most):

@@ -62,17 +62,15 @@ def in_a_process(code: str, **options) -> str:
     return done.stdout.strip()
 
 
-def test_functions_that_this_torch_lacks_are_left_out_and_listed():
+def test_functions_that_this_torch_lacks_are_left_out():
     code = """
         import torch
         original = torch.trapz
         del torch.trapz, torch.special.expm1
         import ampatch
         ampatch.initialize([], dtype="bfloat16", patch_scope="process", verbosity=0)
-        installation = ampatch.session.session.registry.installation
-        named = {"torch.trapz", "torch.special.expm1"}
-        print(named <= set(installation.missing), torch.mm(torch.eye(2), torch.eye(2)).dtype)
+        print(torch.mm(torch.eye(2), torch.eye(2)).dtype)
         ampatch.deactivate()
         assert not hasattr(torch, "trapz")
     """
-    assert in_a_process(code) == "True torch.bfloat16"
+    assert in_a_process(code) == "torch.bfloat16"

@@ -130,7 +130,8 @@ FUNCTIONS = {torch.bmm: "float", torch.Tensor.softmax: "half"}
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_overrides_of_functions_at_every_level(level):
-    (model, optimizer), x = managed(Attention(), level, overrides=FUNCTIONS), torch.randn(2, 3, 8)
+    rules = FUNCTIONS if level == "O1" else {torch.bmm: "float"}
+    (model, optimizer), x = managed(Attention(), level, overrides=rules), torch.randn(2, 3, 8)
     with DtypesOf(BMM, SOFTMAX, ADDMM) as ops:
         output = model(x)
     assert ops.seen == {BMM: {torch.float32}, SOFTMAX: {H}, ADDMM: {H}}
@@ -144,22 +145,12 @@ def test_overrides_of_functions_at_every_level(level):
         assert torch.mm(X, X).dtype is torch.float32 and torch.mm is PLAIN_MM[0]
 
 
-def test_an_override_wins_over_the_rows_of_what_the_function_calls():
-    """F.softmax is Python and calls Tensor.softmax; F.mse_loss calls a builtin."""
-    functions, single = nn.functional, torch.ones(2, 2)
-    rules = {functions.softmax: "half", functions.mse_loss: "half"}
-    start(nn.Linear(2, 2), "O1", rules, patch_scope="process")
-    assert functions.softmax(single, -1).dtype is H
-    assert functions.mse_loss(single, single).dtype is H
-    assert torch.softmax(single.to(H), -1).dtype is torch.float32  # another function
-
-
 PLAIN_MM = [torch.mm]  # in a list, where early names are not looked for
 
 
 def test_functions_at_o2_beside_a_session_at_o1():
-    """The tables come and go with the O1 session; the overrides stay what they are."""
-    half, x = start(Attention(), "O2", FUNCTIONS), torch.randn(2, 3, 8)
+    """The tables come and go with the O1 session; at O2 and O3 an override is for all calls."""
+    half, x = start(Attention(), "O2", {torch.bmm: "float"}), torch.randn(2, 3, 8)
     with DtypesOf(BMM) as alone:
         expected = half(x)
     full = nn.Linear(8, 8)
@@ -168,12 +159,58 @@ def test_functions_at_o2_beside_a_session_at_o1():
     with DtypesOf(BMM) as beside:
         assert torch.equal(half(x), expected)
         assert torch.bmm(x.to(H), x.mT).dtype is H and full(x).dtype is H
-    assert alone.seen == {BMM: {torch.float32}} and beside.seen == {BMM: {torch.float32, H}}
+    assert alone.seen == beside.seen == {BMM: {torch.float32}}
     late = start(Attention(), "O3", {torch.bmm: "float"})
     assert F.linear(X, full.weight[:, :4]).dtype is torch.float32 and full(x).dtype is H
     assert late(x).dtype is torch.float32
     ampatch.initialize(full, optimizer, opt_level="O0", verbosity=0)
     assert torch.mm is PLAIN_MM[0] and torch.equal(half(x), expected)
+
+
+def test_an_override_at_o1_is_that_of_its_session_and_ends_with_it():
+    """It wins over the rows of what the function calls: F.softmax calls Tensor.softmax."""
+    one, two = Net(), Net()
+    start(one, "O1", None)
+    start(two, "O1", {F.linear: "float", F.softmax: "half"})  # F.linear is a replacement by now
+    one(X), two(X)
+    assert one.dtypes == [H, H, torch.float32] and two.dtypes == [torch.float32, torch.float32, H]
+    ampatch.initialize(two, opt_level="O0", verbosity=0)
+    start(two, "O1", None)
+    two(X)
+    assert two.dtypes == one.dtypes
+
+
+def test_a_half_models_override_ends_with_its_session():
+    start(nn.Linear(2, 2), "O3", None)
+    model = start(nn.Linear(2, 2), "O2", {torch.mm: "float"})
+    for dtype in (torch.float32, H):
+        with DtypesOf(torch.ops.aten.mm.default) as ops:
+            assert torch.mm(X.to(H), X.to(H)).dtype is H
+        assert ops.seen == {torch.ops.aten.mm.default: {dtype}}
+        ampatch.initialize(model, opt_level="O0", verbosity=0)
+
+
+class Calls(nn.Linear):
+    """A matrix product of an FP32 buffer, a list of half tensors, and a result of another dtype."""
+
+    def forward(self, x):
+        wide = F.linear(self.scale, self.weight)
+        return wide, torch.linalg.multi_dot([x, x]), torch.softmax(x, -1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_a_function_of_a_half_model_is_given(level):
+    """FP32 arguments keep values that half cannot hold; the dtype that the call names counts."""
+    model = Calls(4, 4)
+    model.register_buffer("scale", torch.full((1, 4), 1e6))
+    rules = dict.fromkeys((F.linear, torch.linalg.multi_dot, torch.softmax), "float")
+    model, mm = start(model, level, rules, dtype=torch.float16), torch.ops.aten.mm.default
+    with DtypesOf(mm) as ops:
+        wide, product, shares = model(X)
+    assert wide.isfinite().all() and ops.seen == {mm: {torch.float32}}
+    half = X.half()
+    assert torch.equal(product, (half.float() @ half.float()).half().float())
+    assert torch.equal(shares, torch.softmax(half, -1, dtype=torch.float32))
 
 
 def test_they_do_nothing_at_o0(caplog):

@@ -56,7 +56,6 @@ def test_the_rest_is_cast(told):
 @pytest.mark.parametrize("name", LACKED)
 def test_what_torch_lacks_is_left_out_and_said(name, told):
     lines, shown = told[0].splitlines(), told[1]
-    assert name in next(line for line in lines if "lacks, and ampatch leaves out" in line)
     assert name in next(line for line in lines if line.startswith("doctor:"))
     assert name in " ".join(shown.rpartition("This torch")[2].split())
 
