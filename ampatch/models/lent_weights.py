@@ -286,7 +286,7 @@ class LentWeights:
         """Nobody waits."""
         self.lock = threading.RLock()  # held for moments
         self._turns = threading.Condition(self.lock)
-        self._waiting = 0
+        self.waiting = 0
 
     def open(self) -> None:
         """Forwards of the model lend copies of what is FP32 now, until `close`."""
@@ -361,7 +361,7 @@ class LentWeights:
 
     def _wait(self, thread: int, root: nn.Module) -> None:
         latest, looks = time.monotonic() + PATIENCE, 0
-        self._waiting += 1
+        self.waiting += 1
         try:
             while self.lendings and (last := self.lendings[-1]).thread != thread:
                 if last.is_abandoned():
@@ -374,7 +374,7 @@ class LentWeights:
                     raise AmpatchError(self._too_long())
                 self._turns.wait(_BETWEEN_LOOKS)
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
 
     def _hopeless(self, part: nn.Module, whole: nn.Module) -> str:
         return (
@@ -397,7 +397,7 @@ class LentWeights:
         """The parameters are back, for the next one that waits; to be called with the lock."""
         if lending in self.lendings:
             self.lendings.remove(lending)
-        if self._waiting:
+        if self.waiting:
             self._turns.notify_all()
 
 

@@ -155,7 +155,7 @@ class Waiting:
 
     def _model_waits(self):
         managed = ampatch.session.session.registry.models()[0]
-        return managed.lent is not None and managed.lent._waiting > 0
+        return managed.lent is not None and managed.lent.waiting > 0
 
     def _call(self):
         with torch.no_grad():
