@@ -5,7 +5,7 @@ Where to look first:
 * which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
 * what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`;
 * what is in force, and for which thread: `policy`, `cast_state`; what pushes a policy of its own,
-  and whether a forward still runs: `stack`; the user's blocks: `contexts`; recomputations, custom
+  and whether a forward still runs: `calls`; the user's blocks: `contexts`; recomputations, custom
   Functions' backward and replicas: `context_propagation`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`;
 * what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
