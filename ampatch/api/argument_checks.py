@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES, places_of
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
@@ -27,6 +26,7 @@ from ..models.sharded_weights import sharded_parameters
 from ..session.session import registry
 from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
+from .plan import Plan
 
 # The arguments
 
@@ -72,6 +72,17 @@ def _is_optimizer(value: Any) -> bool:
 
 
 # Models under an opt level
+
+
+def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
+    """Raise an error where models, optimizers and ranks cannot have what is planned for them."""
+    is_process_group(process_group)
+    if not plan.properties.enabled:
+        return
+    models_can_change(models, plan.properties)
+    optimizers_can_train(optimizers, models, plan.properties, process_group)
+    if any(plan.overrides):
+        overridden_exist(plan, models)
 
 
 def models_can_change(models: list[nn.Module], properties: Properties) -> None:
@@ -185,18 +196,17 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     return None
 
 
-def overridden_exist(
-    rules: Overrides, models: list[nn.Module], properties: Properties, from_outside: bool = False
-) -> None:
+def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
     """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
     cannot have the precision.
 
-    `from_outside`: they hold for all calls of the script, and each call has some of the modules; a
-    warning says which of them this one has not.
+    Overrides from the environment hold for all calls of the script, and each call has some of the
+    modules; a warning says which of them this one has not.
     """
+    rules, properties = plan.overrides, plan.properties
     for key, precision in rules.modules:
         if not any(matching(model, [(key, precision)]) for model in models):
-            if from_outside:
+            if "overrides" in plan.replaced:
                 logger.warning(
                     "overrides from outside: no submodule of this initialize matches %r.", key
                 )

@@ -171,7 +171,10 @@ def initialize(
         del settings[name]
     set_verbosity(verbosity)
     registry.state.end_abandoned()
-    plan = plan_of(models, optimizers, process_group, settings)
+    plan = plan_of(settings)
+    listed_models = argument_checks.as_models(models)
+    listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
+    argument_checks.check(plan, listed_models, listed_optimizers, process_group)
     session = Session(
         plan.properties,
         rules=plan.rules,
@@ -184,11 +187,12 @@ def initialize(
         if plan.replaced:
             registry.observers.notify("on_replaced", plan.replaced)
 
-    with taken_over(*plan.models, *plan.optimizers):
-        session.open(plan.models, plan.optimizers, notify)
+    with taken_over(*listed_models, *listed_optimizers):
+        session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
     logger.info("Initialized: %s", plan.properties)
-    warn_of_slow_float16(plan.properties, (p for model in plan.models for p in model.parameters()))
+    parameters = (p for model in listed_models for p in model.parameters())
+    warn_of_slow_float16(plan.properties, parameters)
     native.say_what_a_build_gives()
     return models if optimizers is None else (models, optimizers)
 
