@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES, places_of
 from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
-from ..models.module_overrides import matching
-from ..models.sharded_weights import sharded_parameters
+from ..models.module_overrides import matching, precisions
+from ..models.sharded_weights import checked_shards
 from ..session.session import registry
 from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
@@ -79,13 +80,13 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
     is_process_group(process_group)
     if not plan.properties.enabled:
         return
-    models_can_change(models, plan.properties)
     optimizers_can_train(optimizers, models, plan.properties, process_group)
     if any(plan.overrides):
         overridden_exist(plan, models)
+    models_can_change(models, plan.properties, plan.rules)
 
 
-def models_can_change(models: list[nn.Module], properties: Properties) -> None:
+def models_can_change(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
     """Raise `AmpatchError` for models that cannot get what the level gives them."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -100,7 +101,9 @@ def models_can_change(models: list[nn.Module], properties: Properties) -> None:
             )
         if properties.cast_model_type is None:
             continue
-        for name, why in _unfit_weights(model, properties):
+        _, stays_float = precisions(model, rules.modules, properties)
+        by_policy = checked_shards(model, properties, stays_float)  # FSDP2 casts these
+        for name, why in _unfit_weights(model, properties, by_policy):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
                 "was changed. Expected FP32 weights that can be cast, or "
@@ -151,16 +154,18 @@ def _notes_at(leaf: Tensor) -> dict[Any, Any]:
     return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
-def _unfit_weights(model: nn.Module, properties: Properties) -> Iterator[tuple[str, str]]:
-    """Names of weights that can neither be cast in place nor have half copies, and why not."""
+def _unfit_weights(
+    model: nn.Module, properties: Properties, leave: set[int]
+) -> Iterator[tuple[str, str]]:
+    """Names of weights that can neither be cast in place nor have half copies, and why not.
+
+    Those in `leave` (ids) are left out.
+    """
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    unfit = [(name, tensor, _unfit(tensor, properties, kinds)) for name, tensor in tensors]
-    unfit = [one for one in unfit if one[2] is not None]
-    by_policy = sharded_parameters(model) if unfit else ()  # FSDP2 casts these
-    for name, tensor, why in unfit:
-        if id(tensor) not in by_policy:
-            yield name, str(why)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        why = None if id(tensor) in leave else _unfit(tensor, properties, kinds)
+        if why is not None:
+            yield name, why
 
 
 def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | None:

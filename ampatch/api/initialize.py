@@ -231,7 +231,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
-        argument_checks.models_can_change(new, session.properties)
+        argument_checks.models_can_change(new, session.properties, session.rules)
     session.add(new, [])
     return models
 

@@ -229,10 +229,9 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     return get_fastpath_enabled
 
 
-def record_attention(policy: Policy | None, state: CastState) -> None:
+def record_attention(policy: Policy, state: CastState) -> None:
     """Prepare what a graph of Dynamo's has in the place of attention under this policy."""
-    if policy is not None and policy.recorded_attention is None:
-        policy.recorded_attention = _attention_under(lambda: policy, state)
+    policy.recorded_attention = _attention_under(lambda: policy, state)
 
 
 def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> Callable:

@@ -15,15 +15,8 @@ from torch import Tensor, nn
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
 from ..torch_private.dtensors import exchange_data
-from ..torch_private.modules import (
-    BATCH_NORMS,
-    INSTANCE_NORMS,
-    TORCH_BATCH_NORMS,
-    TORCH_INSTANCE_NORMS,
-)
 from .lent_places import StaysFloat
-
-_NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
+from .module_overrides import has_statistics
 
 _data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
 
@@ -37,37 +30,27 @@ class Converted(NamedTuple):
     grad: Tensor | None
 
 
-def has_statistics(module: nn.Module) -> bool:
-    """Whether `keep_batchnorm_fp32` is about this module.
-
-    So it is for BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        known = module.original_name in _NORM_NAMES
-        return known and getattr(module, "running_mean", None) is not None
-    if isinstance(module, INSTANCE_NORMS):
-        return module.running_mean is not None
-    return isinstance(module, BATCH_NORMS)
-
-
 class ConvertedWeights:
     """The weights and buffers of one model whose dtype is changed, by their ids."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.entries: dict[int, Converted] = {}
 
     def convert(
-        self, dtype: torch.dtype, stays_float: StaysFloat, leave: Collection[int] = ()
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        stays_float: StaysFloat,
+        leave: Collection[int] = (),
     ) -> None:
-        """Convert parameters in FP32 or half in place, to FP32 where `stays_float`.
+        """Convert a model's FP32 and half parameters in place, to FP32 where `stays_float`.
 
         FP32 buffers stay as they are, but for the statistics of a norm, whose kernels want them in
         the dtype of its weights.  Tensors shared between modules are converted once, and parameters
         that share their memory go on sharing it.  Those in `leave` (ids) stay as they are.
         """
         in_place: dict[tuple, Tensor] = {}
-        for module in self._model.modules():
+        for module in model.modules():
             target = torch.float32 if stays_float(module) else dtype
             tensors: list[Tensor] = list(module.parameters(recurse=False))
             tensors += [
@@ -84,7 +67,7 @@ class ConvertedWeights:
                 place = (*_place(data), target)
                 set_data(tensor, in_place.setdefault(place, data.to(target)))
         if self.entries:
-            _flatten_rnns(self._model)
+            _flatten_rnns(model)
 
     def forget(self, ids: Collection[int]) -> dict[int, Converted]:
         """Take these out: nothing changes them back.  Returns them by their ids."""
@@ -100,12 +83,12 @@ class ConvertedWeights:
         for entry in self.forget(ids).values():
             _restore(entry)
 
-    def restore_all(self, undo: UndoAll) -> None:
+    def restore_all(self, model: nn.Module, undo: UndoAll) -> None:
         """Change all back."""
         for entry in self.entries.values():
             undo.do(_restore, entry)
         if self.entries:
-            undo.do(_flatten_rnns, self._model)
+            undo.do(_flatten_rnns, model)
         self.entries.clear()
 
 
@@ -126,16 +109,6 @@ def _place(data: Tensor) -> tuple:
     if type(data) is not Tensor or data.layout is not torch.strided or not data.data_ptr():
         return (id(data),)
     return data.data_ptr(), data.dtype, data.shape, data.stride()
-
-
-def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
-    """Whether a half model has FP32 buffers, other than numbers, in parts that are half."""
-    return any(
-        buffer.dtype is torch.float32 and buffer.dim()
-        for module in model.modules()
-        if not stays_float(module)
-        for buffer in module.buffers(recurse=False)
-    )
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

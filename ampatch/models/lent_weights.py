@@ -259,7 +259,8 @@ class LentWeights:
     """Lends half copies, in `dtype`, of the FP32 weights of one model.
 
     Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
-    `at_change()` is called before a forward of a model that has got other parameters or parts.
+    `at_change()` is called when they open, and before a forward of a model that has got other
+    parameters or parts.
 
     At O3 the weights are half: a lending without copies tells which modules the forward is of.
     """
@@ -315,8 +316,7 @@ class LentWeights:
         self._trees[id(root)] = tree
         if root is self.model:
             self.known = tree.ids
-            if known is not None:
-                self._at_change()
+            self._at_change()
         return tree
 
     def ids(self) -> set[int]:

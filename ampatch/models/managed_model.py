@@ -10,11 +10,9 @@ as the model is, for as long as the session is open.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,20 +33,19 @@ from ..casting.calls import (
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
-from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import ConvertedWeights, has_float_buffers
+from .conversion import ConvertedWeights
 from .copies import ModelCopies
 from .hooks import Hook
 from .io_casting import Given, ModelInputs
 from .lent_places import StaysFloat
 from .lent_weights import Lending, LentWeights, lending_around, lent_types
-from .module_overrides import ModuleOverride
-from .sharded_weights import refuse_other_precision, sharded_parameters
-from .submodule_calls import SubmoduleCalls, is_traced_by_fx
+from .module_overrides import ModuleOverride, has_float_buffers
+from .sharded_weights import checked_shards, sharded_parameters
+from .submodule_calls import SubmoduleCalls, forward_of, is_traced_by_fx
 from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
@@ -111,19 +108,15 @@ class ManagedModel:
             self.out_dtype = properties.cast_model_outputs
         self._inputs: ModelInputs | None = None
         self._parts: SubmoduleCalls | None = None
-        if self.in_dtype is not None:
-            self._inputs = self.inputs_of()
-            if self.in_dtype in HALF_TYPES:
-                self._parts = SubmoduleCalls(self, state)
         self._step: FrameworkStep | None = None
         self._overrides = overrides
-        self.conversions = ConvertedWeights(model)
+        self.conversions = ConvertedWeights()
         self.lent: LentWeights | None = None
         self._stays_float: StaysFloat = lambda module: False
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
-        self._copies = ModelCopies(model)
+        self._copies: ModelCopies | None = None
         self._answers_forward = answers_forward
         self._has_warned = False  # of a block of the user's around it
         self._last = None  # of its forwards, where they cast weights
@@ -138,19 +131,17 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = stays_float
-        self.check_shards()
         if not self.properties.lends_weights:
             leave = sharded_parameters(self.model).union(lent_types(self.model))
-            self.conversions.convert(dtype, stays_float, leave)
-        if dtype not in HALF_TYPES:
-            return
-        self._lend()
-        self._look_at_buffers()
+            self.conversions.convert(self.model, dtype, stays_float, leave)
+        if dtype in HALF_TYPES:
+            self.lent = LentWeights(self.model, dtype, stays_float, self._look_at_buffers)
+            self.lent.open()
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
-        refuse_other_precision(self.model, self.properties, self._stays_float)
-        if sharded_parameters(self.model):  # `fully_shard` has replaced converted parameters
+        if checked_shards(self.model, self.properties, self._stays_float):
+            # `fully_shard` has replaced converted parameters.
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
@@ -160,15 +151,6 @@ class ManagedModel:
         if self._mixes and not mixed:
             self._owner.mix(self)
 
-    def _lend(self) -> None:
-        if self.in_dtype not in HALF_TYPES:
-            return
-        if self.lent is None:
-            self.lent = LentWeights(
-                self.model, self.in_dtype, self._stays_float, self._look_at_buffers
-            )
-        self.lent.open()
-
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
 
@@ -177,7 +159,8 @@ class ManagedModel:
         mine = set(self.conversions.entries) & set(shared)
         if mine:
             self.conversions.restore(mine)
-            self._lend()
+            if self.lent is not None:
+                self.lent.open()
         return mine
 
     def warn_of_half_weights(self) -> None:
@@ -221,51 +204,20 @@ class ManagedModel:
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
-        record_attention(self.policy, self._state)
         self._note_places()
+        if self.in_dtype is not None:
+            self._inputs = self.inputs_of()
         handles = self._handles  # each at once: what follows may raise
         handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
-        if self._parts is not None:
-            lent = self.lent if self.properties.lends_weights else None
-            handles += self._parts.install(None if lent is None else lent.ids())
+        if self.lent is not None:
+            self._parts = SubmoduleCalls(self, self._state)
+            handles += self._parts.install(self.lent.ids() if self._parts.lends else None)
         for override in self._overrides:
             self._handles.extend(override.install())
-        answers = self._answers_forward and self._parts is not None
-        self._copies.install(self._forward() if answers else None)
-
-    def _forward(self) -> Callable:
-        """`model.forward` that, called by itself, does what `model(...)` does, as in apex."""
-        model, forward = self.model, self.model.forward
-        threads: set[int] = set()  # in which such a call is on its way into the model's own
-
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            lent = self.lent
-            if is_dynamo_compiling() or lent is None or lending_around(model) is not None:
-                return forward(*args, **kwargs)
-            thread = threading.get_ident()
-            if thread in threads:
-                return forward(*args, **kwargs)
-            if vars(model).get("forward") is not call:  # in one of the script's own
-                return self._called(forward, args, kwargs)
-            threads.add(thread)
-            try:
-                return model(*args, **kwargs)
-            finally:
-                threads.discard(thread)
-
-        return call
-
-    def _called(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        taken = self._enter(self.model, args, kwargs, sys._getframe())
-        args, kwargs = taken or (args, kwargs)
-        output = result = None
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            result = self._leave(self.model, args, output)
-        return output if result is None else result
+        answers = self._answers_forward and self.lent is not None
+        self._copies = ModelCopies(model)
+        self._copies.install(forward_of(model, self._enter, self._leave) if answers else None)
 
     def _note_places(self) -> None:
         if self.policy is None:
@@ -289,12 +241,13 @@ class ManagedModel:
         if self._parts is not None:
             self._parts.forget()
             self._parts = None
-        self._copies.uninstall()
+        if self._copies is not None:
+            self._copies.uninstall()
         if self.lent is not None:
             self.lent.close()
             self.lent = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
-        self.conversions.restore_all(undo)
+        self.conversions.restore_all(self.model, undo)
         undo.end()
 
     # What parts of the model ask
@@ -512,4 +465,5 @@ class ManagedModel:
 
     def plain_copy(self) -> nn.Module:
         """A deep copy without hooks and patches."""
+        assert self._copies is not None
         return self._copies.plain_copy()

@@ -16,17 +16,24 @@ from ..casting.calls import computes_in, here, innermost
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
-from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import ModuleKey, named
 from ..errors import AmpatchError
-from ..torch_private.modules import INSTANCE_NORMS, ORTHOGONAL_MAPS, has_forward
+from ..torch_private.modules import (
+    BATCH_NORMS,
+    INSTANCE_NORMS,
+    ORTHOGONAL_MAPS,
+    TORCH_BATCH_NORMS,
+    TORCH_INSTANCE_NORMS,
+    has_forward,
+)
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .conversion import has_statistics
 from .hooks import Hook
 from .lent_places import StaysFloat
 from .values import cast_tensors, caster, map_tensors
+
+_NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
 
 
 class ModuleOverride:
@@ -54,7 +61,6 @@ class ModuleOverride:
 
     def install(self) -> Iterator[Any]:
         """Hang the hooks on the submodule; gives their handles."""
-        record_attention(self._policy, self._state)
         yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
         yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
 
@@ -143,8 +149,8 @@ def _holders(name: str, parts: dict[str, nn.Module]) -> Iterator[str]:
 
 def precisions(
     model: nn.Module, rules: list[tuple[ModuleKey, str]], properties: Properties
-) -> dict[nn.Module, str]:
-    """The precision of each submodule that runs in another than its model.
+) -> tuple[dict[nn.Module, str], StaysFloat]:
+    """The precision of each submodule that runs in another than its model; which weights stay FP32.
 
     Those that rules name; in half models InstanceNorm with running statistics (fed half input its
     kernel loses updates of the statistics) and the parametrization `orthogonal` (of its functions
@@ -159,7 +165,7 @@ def precisions(
         is_kept = is_norm and properties.keeps_norms and module is not model
         if is_kept or (is_half and isinstance(module, ORTHOGONAL_MAPS)):
             found.setdefault(module, "float")
-    return found
+    return found, _stays_float(model, properties, found)
 
 
 def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
@@ -175,7 +181,7 @@ def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
             )
 
 
-def stays_float(
+def _stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
 ) -> StaysFloat:
     """A function that tells whether a module keeps FP32 weights in a half model."""
@@ -189,4 +195,27 @@ def stays_float(
     return lambda module: (
         module in floats
         or (keeps and has_statistics(module) and (lends or found.get(module) != "half"))
+    )
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether `keep_batchnorm_fp32` is about this module.
+
+    So it is for BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        known = module.original_name in _NORM_NAMES
+        return known and getattr(module, "running_mean", None) is not None
+    if isinstance(module, INSTANCE_NORMS):
+        return module.running_mean is not None
+    return isinstance(module, BATCH_NORMS)
+
+
+def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
+    """Whether a half model has FP32 buffers, other than numbers, in parts that are half."""
+    return any(
+        buffer.dtype is torch.float32 and buffer.dim()
+        for module in model.modules()
+        if not stays_float(module)
+        for buffer in module.buffers(recurse=False)
     )

@@ -21,22 +21,24 @@ def sharded_parameters(model: nn.Module) -> set[int]:
     return {id(held.parameter) for sharding in shardings(model) for held in sharding.held}
 
 
-def refuse_other_precision(
-    model: nn.Module, properties: Properties, stays_float: StaysFloat
-) -> None:
-    """Raise `AmpatchError` where FSDP2 stores or computes in another dtype than the level has.
+def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
+    """As `sharded_parameters`.  Raises `AmpatchError` where FSDP2 contradicts the opt level.
 
-    Shards are FP32 at O0, half at O3 and either at O2.  O0 computes in FP32; half models compute in
-    half, except modules that stay FP32 (batch norms, overrides) and parts whose policy says FP32.
+    So it does where it stores or computes in another dtype.  Shards are FP32 at O0, half at O3 and
+    either at O2.  O0 computes in FP32; half models compute in half, except modules that stay FP32
+    (batch norms, overrides) and parts whose policy says FP32.
     """
+    found: set[int] = set()
     if properties.cast_model_type is None:
-        return
+        return found
     for sharding in shardings(model):
         for held in sharding.held:
+            found.add(id(held.parameter))
             if held.parameter.dtype in (torch.float32, *HALF_TYPES):
                 _refuse_storage(held, properties, stays_float(held.module))
                 is_whole = model in sharding.modules
                 _refuse_computation(held, sharding, properties, stays_float, is_whole)
+    return found
 
 
 def _refuse_storage(held: Sharded, properties: Properties, is_float: bool) -> None:

@@ -9,8 +9,11 @@ out, so that they cost it nothing.
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import repeat
 from types import FrameType
 from typing import Any, Protocol
@@ -72,7 +75,7 @@ class SubmoduleCalls:
     def __init__(self, whole: Whole, state: CastState) -> None:
         self._whole = whole
         self._state = state
-        self._lends = whole.properties.lends_weights
+        self.lends = whole.properties.lends_weights
         self._inputs: dict[int, ModelInputs] = {}
         self._tables: list[Any] = []
         self._ids: list[int] = []
@@ -120,7 +123,7 @@ class SubmoduleCalls:
         if whole.lent is None or inputs is None:  # a shallow copy of a part has the same hooks
             return None
         if is_traced:
-            if not self._lends or any(one.is_traced and one.of is whole for one in here.stack):
+            if not self.lends or any(one.is_traced and one.of is whole for one in here.stack):
                 return None
             return whole.begin_traced(module, args, kwargs, inputs)
         if here.stack:
@@ -162,10 +165,46 @@ class SubmoduleCalls:
         if call is None or call.is_joined:
             return None
         # Outside of forwards lent weights are FP32, beside what a part returns.
-        result = torch.float32 if self._lends else whole.results_in_step()
+        result = torch.float32 if self.lends else whole.results_in_step()
         if not is_traced:
             result = computes_in() or result
         return None if result is None else cast_tensors(output, result)
+
+
+def forward_of(model: nn.Module, enter: Callable, leave: Callable) -> Callable:
+    """`model.forward` that, called by itself, does what `model(...)` does, as in apex.
+
+    `enter` and `leave` are the model's hooks, for a forward of the script's own that calls this.
+    """
+    forward = model.forward
+    threads: set[int] = set()  # in which such a call is on its way into the model's own
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or id(model) not in lenders or lending_around(model) is not None:
+            return forward(*args, **kwargs)
+        thread = threading.get_ident()
+        if thread in threads:
+            return forward(*args, **kwargs)
+        if vars(model).get("forward") is not call:  # in one of the script's own
+            return within(args, kwargs)
+        threads.add(thread)
+        try:
+            return model(*args, **kwargs)
+        finally:
+            threads.discard(thread)
+
+    def within(args: tuple, kwargs: dict) -> Any:
+        taken = enter(model, args, kwargs, sys._getframe())
+        args, kwargs = taken or (args, kwargs)
+        output = result = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            result = leave(model, args, output)
+        return output if result is None else result
+
+    return call
 
 
 def _first_argument(frame: FrameType) -> Any:

@@ -14,6 +14,7 @@ from ..casting.arguments import tensors_in
 from ..casting.cast_state import CastState
 from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
+from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride
@@ -27,8 +28,11 @@ class Policies:
     tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
-    def __init__(self, properties: Properties, functions: dict[Any, Choose]) -> None:
+    def __init__(
+        self, properties: Properties, functions: dict[Any, Choose], state: CastState
+    ) -> None:
         self._properties = properties
+        self._state = state
         half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
         self.half = half if half in HALF_TYPES else properties.dtype
         self.tables = Policy(
@@ -38,20 +42,22 @@ class Policies:
             devices=devices_to_start_from(),
         )
         self.mixed = dataclasses.replace(self.tables, gate=mixes)
+        for policy in (self.tables, self.mixed):
+            record_attention(policy, state)
         self.cache = self.tables.cache
 
     def in_models(self) -> Policy | None:
         """What casts in the models: the tables, or nothing."""
         return self.tables if self._properties.patch_torch_functions else None
 
-    def module_override(
-        self, module: nn.Module, precision: str, state: CastState
-    ) -> ModuleOverride:
+    def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
         """What has a part of a model run in a precision of its own: "float" or "half"."""
-        properties = self._properties
+        properties, policy = self._properties, None
         dtype = torch.float32 if precision == "float" else self.half
-        policy = self.tables.forced(dtype) if properties.patch_torch_functions else None
-        return ModuleOverride(module, dtype, state, policy, properties.cast_model_type)
+        if properties.patch_torch_functions:
+            policy = self.tables.forced(dtype)
+            record_attention(policy, self._state)
+        return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
         """Cast on every device: there is no model whose device would decide."""

@@ -69,7 +69,7 @@ class Session:
         self._rows: tuple[Rows[Any], ...]
         self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
         self.has_apex_tables = has_apex_tables
-        self.policies = Policies(properties, self._functions())
+        self.policies = Policies(properties, self._functions(), registry.state)
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
@@ -240,7 +240,7 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        found = module_overrides.precisions(model, self.rules.modules, properties)
+        found, stays_float = module_overrides.precisions(model, self.rules.modules, properties)
         managed = ManagedModel(
             model,
             properties,
@@ -248,7 +248,7 @@ class Session:
             state=registry.state,
             policy=self.policies.in_models(),
             overrides=[
-                self.policies.module_override(module, precision, registry.state)
+                self.policies.module_override(module, precision)
                 for module, precision in found.items()
             ],
             answers_forward=self.has_apex_tables,
@@ -256,8 +256,7 @@ class Session:
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
             registry.events.give_back_shared(model)
-        if properties.casts_model:
-            managed.convert(module_overrides.stays_float(model, properties, found))
+        managed.convert(stays_float)
         managed.warn_of_half_weights()
         managed.install()
         if self.looks_for_overflow() and (norms := norms_of(model)):
