@@ -171,7 +171,8 @@ class HalfCopies:
         if self._values or now != self._versions:
             values, self._values = self._values, {}
             versions, self._versions = self._versions, now
-            self.owner.writes.carry(self.parameters, self.copies, versions, values)
+            model, writes = self.owner.model, self.owner.writes
+            writes.carry(model, self.parameters, self.copies, versions, values)
 
     def lend_again(self, call: Call) -> None:
         """They are in place until `call` ends, for a recompute or a backward pass."""
@@ -279,7 +280,7 @@ class LentWeights:
         self._at_change = at_change
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
-        self.writes = LentWrites(model)
+        self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
         self.start_turns()
 

@@ -16,12 +16,12 @@ from ..torch_private.dtensors import local_of
 class LentWrites:
     """Finds what a forward has written into the copies, and writes it into the weights."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._has_warned = False
 
     def carry(
         self,
+        model: nn.Module,
         parameters: list[Tensor],
         copies: list[Tensor],
         versions: list[int],
@@ -30,24 +30,24 @@ class LentWrites:
         """Write into parameters what was written into copies that had these versions and values."""
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
-                self._carry(copy, parameter)
+                self._carry(model, copy, parameter)
         for index in _written_unseen(copies, values) if values else ():
-            self._carry(copies[index], parameters[index])
+            self._carry(model, copies[index], parameters[index])
 
-    def _carry(self, copy: Tensor, parameter: Tensor) -> None:
+    def _carry(self, model: nn.Module, copy: Tensor, parameter: Tensor) -> None:
         """Elements that were not written keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
         if not self._has_warned:
             self._has_warned = True
-            names = [name for name, one in self._model.named_parameters() if one is parameter]
+            names = [name for name, one in model.named_parameters() if one is parameter]
             logger.warning(
                 "%s writes into its weights in its own forward (%s). At O2 it has half copies "
                 "there: what is written is rounded to %s, and small changes, as of an average, are "
                 "lost. Write outside of the forward, or keep that part in FP32: "
                 'overrides={"name.*": "float"}.',
-                type(self._model).__name__,
+                type(model).__name__,
                 names[0] if names else "a weight",
                 copy.dtype,
             )
