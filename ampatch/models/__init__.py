@@ -9,6 +9,7 @@ Where to look first:
 * weights to half and back (O3): `conversion`;
 * casts of inputs and outputs: `values`, `io_casting`; calls of parts of a model, and a framework's
   steps: `submodule_calls`; parts in another precision: `module_overrides`;
+* batch norms after a step that was skipped: `running_statistics`;
 * `copy.deepcopy`, pickle, `torch.save(model)`: `copies`;
 * what `fully_shard` has sharded: `sharded_weights`.
 """

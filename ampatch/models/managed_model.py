@@ -44,6 +44,7 @@ from .io_casting import Given, ModelInputs
 from .lent_places import StaysFloat
 from .lent_weights import Lending, LentWeights, lending_around, lent_types
 from .module_overrides import ModuleOverride, has_float_buffers
+from .running_statistics import RunningStatistics, norms_of
 from .sharded_weights import checked_shards, sharded_parameters
 from .submodule_calls import SubmoduleCalls, forward_of, is_traced_by_fx
 from .values import cast_tensors
@@ -117,6 +118,7 @@ class ManagedModel:
         self._handles: list[Any] = []
         self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
         self._copies: ModelCopies | None = None
+        self.statistics: RunningStatistics | None = None
         self._answers_forward = answers_forward
         self._has_warned = False  # of a block of the user's around it
         self._last = None  # of its forwards, where they cast weights
@@ -218,6 +220,8 @@ class ManagedModel:
         answers = self._answers_forward and self.lent is not None
         self._copies = ModelCopies(model)
         self._copies.install(forward_of(model, self._enter, self._leave) if answers else None)
+        if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
+            self.statistics = RunningStatistics(norms)
 
     def _note_places(self) -> None:
         if self.policy is None:
@@ -243,6 +247,9 @@ class ManagedModel:
             self._parts = None
         if self._copies is not None:
             self._copies.uninstall()
+        if self.statistics is not None:
+            self.statistics.close()
+            self.statistics = None
         if self.lent is not None:
             self.lent.close()
             self.lent = None

@@ -7,6 +7,5 @@ Where to look first:
 * what else a process has once: `registry`; who is notified of events: `observers`; which tools of
   torch are replaced: `torch_tools`; what these tools report to the sessions: `torch_events`; what
   the ranks of one model compare: `ranks`;
-* batch norms after a step that was skipped: `running_statistics`;
 * what the rooms above the public API, and code for other frameworks, may import: `facade`.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,7 +29,6 @@ from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from .policies import Policies
 from .registry import Registry
-from .running_statistics import RunningStatistics, norms_of
 from .table import Rows, alive
 
 
@@ -73,9 +71,6 @@ class Session:
         self.casts_off = registry.state.casts_off
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
-        self.statistics: weakref.WeakKeyDictionary[ManagedModel, RunningStatistics]
-        self.statistics = weakref.WeakKeyDictionary()
-        self.has_norms = False  # there have been such statistics
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
         self.handle: Any = None  # of `ampatch.init`, if that opened this session
@@ -128,12 +123,8 @@ class Session:
 
     def _leave(self, rows: Rows[Any], *keys: int) -> None:
         for key in keys:
-            held = rows.pop(key, None)
-            if held is not None:
+            if rows.pop(key, None) is not None:
                 registry.table.remove(key, self)
-                managed = held()
-                if managed is not None and managed in self.statistics:
-                    self.statistics.pop(managed).close()
 
     # Put in, take out
 
@@ -259,9 +250,6 @@ class Session:
         managed.convert(stays_float)
         managed.warn_of_half_weights()
         managed.install()
-        if self.looks_for_overflow() and (norms := norms_of(model)):
-            self.statistics[managed] = RunningStatistics(norms)
-            self.has_norms = True
         torchscript.note_scripted_parts(managed)
 
     def drop_copies(self) -> None:
@@ -367,9 +355,9 @@ class Session:
         """A step of one of the optimizers has ended."""
         weight_cache.forget_all()
         registry.state.end_abandoned()
-        if self.has_norms:
-            for statistics in list(self.statistics.values()):
-                statistics.after_step(managed.skipped)
+        for model in self.models:
+            if model.statistics is not None:
+                model.statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         if (news := managed.counter.news(limit)) is not None:
             skip_report.say(managed, *news, limit, self.names)

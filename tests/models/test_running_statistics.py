@@ -13,7 +13,7 @@ from small_training import same
 from torch import nn
 
 import ampatch
-from ampatch.session.running_statistics import RunningStatistics, norms_of
+from ampatch.models.running_statistics import RunningStatistics, norms_of
 
 SETTINGS = {"init_scale": 64.0, "verbosity": 0, "dtype": torch.float16}
 KINDS = {

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.hooks import Hook
 from ..torch_private import foreach
+from .hooks import Hook
 
 # The originals, bound before any patch: reports would count calls of the patches as the script's.
 _cat = torch.cat
