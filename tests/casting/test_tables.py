@@ -33,7 +33,7 @@ TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
 TO_WIDEST = {Rule.PROMOTE, Rule.FLOAT_ON_CPU}
 ON_THE_CPU = {rule for rule in Rule if rule.value.startswith("float on the CPU")}
 
-OPERATORS = {("torch.linalg", "matrix_sqrth"): "linalg_matrix_sqrth"}
+OPERATORS = {("torch.linalg", name): f"linalg_{name}" for name in ("matrix_sqrth", "polar")}
 """Rows for functions that not every torch has, and the operator that each of them calls."""
 
 UNREACHABLE = {"_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_cudnn_rnn"}
