@@ -108,10 +108,8 @@ def _peaks() -> dict[torch.device, int] | None:
     kind = accelerator()
     if kind is None or not _is_begun(kind):
         return None
-    asked = getattr(_module(kind), "max_memory_allocated", None)
-    asked = asked or getattr(torch.accelerator, "max_memory_allocated", None)  # since torch 2.9
-    if asked is None:
-        return None
+    general = torch.accelerator.max_memory_allocated
+    asked = getattr(_module(kind), "max_memory_allocated", general)
     try:
         return {torch.device(kind, index): asked(index) for index in range(count(kind))}
     except NOT_THERE:

@@ -10,10 +10,11 @@ from ampatch import device_figures
 from ampatch.torch_private import devices
 
 
-def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
-    def refuses(*args, **kwargs):
-        raise RuntimeError("no events here")
+def refuses(*args, **kwargs):
+    raise RuntimeError("not here")
 
+
+def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch, "Event", refuses)
     assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
 
@@ -28,16 +29,13 @@ def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
     assert first >= 0 <= second and waits == [there] * 3
     silent = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(device_figures, "_module", lambda kind: silent)
-    monkeypatch.delattr(torch.accelerator, "max_memory_allocated", raising=False)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuses)
     assert device_figures.peak_memory() is None
     assert device_figures.described() == ["xpu:0", "xpu:1"]
     assert device_figures.name_of(there) == "xpu" and device_figures.count("xpu") == 2
 
 
 def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
-    def refuses(device, timed):
-        raise RuntimeError("no timing here")
-
     monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
     monkeypatch.setattr(device_figures, "new_event", refuses)
     assert not device_figures._has_timed_events.__wrapped__("xpu")
