@@ -168,7 +168,7 @@ _DECOMPOSITIONS = (
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh",
     "householder_product", "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq",
-    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "qr", "slogdet",
+    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "polar", "qr", "slogdet",
     "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
 )
 _SPECIAL = (
@@ -330,7 +330,8 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.Tensor", ("histogram", "nanquantile", "quantile"), Rule.FLOAT, _NO_HALF),
     Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
-    Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT, _NO_HALF),
+    Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT,
+        "PyTorch has no kernel for it in half on the CPU, nor in each version on CUDA."),
     Row("torch.special", _SPECIAL, Rule.FLOAT, _NO_HALF),
     Row("torch", ("matrix_exp",), Rule.FLOAT, _SERIES),
     Row("torch.Tensor", ("matrix_exp",), Rule.FLOAT, _SERIES),
