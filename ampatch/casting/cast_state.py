@@ -150,7 +150,7 @@ class CastState:
                 last.counted_by = None
                 self.watch(-1)
             del stack[-1]
-            last.caller = None  # that frame may hold the call, and much else
+            last.caller = None  # the frame may hold the call, and much else
 
     def end_abandoned(self) -> None:
         """End calls of this thread whose frames run no longer, and what has begun in them."""

@@ -29,7 +29,7 @@ class Policies:
 
     def __init__(self, properties: Properties, functions: dict[Any, Choose]) -> None:
         self._properties = properties
-        half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
+        half = properties.cast_model_type  # elsewhere than in half models None or FP32
         self.half = half if half in HALF_TYPES else properties.dtype
         self.tables = Policy(
             half_to=self.half,

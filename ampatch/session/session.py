@@ -78,7 +78,7 @@ class Session:
         self.has_norms = False  # there have been such statistics
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
-        self.handle: Any = None  # of `ampatch.init`, if that opened this session
+        self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._was_given = False
 
