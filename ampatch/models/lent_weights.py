@@ -280,10 +280,6 @@ class LentWeights:
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites(model)
         self.lendings: list[Lending] = []  # the innermost last
-        self.start_turns()
-
-    def start_turns(self) -> None:
-        """Nobody waits."""
         self.lock = threading.RLock()  # held for moments
         self._turns = threading.Condition(self.lock)
         self.waiting = 0
@@ -413,14 +409,23 @@ class TracedPlaces:
             table[name] = parameter
 
 
-def _end_other_threads() -> None:
-    """In the child of a fork: what threads have lent that it does not have."""
+_held: list[LentWeights] = []
+
+
+def _hold_locks() -> None:
+    """Before a fork: no other thread is about to put or take back, as it would be for ever."""
     for lender in list(lenders.values()):
-        lender.start_turns()
-        for lending in reversed(list(lender.lendings)):
-            if lending.thread != get_ident():
-                lending.end()
+        lender.lock.acquire()
+        _held.append(lender)
+
+
+def _release_locks() -> None:
+    while _held:
+        _held.pop().lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_other_threads)
+    # In the child the threads that it does not have end, and with them what they have lent.
+    os.register_at_fork(
+        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
+    )

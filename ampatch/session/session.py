@@ -366,7 +366,6 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        weight_cache.forget_all()
         registry.state.end_abandoned()
         if self.has_norms:
             for statistics in list(self.statistics.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,35 @@ def test_a_child_that_is_forked_while_a_forward_runs(whose):
         thread.join(10)
     assert status == [0]
     assert torch.equal(model(X), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_children_that_are_forked_at_any_moment_of_forwards_in_another_thread():
+    model, goes_on = managed(Net()), True
+    expected = model(X).detach()
+
+    def forwards():
+        while goes_on:
+            model(X)
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    try:
+        for _ in range(30):
+            child = os.fork()
+            if not child:
+                with contextlib.suppress(BaseException):
+                    os._exit(0 if torch.equal(model(X), expected) else 2)
+                os._exit(1)
+            begin = time.monotonic()
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+                time.sleep(0.005)
+                if time.monotonic() > begin + 20:
+                    os.kill(child, signal.SIGKILL)
+            assert ended[1] == 0
+    finally:
+        goes_on = False
+        thread.join(10)
 
 
 class Branches(nn.Module):
