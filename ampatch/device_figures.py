@@ -23,7 +23,6 @@ from ampatch.torch_private.devices import (
     accelerator,
     current_stream,
     device_types,
-    functions,
     new_event,
 )
 
@@ -41,7 +40,7 @@ TOOLKITS = ("cuda", "hip", "xpu")
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all its work; what a CPU was given to do is done."""
     if device.type == accelerator():
-        functions().synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
 def moment(device: torch.device) -> Any:
@@ -109,10 +108,8 @@ def _peaks() -> dict[torch.device, int] | None:
     kind = accelerator()
     if kind is None or not _is_begun(kind):
         return None
-    asked = getattr(_module(kind), "max_memory_allocated", None)
-    asked = asked or getattr(functions(), "max_memory_allocated", None)  # since torch 2.9
-    if asked is None:
-        return None
+    general = torch.accelerator.max_memory_allocated
+    asked = getattr(_module(kind), "max_memory_allocated", general)
     try:
         return {torch.device(kind, index): asked(index) for index in range(count(kind))}
     except NOT_THERE:

@@ -17,7 +17,6 @@ import own_cache  # before ampatch, which looks into it
 import pytest
 import torch
 from few_modules import search_no_other_packages
-from old_torch import lacking
 from torch_snapshot import changes, snapshot
 
 import ampatch
@@ -72,14 +71,6 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Collections and sessions are many, and torch, its like and thousands of tests are much."""
     search_no_other_packages()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs something that the running torch lacks, and name it."""
-    for item in items:
-        reason = lacking(item.path.stem, item.name)
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["O0", "O1", "O2", "O3"])

@@ -301,7 +301,7 @@ def unwrap(model: Model) -> Model:
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    plain: Any = managed.plain_copy()  # of the same class
+    plain: Any = managed.plain_copy()
     return plain
 
 

@@ -96,7 +96,7 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """As `copies`, for tensors in one block of memory (`are_one_block`): so are the copies, at the
-    same places behind the first one.
+    same positions behind the first one.
     """
     first, (begin, end) = tensors[0], span_of(tensors)
     block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
@@ -245,14 +245,14 @@ def may_share_node(weight: Tensor) -> bool:
 
 
 def divide(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Weights in buckets, in their order; those of a bucket live in the same place."""
+    """Weights in buckets, in their order; those of a bucket live on one device."""
     buckets: list[list[Tensor]] = []
-    latest: dict[Any, list[Tensor]] = {}  # by place
+    latest: dict[Any, list[Tensor]] = {}
     for weight in weights:
-        place = place_of(weight)
-        bucket = latest.get(place)
+        home = place_of(weight)
+        bucket = latest.get(home)
         if bucket is None or not _has_room(bucket, weight):
-            bucket = latest[place] = []
+            bucket = latest[home] = []
             buckets.append(bucket)
         bucket.append(weight)
     return buckets

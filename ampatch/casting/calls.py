@@ -66,7 +66,7 @@ class Call:
     # What began with it, for its end.
     sets_policy = False
     opened: Any = None  # the `ForwardCopies`
-    is_counted = False  # `policy` is a reason to look at this thread
+    counted_by: Any = None  # the `CastState`, where `policy` is a reason to look at this thread
     off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
     lending: Any = None  # half copies in the places of weights
     traced_places: Ends | None = None  # the same where Dynamo traces
@@ -96,6 +96,8 @@ class _Leftovers:
             for one in (call.lending, call.aside):
                 if one is not None:
                     one.end()
+            if call.counted_by is not None:
+                call.counted_by.watch(-1)
 
 
 here = Here()

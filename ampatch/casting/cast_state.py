@@ -89,7 +89,7 @@ class CastState:
         if policy is not KEEP and (policy is not in_force or holds) and policy is not found:
             # Counted first: Ctrl-C may leave a reason too many, which costs time, but none too few.
             self.watch(+1)
-            call.is_counted = True
+            call.counted_by = self
             call.policy = here.policy = policy
         if off:
             call.off = off
@@ -146,11 +146,11 @@ class CastState:
                 here.policy, here.copies = stack[-2].policy, stack[-2].copies
             else:
                 here.policy, here.copies = FOLLOW, None
-            if last.is_counted:
-                last.is_counted = False
+            if last.counted_by is not None:
+                last.counted_by = None
                 self.watch(-1)
             del stack[-1]
-            last.caller = None  # that frame may hold the call, and much else
+            last.caller = None  # the frame may hold the call, and much else
 
     def end_abandoned(self) -> None:
         """End calls of this thread whose frames run no longer, and what has begun in them."""

@@ -198,23 +198,23 @@ class _Recompute:
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
-    place = place_of_contexts(original)
+    position = place_of_contexts(original)
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
         taken = _taken(state)
-        contexts = kwargs[CONTEXTS] if place is None else args[place]
+        contexts = kwargs[CONTEXTS] if position is None else args[position]
 
         def in_recompute() -> tuple[Any, Any]:
             forward, recompute = contexts()
             return forward, _Recompute(state, taken, recompute)
 
-        if place is None:
+        if position is None:
             kwargs[CONTEXTS] = in_recompute
         else:
-            args = (*args[:place], in_recompute, *args[place + 1 :])
+            args = (*args[:position], in_recompute, *args[position + 1 :])
         around = original(function, *args, **kwargs)
         if taken.policy is None:
             yield from around

@@ -144,7 +144,7 @@ def _held(value: object) -> list[str]:
         for name, member in vars(cls).items():
             if name == "__dict__" and type(member) is GetSetDescriptorType:
                 own.update(member.__get__(value))
-            elif type(member) is MemberDescriptorType:  # of __slots__
+            elif type(member) is MemberDescriptorType:  # a slot
                 with contextlib.suppress(AttributeError):  # not set
                     own[name] = member.__get__(value)
     return [name for name, one in _floating(own).items() if one.dtype is torch.float32]

@@ -46,7 +46,7 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
-        self.has_rows = False  # those of EVERY_LEVEL at least
+        self.has_rows = False  # at least EVERY_LEVEL's
         self.has_tables = False
         self.overridden: dict[Any, bool] = {}
         self._state = state
@@ -56,25 +56,25 @@ class Installation:
         self.autocast = AutocastInterop(state)
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
 
-    def install(self, is_whole: bool, overridden: dict[Any, bool]) -> None:
-        """Patch everything the tables list, or, if not `is_whole`, what holds at every level.
+    def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
+        """Patch everything the tables list, or, if not `with_tables`, what holds at every level.
 
         `overridden` has the functions of torch that policies give another precision, and whether
         they compute in FP32 at every level.  Takes out what it put in if it fails halfway.
         """
-        self.has_rows, self.has_tables, self.overridden = True, is_whole, overridden
+        self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
             self._dynamo.keep()
             parts = special_ops.embeddings()
-            if is_whole:
+            if with_tables:
                 parts += [*special_ops.module_parts(self._state), *self.autocast.places()]
-            for where, name in _TABLES | _AT_EVERY_LEVEL if is_whole else _AT_EVERY_LEVEL:
+            for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
                 self.replacements.put(owner, name, self._maker(never), shared=True)
             for where, name, make in parts:
                 self._put_if_there(where, name, make)
-            if is_whole:
+            if with_tables:
                 fresh_tables(self._patches)
                 self._patches.on_undo(self._state.tables.give_back)
             self.replacements.rebind()
@@ -123,7 +123,9 @@ class Installation:
 
             def make(raw: Any) -> Callable:
                 if owner in map(resolve, NAMESPACES):
-                    return replacement(raw, choose, self._state, is_whole=lambda policy: True)
+                    return replacement(
+                        raw, choose, self._state, casts_nothing_inside=lambda policy: True
+                    )
                 return user_functions.user_function(raw, choose, ask)
 
             self.replacements.put(owner, name, make)
@@ -153,13 +155,13 @@ class Installation:
 
         def make(original: Any) -> Callable:
             function = self.replacements.original(original)
-            chosen, made, is_whole = choose, uncast, None
+            chosen, made, casts_nothing_inside = choose, uncast, None
             if self.overridden.get(function):
                 made = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
             chosen, made = special_ops.float_by_itself(name, chosen, made)
             if function in self.overridden:
-                chosen, is_whole = overridden(function, chosen)
-            return replacement(original, chosen, self._state, made, is_whole)
+                chosen, casts_nothing_inside = overridden(function, chosen)
+            return replacement(original, chosen, self._state, made, casts_nothing_inside)
 
         return make
 

@@ -28,13 +28,13 @@ class Rule(Enum):
     CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
-    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # of embeddings
+    FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # for embeddings
     FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
     FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
     FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # windows of pooling
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     PROMOTE = "promote"  # the widest floating dtype among the inputs
-    LIKE_FIRST = "like first"  # that of the first input, which the call writes into
+    LIKE_FIRST = "like first"  # the call writes into its first input
     POWER = "matrix power"  # HALF for exponents from 2 on, FP32 for negative ones
     BANNED = "banned"  # refuse half inputs or run in FP32, and say what to use instead
     REFUSE_IN_PLACE = "refused in place"  # raise on a half tensor; with apex's tables only
@@ -168,7 +168,7 @@ _DECOMPOSITIONS = (
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh",
     "householder_product", "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq",
-    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "qr", "slogdet",
+    "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank", "pinv", "polar", "qr", "slogdet",
     "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
 )
 _SPECIAL = (
@@ -330,7 +330,8 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.Tensor", ("histogram", "nanquantile", "quantile"), Rule.FLOAT, _NO_HALF),
     Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
-    Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT, _NO_HALF),
+    Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT,
+        "PyTorch has no kernel for it in half on the CPU, nor in each version on CUDA."),
     Row("torch.special", _SPECIAL, Rule.FLOAT, _NO_HALF),
     Row("torch", ("matrix_exp",), Rule.FLOAT, _SERIES),
     Row("torch.Tensor", ("matrix_exp",), Rule.FLOAT, _SERIES),

@@ -38,11 +38,11 @@ def replacement(
     choose: Choose,
     state: CastState,
     uncast: Callable | None = None,
-    is_whole: Callable[[Policy], bool] | None = None,
+    casts_nothing_inside: Callable[[Policy], bool] | None = None,
 ) -> Callable:
     """A plain function that stands in for `original` and casts to what `choose` says.
 
-    `is_whole(policy)`, if given, says whether the function runs without casts inside.
+    `casts_nothing_inside(policy)`, if given, says whether the function runs without casts inside.
     `uncast(policy, call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32;
     `policy` is None where the rule does not count.
     """
@@ -66,7 +66,7 @@ def replacement(
             or (policy.gate is not None and not policy.gate(args, kwargs))
         ):
             policy = to = None
-        elif is_whole is not None and is_whole(policy):
+        elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if is_asked(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
             if is_dynamo_compiling():  # one object in the graph would run outside of the block

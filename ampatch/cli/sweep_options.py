@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ampatch.cli.ending import cause
 from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
-from ampatch.config.sweep_options import flag, help_texts, of_command
+from ampatch.sweep.options import flag, help_texts, of_command
 
 Made = TypeVar("Made")
 

@@ -49,9 +49,9 @@ class ModelInputs:
     """Casts the inputs of one model to `dtype`; `name` is for the log.
 
     An FP32 input that half cannot hold (finite values that overflow, whole numbers that it
-    cannot count) stays FP32, in that place from then on, after `keeps_float()` has been
+    cannot count) stays FP32, at that position from then on, after `keeps_float()` has been
     called.  Inputs in host memory are looked at each time; on an accelerator, where a look
-    waits for the device, at a place's first input only: later ones are clamped to the
+    waits for the device, at a position's first input only: later ones are clamped to the
     range of float16.
     """
 
@@ -62,8 +62,8 @@ class ModelInputs:
         self._saturates = dtype is torch.float16
         self._limit = 2 / torch.finfo(dtype).eps
         self._keeps_float = keeps_float
-        self._float_places: set[int] = set()
-        self._seen_places: set[int] = set()
+        self._float_positions: set[int] = set()
+        self._seen_positions: set[int] = set()
 
     def take(self, args: tuple, kwargs: dict, given: Given | None) -> tuple[tuple, dict]:
         """The arguments for the forward; `given` notes what to write back after it."""
@@ -74,12 +74,12 @@ class ModelInputs:
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast(args[0], 0, given),), kwargs
-        place = -1
+        position = -1
 
         def convert_next(tensor: Any) -> Any:
-            nonlocal place
-            place += 1
-            return self._cast(tensor, place, given)
+            nonlocal position
+            position += 1
+            return self._cast(tensor, position, given)
 
         args = tuple(map_tensors(arg, convert_next, given.containers) for arg in args)
         if kwargs:
@@ -89,7 +89,7 @@ class ModelInputs:
             }
         return args, kwargs
 
-    def _cast(self, tensor: Tensor, place: int, given: Given) -> Tensor:
+    def _cast(self, tensor: Tensor, position: int, given: Given) -> Tensor:
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor
@@ -97,22 +97,22 @@ class ModelInputs:
             return given.tensors[id(tensor)][1]
         cast = None
         if found is torch.float32 and self._is_half:
-            if place in self._float_places:
+            if position in self._float_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
-            if cast is None and self._stays_float(tensor, place):
+            if cast is None and self._stays_float(tensor, position):
                 return tensor
         if cast is None:  # the first one, too, is clamped: its recompute is a later one
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
-        self._seen_places.add(place)
+        self._seen_positions.add(position)
         given.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
-    def _stays_float(self, tensor: Tensor, place: int) -> bool:
+    def _stays_float(self, tensor: Tensor, position: int) -> bool:
         if not tensor.is_cpu and (
-            place in self._seen_places or not has_values(tensor.device) or is_captured(tensor)
+            position in self._seen_positions or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False
         numbers: Any = tensor.detach() if tensor.requires_grad else tensor
@@ -129,7 +129,7 @@ class ModelInputs:
             return False
         if not half_cannot_hold(numbers, self._dtype):
             return False
-        self._float_places.add(place)
+        self._float_positions.add(position)
         logger.warning(
             "%s: an input of shape %s has values that %s cannot hold (from %g to %g). This input "
             "stays FP32, here and in later forwards.",

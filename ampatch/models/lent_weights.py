@@ -114,16 +114,16 @@ class HalfCopies:
     The values of a copy whose `.data` was read are noted: a write through that raises no version.
     """
 
-    def __init__(self, owner: LentWeights, tree: Tree) -> None:
-        self.owner = owner
+    def __init__(self, lender: LentWeights, tree: Tree) -> None:
+        self.lender = lender
         self.tree = tree
-        self.parameters: list[Tensor] = []  # those that have `copies`
+        self.parameters: list[Tensor] = []  # one for each of `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
-        self._indices: dict[int, int] | None = None  # of copies, by their ids
+        self._indices: dict[int, int] | None = None  # by ids of copies
         if tree.parameters:
-            self.copies = copies_of(tree, owner.dtype, owner.model)
+            self.copies = copies_of(tree, lender.dtype, lender.model)
             self.parameters = list(tree.parameters)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
@@ -171,7 +171,7 @@ class HalfCopies:
         if self._values or now != self._versions:
             values, self._values = self._values, {}
             versions, self._versions = self._versions, now
-            model, writes = self.owner.model, self.owner.writes
+            model, writes = self.lender.model, self.lender.writes
             writes.carry(model, self.parameters, self.copies, versions, values)
 
     def lend_again(self, call: Call) -> None:
@@ -180,9 +180,9 @@ class HalfCopies:
             lending = other.lending
             if lending is not None and lending.half is self and lending.is_in_place:
                 return
-        call.lending = lending = Lending(self.owner, call.caller)
+        call.lending = lending = Lending(self.lender, call.caller)
         lending.tree, lending.half = self.tree, self
-        self.owner.take_turn(lending, self.tree.root)
+        self.lender.take_turn(lending, self.tree.root)
         if self.tree.ids:
             lending.put(self, found=self.tree.found())
         else:
@@ -195,8 +195,8 @@ class Lending:
     half: HalfCopies | None = None
     tree: Tree
 
-    def __init__(self, owner: LentWeights, caller: FrameType | None) -> None:
-        self.owner = owner
+    def __init__(self, lender: LentWeights, caller: FrameType | None) -> None:
+        self.lender = lender
         self.thread = get_ident()
         self.caller = caller
         self.is_lent = False  # some copies may be in place
@@ -212,7 +212,7 @@ class Lending:
             made = dict(zip(map(id, half.parameters), half.copies))
             for lookup in tree.lookups:
                 self._lookups.append(lookup)
-                lookup.put(self.owner.dtype, made.get(id(lookup.parameter)), self._note_copy)
+                lookup.put(self.lender.dtype, made.get(id(lookup.parameter)), self._note_copy)
         tree.put(half.copies)
         self._parametrized = exchange_parametrized({})
         self.is_in_place = True
@@ -223,8 +223,8 @@ class Lending:
 
     def end(self) -> None:
         """Take back what is lent.  May be called again, also by a thread that waits for it."""
-        owner, half, found = self.owner, self.half, self._found
-        with owner.lock:
+        lender, half, found = self.lender, self.half, self._found
+        with lender.lock:
             self.is_in_place = False
             try:
                 if self.is_lent and half is not None:
@@ -241,7 +241,7 @@ class Lending:
                     half.carry()
             finally:
                 if not self.is_lent:
-                    owner.has_ended(self)
+                    lender.has_ended(self)
 
     def is_abandoned(self) -> bool:
         """Whether its call runs no longer, in this thread or in another one."""
@@ -282,10 +282,6 @@ class LentWeights:
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
-        self.start_turns()
-
-    def start_turns(self) -> None:
-        """Nobody waits."""
         self.lock = threading.RLock()  # held for moments
         self._turns = threading.Condition(self.lock)
         self.waiting = 0
@@ -414,14 +410,23 @@ class TracedPlaces:
             table[name] = parameter
 
 
-def _end_other_threads() -> None:
-    """In the child of a fork: what threads have lent that it does not have."""
+_held: list[LentWeights] = []
+
+
+def _hold_locks() -> None:
+    """Before a fork: no other thread is about to put or take back, as it would be for ever."""
     for lender in list(lenders.values()):
-        lender.start_turns()
-        for lending in reversed(list(lender.lendings)):
-            if lending.thread != get_ident():
-                lending.end()
+        lender.lock.acquire()
+        _held.append(lender)
+
+
+def _release_locks() -> None:
+    while _held:
+        _held.pop().lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_other_threads)
+    # In the child the threads that it does not have end, and with them what they have lent.
+    os.register_at_fork(
+        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
+    )

@@ -116,14 +116,14 @@ class ManagedModel:
         self._stays_float: StaysFloat = lambda module: False
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
-        self.places: Places = {}  # of parameters, where calls on them are cast outside forwards
+        self.places: Places = {}  # parameters whose calls are cast outside forwards
         self._copies: ModelCopies | None = None
         self.statistics: RunningStatistics | None = None
         self._answers_forward = answers_forward
-        self._has_warned = False  # of a block of the user's around it
-        self._last = None  # of its forwards, where they cast weights
+        self._has_warned_of_block = False
+        self._last_forward: LastForward | None = None
         if policy is not None:
-            self._last = LastForward(model, policy.half_to)
+            self._last_forward = LastForward(model, policy.half_to)
 
     # Put in, take out
 
@@ -313,13 +313,13 @@ class ManagedModel:
                     lent.lend(call, root)
                     policy = self.policy
             if len(here.stack) > 1:
-                if self._parts is not None and not self._has_warned:
+                if self._parts is not None and not self._has_warned_of_block:
                     self._warn_of_settings()
                 state.put_under(call, *state.setting_of_forward(policy))
             elif policy is not state.process:
                 state.put_under(call, policy)
             if policy is not None:
-                policy.cache.open(call, self._last)
+                policy.cache.open(call, self._last_forward)
                 if policy.devices is not None:
                     self._note_device(policy.devices)
         except BaseException:
@@ -381,7 +381,7 @@ class ManagedModel:
             if not is_traced:
                 state.end_abandoned()
             around = None if self.lent is None else lending_around(model)
-            if around is not None and around.owner is not self.lent:
+            if around is not None and around.lender is not self.lent:
                 if not is_traced:
                     self.join(model, caller)
                 return None
@@ -412,7 +412,7 @@ class ManagedModel:
     def _leave_traced(self, model: nn.Module, output: Any) -> Any:
         if here.stack:
             around = None if self.lent is None else lending_around(model)
-            if around is not None and around.owner is not self.lent:
+            if around is not None and around.lender is not self.lent:
                 return None
             self.end(model, output)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
@@ -420,7 +420,7 @@ class ManagedModel:
     def _warn_of_settings(self) -> None:
         if not any(call.kind == USER for call in here.stack):
             return
-        self._has_warned = True
+        self._has_warned_of_block = True
         logger.warning(
             "%s is called in a block of ampatch.disable_casts() or ampatch.precision(), which is "
             "about casts of calls: at %s weights and inputs are half, and nothing changes. For a "

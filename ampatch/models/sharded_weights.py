@@ -36,8 +36,8 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
             found.add(id(held.parameter))
             if held.parameter.dtype in (torch.float32, *HALF_TYPES):
                 _refuse_storage(held, properties, stays_float(held.module))
-                is_whole = model in sharding.modules
-                _refuse_computation(held, sharding, properties, stays_float, is_whole)
+                is_root = model in sharding.modules
+                _refuse_computation(held, sharding, properties, stays_float, is_root)
     return found
 
 
@@ -59,7 +59,7 @@ def _refuse_computation(
     sharding: Sharding,
     properties: Properties,
     stays_float: StaysFloat,
-    is_whole: bool,
+    is_root: bool,
 ) -> None:
     half, policy = properties.cast_model_type, sharding.policy
     found = policy.param_dtype or held.parameter.dtype
@@ -73,7 +73,7 @@ def _refuse_computation(
             f"sharded with it. Shard the {kind} first, by itself and without a policy: "
             "fully_shard(part), then the modules around it."
         )
-    if found is half or (policy.param_dtype is torch.float32 and not is_whole):
+    if found is half or (policy.param_dtype is torch.float32 and not is_root):
         return
     remedy = f"mp_policy=MixedPrecisionPolicy(param_dtype={half}, reduce_dtype=torch.float32)"
     if half not in HALF_TYPES:

@@ -33,7 +33,7 @@ class Policies:
     ) -> None:
         self._properties = properties
         self._state = state
-        half = properties.cast_model_type  # of a half model; elsewhere its dtype is None or FP32
+        half = properties.cast_model_type  # elsewhere than in half models None or FP32
         self.half = half if half in HALF_TYPES else properties.dtype
         self.tables = Policy(
             half_to=self.half,

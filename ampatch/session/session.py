@@ -73,7 +73,7 @@ class Session:
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
-        self.handle: Any = None  # of `ampatch.init`, if that opened this session
+        self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._was_given = False
 
@@ -353,7 +353,6 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        weight_cache.forget_all()
         registry.state.end_abandoned()
         for model in self.models:
             if model.statistics is not None:

@@ -9,16 +9,29 @@ environment.  Variables such as `OMP_NUM_THREADS` are set in the shell: torch is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.execution.sweep import Sweep, SweepError
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.plan import DTYPES, LEVELS, cases
-from ampatch.sweep.report.render import write_report
-from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
-from ampatch.sweep.trial import Case, Trial
+if TYPE_CHECKING:
+    from ampatch.sweep.execution.progress import Progress
+    from ampatch.sweep.execution.sweep import Sweep, SweepError
+    from ampatch.sweep.measure.record import Run
+    from ampatch.sweep.plan import DTYPES, LEVELS, cases
+    from ampatch.sweep.report.render import write_report
+    from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
+    from ampatch.sweep.trial import Case, Trial
+
+_WHERE = {
+    "execution.progress": ("Progress",),
+    "execution.sweep": ("Sweep", "SweepError"),
+    "measure.record": ("Run",),
+    "plan": ("DTYPES", "LEVELS", "cases"),
+    "report.render": ("write_report",),
+    "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
+    "trial": ("Case", "Trial"),
+}
+_MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
     "DTYPES",
@@ -39,6 +52,13 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: the command line needs the options alone."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
 def sweep(
     script: str, arguments: Sequence[str] = (), *, progress: Progress | None = None, **options: Any
 ) -> list[Row]:
@@ -48,4 +68,6 @@ def sweep(
     a part in it.  A run that crashes, diverges or takes longer than `timeout`
     seconds does not end the sweep; its row's `status` says so.
     """
+    from ampatch.sweep.execution.sweep import Sweep
+
     return Sweep(script, arguments, **options).run(progress).rows

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ampatch.config.opt_levels import LEVELS, properties_for
-from ampatch.config.sweep_options import ROUNDS
 from ampatch.errors import did_you_mean
 from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 
 FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script

@@ -1,8 +1,8 @@
 """Which kinds of devices there are, and what each of them can do.  To measure: `device_figures.py`.
 
 Everything is asked through `torch.accelerator`, so that any accelerator that torch knows is
-served.  A torch without it (before 2.6) knows CUDA.  Where a device lacks streams, events, graphs
-or figures of its memory, the answer is the one that is right without them.
+served.  Where a device lacks streams, events, graphs or figures of its memory, the answer is the
+one that is right without them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from .lookup import of_torch
-
-_accelerator = of_torch("torch.accelerator", None)
 
 # Every torch has these kernels on CUDA.
 _types_with_fused_optimizers = of_torch(
@@ -40,11 +38,9 @@ NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
 
 def accelerator() -> str | None:
     """The type of the accelerator, as in `tensor.device.type`; None: there is none."""
-    if not functions().is_available():
+    if not torch.accelerator.is_available():
         return None
-    if _accelerator is None:
-        return "cuda"
-    found = _accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
 
 
@@ -150,18 +146,11 @@ def _has_streams(kind: str) -> bool:
     return True
 
 
-def functions() -> Any:
-    """The module with functions of accelerators; CUDA's has them by the same names."""
-    return torch.cuda if _accelerator is None else _accelerator
-
-
 def current_stream(device: torch.device) -> Any:
-    return functions().current_stream(device)
+    return torch.accelerator.current_stream(device)
 
 
 def new_event(device: torch.device, *, timed: bool = False) -> Any:
-    if _accelerator is None:
-        return torch.cuda.Event(enable_timing=timed)
     return torch.Event(device=device, enable_timing=timed)
 
 

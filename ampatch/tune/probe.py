@@ -49,9 +49,7 @@ def start(text: str, off: Any, writes: bool) -> None:
     Of several ranks all compute, because a module may wait for the others, and one `writes`.
     """
     options = ProbeOptions(**json.loads(text))
-    stay_eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
-    if stay_eager is not None:
-        stay_eager("force_eager")  # compiled modules call no hooks of the modules in them
+    torch.compiler.set_stance("force_eager")  # compiled modules call no hooks of those in them
     ampatch.observe(Probe(options, off, writes))
 
 

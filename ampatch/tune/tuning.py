@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.config.sweep_options import ROUNDS, SweepOptions, going_on
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ampatch
 
-CASES = {"2.13": 121}
-"""How many cases torch has in its lists, by version, so that none goes missing unseen."""
+FEWEST = 120
+"""How many cases torch has in its lists at least, so that none goes missing unseen."""
 
 CUDNN = {"cudnn_convolution", "cudnn_convolution_transpose"}
 FLOAT_INSIDE = {"addbmm"}
@@ -156,6 +156,4 @@ def test_every_case_of_torchs_lists(half):
     ampatch.deactivate()
     assert {name: result for name, result in results.items() if result is not None} == {}
     number = sum(map(len, vars(AutocastTestLists(torch.device("cpu"))).values()))
-    passed = len(results) + check_banned(half)
-    expected = CASES.get(".".join(torch.__version__.split(".")[:2]), number)
-    assert f"{passed} of {number}" == f"{expected} of {expected}"
+    assert len(results) + check_banned(half) == number >= FEWEST

@@ -34,7 +34,7 @@ from op_calls import (
     samples,
     under_autocast,
 )
-from op_composites import COMPOSITES
+from op_composites import COMPOSITES, SOMETIMES
 from torch import Tensor
 
 import ampatch
@@ -241,6 +241,6 @@ def test_each_operator_meets_the_rows_it_is_said_to(monkeypatch):
             for sample in made[name]:
                 outcome(call, sample.fresh())
             other_way = call is not ways[0] and rules_of(met) == call.rules
-            if met != set(call.rows) and not other_way:
+            if met - SOMETIMES.get(name, set()) != set(call.rows) and not other_way:
                 wrong[f"{name}: {call}"] = (sorted(met), call.rows)
     assert wrong == {}

@@ -312,6 +312,8 @@ NEEDLESS = {
     ("nn.functional.rrelu", torch.bfloat16): "it is for float16",
 }
 """Rows that say there is no half kernel, whose operators PyTorch's first samples run in half."""
+SINCE = {"sparse.sampled_addmm"}
+"""What has a kernel in half on CUDA in some versions of torch, and is in FP32 in all of them."""
 
 
 def lacks_half(name: str, limit: int | None, half: torch.dtype) -> bool:
@@ -338,7 +340,7 @@ def test_what_has_no_half_kernel_goes_to_fp32_and_nothing_else_says_so(names, li
                 everywhere.add(name)
         elif says_so(call):
             needless.add((name, half))
-    assert missing == everywhere == set()
+    assert missing == everywhere - SINCE == set()
     assert limit is not None or needless - NEEDLESS.keys() == set()
 
 

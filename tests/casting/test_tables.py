@@ -33,8 +33,8 @@ TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
 TO_WIDEST = {Rule.PROMOTE, Rule.FLOAT_ON_CPU}
 ON_THE_CPU = {rule for rule in Rule if rule.value.startswith("float on the CPU")}
 
-NEW_IN = {("torch.linalg", "matrix_sqrth"): (2, 15)}
-"""Rows for functions that some torch from 2.4 on lacks, and the version that has them."""
+OPERATORS = {("torch.linalg", name): f"linalg_{name}" for name in ("matrix_sqrth", "polar")}
+"""Rows for functions that not every torch has, and the operator that each of them calls."""
 
 UNREACHABLE = {"_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "_cudnn_rnn"}
 """In autocast, not in our tables: only gru, lstm, ... call them, and those have rows."""
@@ -98,8 +98,8 @@ def test_every_row_resolves_in_this_torch():
         for name in row.names
         if not hasattr(resolve(row.where), name)
     }
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert absent == {place for place, since in NEW_IN.items() if version < since}
+    lacking = {place for place, name in OPERATORS.items() if not hasattr(torch.ops.aten, name)}
+    assert absent == lacking
 
 
 def test_in_place_functions_that_write_values_in_are_those_whose_result_promotes():

@@ -13,7 +13,7 @@ from torch import nn
 
 import ampatch
 from ampatch.compat.apex import optimizers
-from ampatch.compat.apex.optimizers import adam, common
+from ampatch.compat.apex.optimizers import common
 from ampatch.compat.apex.parallel.larc import LARC
 
 
@@ -30,10 +30,7 @@ def test_defaults_are_those_of_apex():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("old_torch", [False, True])
-def test_adam_is_adamw_or_adam(mode, old_torch, monkeypatch):
-    if old_torch:  # whose Adam knows no decoupled weight decay
-        monkeypatch.setattr(adam, "DECOUPLES", False)
+def test_adam_is_adamw_or_adam(mode):
     peer = torch.optim.AdamW if mode else torch.optim.Adam
     ours = run(lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.3, adam_w_mode=mode))
     close(ours, run(lambda p: peer(p, lr=0.1, weight_decay=0.3)))

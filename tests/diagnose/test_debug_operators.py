@@ -192,7 +192,6 @@ def test_every_model_is_watched_without_one():
     assert debugger.report.module == "Sequential.0" and not debugger.report.input_is_finite
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own
 def test_what_runs_inside_a_checkpoint_is_forward():
     def forward(module, x):
         return torch.utils.checkpoint.checkpoint(

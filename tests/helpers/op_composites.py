@@ -5,8 +5,6 @@ those of the functions they call.  `test_op_db.py` counts the calls: an entry
 that is missing here, or meets other rows than it says, fails there.
 """
 
-import torch.nn.functional as F
-
 LOW_RANK = (
     "torch.Tensor.__matmul__", "torch.Tensor.matmul", "torch.linalg.qr", "torch.linalg.svd",
     "torch.matmul",
@@ -16,7 +14,6 @@ CHUNKS = (
     "torch.mm torch.Tensor.sum torch._C._nn.cross_entropy_loss torch.nn.functional.linear"
     " torch.Tensor.index_select"
 )
-NEWER = hasattr(F, "_linear_cross_entropy_chunked_applies")  # torch 2.15 has it written anew
 NEAREST = tuple(f"torch._C._nn.upsample_nearest{n}d" for n in (1, 2, 3))
 
 COMPOSITES: dict[str, tuple[str, ...]] = {
@@ -77,12 +74,8 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     "nn.functional.linear_cross_entropy-chunked": (
         *CHUNKS.split(),
         "torch.Tensor.dot",
-        *(["torch.dot"] if NEWER else []),
     ),
-    "nn.functional.linear_cross_entropy-chunked_none": (
-        *CHUNKS.split(),
-        *(["torch._VF.einsum"] if NEWER else []),
-    ),
+    "nn.functional.linear_cross_entropy-chunked_none": tuple(CHUNKS.split()),
     "nn.functional.multi_head_attention_forward": (
         "torch.Tensor.softmax",
         "torch._C._nn.pad",
@@ -117,3 +110,9 @@ COMPOSITES: dict[str, tuple[str, ...]] = {
     "masked.log_softmax": ("torch.Tensor.log_softmax",),
     "masked.logsumexp": ("torch.logsumexp",),
 }
+
+SOMETIMES: dict[str, set[str]] = {
+    "nn.functional.linear_cross_entropy-chunked": {"torch.dot"},
+    "nn.functional.linear_cross_entropy-chunked_none": {"torch._VF.einsum"},
+}
+"""What these meet besides, with some versions of torch."""

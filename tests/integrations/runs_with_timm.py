@@ -7,7 +7,6 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import without_torchvision  # noqa: F401  before timm
 from framework_runs import Plan, Run, batches, network, optimizer_of
 from timm.models import model_parameters, resume_checkpoint
 from timm.utils import CheckpointSaver, NativeScaler, dispatch_clip_grad

@@ -49,11 +49,6 @@ NO_OWN_FLOAT16 = ("accelerate", "transformers")
 SLOW_HALF = "The model is on the CPU, where float16 products are often many times slower"
 """What ampatch says of float16 here, rightly."""
 
-WHERE_TIMM_IS = (
-    "timm's torchvision is built for CUDA and stops other imports: timm has environments of its "
-    "own, in .ci/run and clients/"
-)
-
 BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16")]
 """The cases in the default tests (several runs or ranks: at O1 and O2 alone); others are slow."""
 
@@ -72,7 +67,7 @@ def cases(*kinds: str) -> pytest.MarkDecorator:
 def framework(request) -> str:
     package = "lightning" if request.param == "fabric" else request.param
     if importlib.util.find_spec(package) is None:
-        pytest.skip(WHERE_TIMM_IS if package == "timm" else f"{package} is not installed")
+        pytest.skip(f"{package} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it says at import is not about ampatch
         importlib.import_module(f"runs_with_{request.param}")  # Lightning changes torch.compile

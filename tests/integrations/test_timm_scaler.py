@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 import ampatch
 
-if importlib.util.find_spec("timm") is None:
-    pytest.skip("timm has environments of its own: .ci/run, clients/", allow_module_level=True)
+pytest.importorskip("timm")
 
-import without_torchvision  # noqa: F401  before timm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's, of what timm does at import

@@ -8,18 +8,14 @@ import sys
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.trace_rules as rules
+import torch._dynamo.variables.torch as variables
 import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-rules = pytest.importorskip("torch._dynamo.trace_rules")
-variables = pytest.importorskip("torch._dynamo.variables.torch")
-whole_graphs = pytest.mark.skipif(
-    torch.__version__.startswith("2.4."),
-    reason="torch 2.4's Dynamo compiles hooks, and breaks the graph in them",
-)
 
 
 def start(model, **options):
@@ -137,7 +133,6 @@ TRACED_AGAIN = (  # by AOTAutograd, which calls what is in Dynamo's graph: rules
 )
 
 
-@whole_graphs
 @pytest.mark.parametrize(
     "cases, backend",
     [
@@ -168,7 +163,6 @@ class Two(nn.Module):
         return first, self.b(first)
 
 
-@whole_graphs
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
     """The graph calls torch.conv1d by name, and runs under the policy around it."""
@@ -223,7 +217,6 @@ assert "torch" in modules and "ampatch" not in modules
 """
 
 
-@whole_graphs
 def test_a_compiler_imported_late_has_the_tables_it_would_have_had():
     subprocess.run([sys.executable, "-c", LATE], check=True)
 

@@ -22,7 +22,7 @@ KINDS = {
     "nadam": partial(torch.optim.NAdam, lr=0.01),
     "rprop": partial(torch.optim.Rprop, lr=0.01),
     "asgd": partial(torch.optim.ASGD, lr=0.1),
-    "adafactor": getattr(torch.optim, "Adafactor", partial(torch.optim.Adamax, lr=0.01)),
+    "adafactor": torch.optim.Adafactor,
 }
 
 

@@ -13,7 +13,7 @@ KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 
 ALLOWED = {
     "casting/autocast_interop.py": "torch's functions that name no device mean CUDA",
-    "config/sweep_options.py": "an example in the help of --devices",
+    "sweep/options.py": "an example in the help of --devices",
     "native/loading.py": "which build of torch a native part was built for",
 }
 """Other files that name a kind, each with the reason."""

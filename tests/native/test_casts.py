@@ -205,7 +205,7 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
             "half": changed(1, lambda one: nn.Parameter(one.detach().half())),
             "own computed": changed(0, lambda one: one * 1),
             "own tensor": changed(0, lambda one: one.detach().requires_grad_()),
-            "own buffer": changed(0, nn.Buffer if hasattr(nn, "Buffer") else nn.Parameter),
+            "own buffer": changed(0, nn.Buffer),
         }
         every = {}
         for name, bucket in buckets.items():

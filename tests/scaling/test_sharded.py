@@ -14,8 +14,6 @@ from torch import nn
 import ampatch as amp
 
 pytest.importorskip("torch.distributed.fsdp", reason="torch without FSDP")
-if not hasattr(torch.distributed.fsdp, "fully_shard"):
-    pytest.skip("this torch has no fully_shard", allow_module_level=True)
 
 import sharded_training as training
 import small_training

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ampatch as amp
 
-pytest.importorskip("torch.distributed.tensor.debug", reason="torch without public DTensors")
+pytest.importorskip("torch.distributed.tensor.debug", reason="torch without torch.distributed")
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor

@@ -6,7 +6,6 @@ import pytest
 from sweep_made import trained
 from sweep_runs import planned
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
@@ -16,6 +15,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import AMPATCH, Kind
 from ampatch.sweep.measure.record import Series
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from sweep_made import trained
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.paired import smallest_seen
 from ampatch.sweep.report.recommendation import recommendation

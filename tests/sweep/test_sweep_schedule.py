@@ -9,7 +9,6 @@ import torch
 from sweep_made import made_run
 from sweep_runs import Said, planned
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
@@ -17,6 +16,7 @@ from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Start
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.place import Place, device_groups
 from ampatch.sweep.execution.runner import Reach
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.summary import summarize
 
 O0, O1 = Case("O0"), Case("O1", "float16")

@@ -10,10 +10,11 @@ from ampatch import device_figures
 from ampatch.torch_private import devices
 
 
-def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
-    def refuses(*args, **kwargs):
-        raise RuntimeError("no events here")
+def refuses(*args, **kwargs):
+    raise RuntimeError("not here")
 
+
+def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch, "Event", refuses)
     assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
 
@@ -28,23 +29,20 @@ def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
     assert first >= 0 <= second and waits == [there] * 3
     silent = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(device_figures, "_module", lambda kind: silent)
-    monkeypatch.setattr(device_figures, "functions", lambda: silent)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuses)
     assert device_figures.peak_memory() is None
     assert device_figures.described() == ["xpu:0", "xpu:1"]
     assert device_figures.name_of(there) == "xpu" and device_figures.count("xpu") == 2
 
 
 def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
-    def refuses(device, timed):
-        raise RuntimeError("no timing here")
-
     monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
     monkeypatch.setattr(device_figures, "new_event", refuses)
     assert not device_figures._has_timed_events.__wrapped__("xpu")
 
 
 def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
-    """As with a torch that has no `torch.accelerator`; a GPU that was not used has no peak."""
+    """A GPU that was not used has no peak."""
     used, least = [False], [0]
     made = {
         "is_initialized": lambda: used[0],
@@ -52,11 +50,10 @@ def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
         "max_memory_allocated": lambda index: least[0] and least[0] + index,
         "get_device_name": lambda device: "A GPU",
         "get_device_capability": lambda device: (9, 0),
-        "is_available": lambda: True,
     }
     for name, value in made.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(devices, "_accelerator", None)
+    monkeypatch.setattr(device_figures, "accelerator", lambda: "cuda")
     assert device_figures.peak_memory() is None
     used[0] = True  # but nothing is on it
     assert device_figures.peak_memory() is None

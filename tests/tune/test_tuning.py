@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sweep_made import trained
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.json_files import plain, read_json
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (
     DRAWN,

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report import paired
 from ampatch.sweep.report.figures import OK, status

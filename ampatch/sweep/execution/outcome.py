@@ -6,7 +6,6 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
 from ampatch.sweep.execution.budget import is_due
@@ -14,6 +13,7 @@ from ampatch.sweep.execution.directory import Directory
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.measure import machine
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation

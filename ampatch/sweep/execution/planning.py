@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ampatch.config.sweep_options import ROUNDS, SweepOptions
 from ampatch.device_figures import has_tf32
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep.execution.budget import (
@@ -28,6 +27,7 @@ from ampatch.sweep.execution.half_types import measured
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.plan import DTYPES, cases, check_possible, trials
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.budget import is_due
@@ -20,6 +19,7 @@ from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.trial import BASE, Case, Trial

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ampatch._version import __version__
-from ampatch.config.sweep_options import SweepOptions, going_on
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.directory import Directory, choose, record_of
@@ -23,6 +22,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import SweepOptions, going_on
 from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Results, Row

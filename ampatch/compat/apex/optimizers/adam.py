@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from ampatch.torch_private import foreach
 from .common import Fused, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
-
-DECOUPLES = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 class FusedAdam(Fused, torch.optim.Adam):
@@ -49,7 +46,7 @@ class FusedAdam(Fused, torch.optim.Adam):
             params, set_grad_none, may_fuse=True,
             refused={"amsgrad": amsgrad, "eps_inside_sqrt": eps_inside_sqrt},
             lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay,
-            **({"decoupled_weight_decay": adam_w_mode} if DECOUPLES else {}),
+            decoupled_weight_decay=adam_w_mode,
         )  # fmt: skip
         self.adam_w_mode = int(adam_w_mode)
         self.max_grad_norm = max_grad_norm
@@ -73,9 +70,7 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     def _is_plain(self) -> bool:
         """Whether torch's own step does everything that the options ask for."""
-        return all(group.get("bias_correction", True) for group in self.param_groups) and (
-            DECOUPLES or not getattr(self, "adam_w_mode", 0)
-        )
+        return all(group.get("bias_correction", True) for group in self.param_groups)
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         steps_by_tensor(group, state)
@@ -104,7 +99,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 self._update_uncorrected(group)
         self.param_groups = corrected
         try:
-            self._step_of_torch(step, bool(self.adam_w_mode) and not DECOUPLES)
+            self._step_of_torch(step, decays_apart=False)
         finally:
             self.param_groups = groups
 

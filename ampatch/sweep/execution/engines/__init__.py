@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.place import Place, device_groups, thread_variables
+from ampatch.sweep.options import SweepOptions
 
 
 def make(options: SweepOptions) -> Engine:

@@ -23,7 +23,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ampatch.config.environment import OF_THE_PROCESS
-from ampatch.config.sweep_options import SweepOptions
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.engines.protocol import (
@@ -40,6 +39,7 @@ from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.trial import Trial
 
 RETRIES = 3  # of a trial whose worker has died

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import did_you_mean
-from .validation import positive_number, whole_number
+from ampatch.config.validation import positive_number, whole_number
+from ampatch.errors import did_you_mean
 
 ROUNDS = 3
 ENGINES = ("local", "ray")

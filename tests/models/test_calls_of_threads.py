@@ -1,0 +1,225 @@
+"""Threads, forks, calls that end by an exception, and models within models: right, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.casting.calls import here
+
+H, FP32 = torch.bfloat16, torch.float32
+X = torch.ones(3, 4)
+
+
+class Net(nn.Module):
+    """`during` runs between its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.during = lambda x: None
+
+    def forward(self, x):
+        x = self.first(x)
+        self.during(x)
+        return self.second(x)
+
+
+def managed(model, level="O2", **options):
+    return ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0, **options)
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def leave(x):
+    raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_thread_that_ends_in_a_forward_leaves_nothing(level):
+    model = managed(Net(), level)
+    expected = model(X)
+    model.during = leave
+    in_thread(lambda: model(X))
+    model.during = lambda x: None
+    assert {one.dtype for one in (model.first.weight, model.second.weight)} == {FP32}
+    assert all(type(one) is nn.Parameter for one in model.first._parameters.values())
+    assert torch.equal(model(X), expected) and torch.equal(model.first(X), model.first(X))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("whose", ["another thread", "this thread"])
+def test_a_child_that_is_forked_while_a_forward_runs(whose):
+    model = managed(Net())
+    expected = model(X).detach()
+    status = []
+
+    def fork(x=None):
+        model.during = lambda x: None
+        child = os.fork()
+        if child:
+            status.append(os.waitpid(child, 0)[1])
+            return
+        right = 1
+        with contextlib.suppress(BaseException):
+            if whose == "this thread":
+                here.stack[0].lending.end()
+            is_float = model.first.weight.dtype is FP32
+            right = 0 if is_float and torch.equal(model(X), expected) else 2
+        os._exit(right)
+
+    if whose == "this thread":
+        model.during = fork
+        model(X)
+    else:
+        begun, done = threading.Event(), threading.Event()
+
+        def wait(x):
+            begun.set()
+            done.wait(10)
+
+        model.during = wait
+        thread = threading.Thread(target=lambda: model(X))
+        thread.start()
+        begun.wait(10)
+        fork()
+        done.set()
+        thread.join(10)
+    assert status == [0]
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_children_that_are_forked_at_any_moment_of_forwards_in_another_thread():
+    model, goes_on = managed(Net()), True
+    expected = model(X).detach()
+
+    def forwards():
+        while goes_on:
+            model(X)
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    try:
+        for _ in range(30):
+            child = os.fork()
+            if not child:
+                with contextlib.suppress(BaseException):
+                    os._exit(0 if torch.equal(model(X), expected) else 2)
+                os._exit(1)
+            begin = time.monotonic()
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+                time.sleep(0.005)
+                if time.monotonic() > begin + 20:
+                    os.kill(child, signal.SIGKILL)
+            assert ended[1] == 0
+    finally:
+        goes_on = False
+        thread.join(10)
+
+
+class Branches(nn.Module):
+    """Computes its parts in threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda part: part(x), self.parts))
+
+
+def test_branches_in_threads():
+    """In the model's forward they are computed with its copies; in that of a part they wait."""
+    model = managed(nn.Sequential(Branches(), nn.Linear(4, 2)))
+    assert model(X).dtype is FP32
+    begin = time.monotonic()
+    with pytest.raises(ampatch.AmpatchError, match="Call the model instead of its part Branches"):
+        model[0](X)
+    assert time.monotonic() - begin < 20
+    assert model[1].weight.dtype is model[0].parts[0].weight.dtype is FP32
+    assert model(X).dtype is FP32
+
+
+def test_forwards_of_several_threads_take_turns():
+    model = managed(Net())
+    expected = model(X)
+    model.during = lambda x: time.sleep(0.02)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(one, expected) for one in pool.map(model, [X] * 12))
+
+
+class CallsItself(nn.Module):
+    """Its inner call may be interrupted, which the outer one survives."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.error = None
+
+    def forward(self, x, depth=2):
+        if depth == 0 and self.error is not None:
+            raise self.error
+        if depth:
+            with contextlib.suppress(KeyboardInterrupt, ValueError):
+                x = self(x, depth - 1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_model_that_calls_itself_and_is_interrupted_inside(level, error):
+    model = managed(CallsItself(), level)
+    model.error = error()
+    out = model(X)
+    with ampatch.disable_casts():
+        weight = model.layer.weight.to(H)
+        expected = (X.to(H) @ weight.T + model.layer.bias.to(H)) @ weight.T
+        expected = expected + model.layer.bias.to(H)
+    assert torch.allclose(out.float(), expected.float(), atol=0.02) and not here.stack
+    assert model.layer.weight.dtype is (H if level == "O3" else FP32)
+    model.error = None
+    out = model(X)
+    out.float().sum().backward()
+    assert model.layer.weight.grad.dtype is model.layer.weight.dtype
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]  # not a part
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner[0](self.layer(x))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one session", "two"])
+def test_disable_casts_reaches_a_model_that_another_one_calls(apart):
+    inner = Net()
+    outer = Around(inner)
+    if apart:
+        managed(inner, "O1"), managed(outer, "O1")
+    else:
+        managed([outer, inner], "O1")
+    with ampatch.disable_casts():
+        assert outer(X).dtype is FP32
+    assert outer(X).dtype is H and not here.stack
