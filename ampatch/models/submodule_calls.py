@@ -1,10 +1,11 @@
 """Parts of a half model called from outside its forward: `model.encoder(x)`, `model.encode(x)`.
 
 The outermost part that is called gets its inputs as the model's own forward would.  Where weights
-are lent it returns FP32, as the weights are that a method reads.  Of a model with half weights what
-it returns stays in half, as these are; but in the steps of a framework it has the dtype of the
-model's results, since a loss follows.  While the model's own forward runs these hooks are taken
-out, so that they cost it nothing.
+are lent it returns FP32, as the weights are that a method reads.  A model with half weights returns
+half there; but in a framework's step the dtype of the model's results, because a loss follows.
+While the model's own forward runs these hooks are taken out, so that they cost it nothing.
+
+`model.forward(x)` is such a call too: `forward_of` makes it one of the model, for apex's scripts.
 """
 
 from __future__ import annotations
