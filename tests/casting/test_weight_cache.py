@@ -283,3 +283,14 @@ def test_weights_written_through_data_that_the_forward_holds():
         loss.backward()
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
+
+
+def test_a_model_within_another_one_uses_its_copies():
+    inner = Twice()
+    outer = nn.Sequential(inner, inner)
+    managed([outer, inner])
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        before = ampatch.cache_info().misses
+        outer(x)
+        assert ampatch.cache_info().misses == before + 1

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import ampatch
 from ampatch.casting.calls import here
+from ampatch.models.lent_places import Tree
 
 H, FP32 = torch.bfloat16, torch.float32
 X = torch.ones(3, 4)
@@ -223,3 +225,45 @@ def test_disable_casts_reaches_a_model_that_another_one_calls(apart):
     with ampatch.disable_casts():
         assert outer(X).dtype is FP32
     assert outer(X).dtype is H and not here.stack
+
+
+def test_another_thread_takes_back_what_ctrl_c_has_left(monkeypatch):
+    model = managed(Net())
+    expected = model(X)
+    put = Tree.put
+
+    def interrupted(tree, tensors, instead_of=None):
+        if instead_of is not None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        put(tree, tensors)
+
+    monkeypatch.setattr(Tree, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert model.first.weight.dtype is H
+    found = []
+    in_thread(lambda: found.append(model(X)))
+    assert torch.equal(found[0], expected) and model.first.weight.dtype is FP32
+
+
+def test_a_part_that_is_managed_in_another_half_type_computes_as_its_whole():
+    inner = managed(nn.Sequential(nn.Linear(4, 4)))
+    outer = ampatch.initialize(
+        nn.Sequential(inner, nn.Linear(4, 2)), opt_level="O2", dtype=torch.float16, verbosity=0
+    )
+    seen = []
+    inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert outer(X).dtype is inner(X).dtype is FP32 and seen == [torch.float16, H]
+
+
+def test_a_forward_within_another_ones_keeps_no_copies():
+    """Not those that the outer one has in the places of a module which both have."""
+    shared, copies = nn.Linear(4, 4), []
+    inner, outer = nn.Sequential(shared, nn.Linear(4, 4)), Around(None)
+    outer.layer = shared
+    managed(inner), managed(outer)
+    shared.register_forward_hook(lambda *call: copies.append(weakref.ref(shared.weight)))
+    outer.inner[0] = inner
+    outer(X)
+    assert len(copies) == 2 and all(copy() in (None, shared.weight) for copy in copies)
