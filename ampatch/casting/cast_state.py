@@ -121,10 +121,22 @@ class CastState:
         return call
 
     def leave(self, of: object) -> None:
-        """End the innermost block of `of`, if it has one in this thread."""
-        call = innermost(of)
-        if call is not None:
+        """End the innermost block of `of`, if it has one in this thread.
+
+        A forward that has begun in the block and still runs goes on as it has begun.
+        """
+        call, stack = innermost(of), here.stack
+        if call is None:
+            return
+        above = () if stack[-1] is call else stack[stack.index(call) + 1 :]
+        if not any(one.caller is not None and is_running(one.caller) for one in above):
             self.end(call)
+            return
+        if call.off:
+            switch_on(call.off)
+        stack.remove(call)
+        if call.counted_by is not None:
+            self.watch(-1)
 
     def end(self, call: Call) -> None:
         """End a call, and what has begun in it and has not ended.  May be called again."""
@@ -160,16 +172,15 @@ class CastState:
                     return
                 self.end(call)
 
-    def ending(self, of: object, module: Any, output: Any) -> Call | None:
-        """The call that ends now with this output, of those that `of` has begun for the module."""
+    def ending(self, of: object, module: Any) -> Call | None:
+        """The call that ends now, of those that `of` has begun for the module."""
         if not here.stack:
             return None
         last = here.stack[-1]
         if last.of is of and last.module is module and not (last.is_again or last.is_traced):
             return last
         # On the way of an exception the frame that made the call may run no longer.
-        has_raised = output is None and sys.exc_info()[1] is not None
-        if not has_raised and innermost(of, module) is not None:
+        if sys.exc_info()[1] is None and innermost(of, module) is not None:
             self.end_abandoned()
         return innermost(of, module)
 

@@ -327,7 +327,7 @@ class ManagedModel:
             raise
         return taken
 
-    def end(self, root: nn.Module, output: Any) -> Call | None:
+    def end(self, root: nn.Module) -> Call | None:
         """A call ends: of the model, or of a part from outside.  Returns it; None: there is none.
 
         What it wrote into its inputs is written into the caller's own.
@@ -337,7 +337,7 @@ class ManagedModel:
         else:
             call = here.stack[-1]
             if call.of is not self or call.module is not root or call.is_again or call.is_traced:
-                call = self._state.ending(self, root, output)
+                call = self._state.ending(self, root)
         if call is None:
             return None
         self._state.end(call)
@@ -398,7 +398,7 @@ class ManagedModel:
         if state.modes and is_mode_on():
             with unseen():
                 return self._leave(model, args, output)
-        call = self.end(model, output) if here.stack else None
+        call = self.end(model) if here.stack else None
         if call is not None and call.is_joined:
             return None
         if self._step is not None and self._step.leaves():
@@ -414,7 +414,7 @@ class ManagedModel:
             around = None if self.lent is None else lending_around(model)
             if around is not None and around.lender is not self.lent:
                 return None
-            self.end(model, output)
+            self.end(model)
         return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
     def _warn_of_settings(self) -> None:

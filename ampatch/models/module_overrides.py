@@ -86,10 +86,7 @@ class ModuleOverride:
         if state.modes and not is_traced and is_mode_on():
             with unseen():
                 return self._leave(module, args, output)
-        if is_traced:
-            call = innermost(self, module, is_traced=True)
-        else:
-            call = state.ending(self, module, output)
+        call = innermost(self, module, is_traced=True) if is_traced else state.ending(self, module)
         if call is not None:
             state.end(call)
         to = self._wanted()

@@ -57,7 +57,7 @@ class Whole(Protocol):
 
     def join(self, root: nn.Module) -> None: ...
 
-    def end(self, root: nn.Module, output: Any) -> Call | None: ...
+    def end(self, root: nn.Module) -> Call | None: ...
 
     def results_in_step(self) -> torch.dtype | None: ...
 
@@ -162,7 +162,7 @@ class SubmoduleCalls:
         if not here.stack:
             return None
         whole, is_traced = self._whole, is_dynamo_compiling()
-        call = whole.end(module, output)
+        call = whole.end(module)
         if call is None or call.is_joined:
             return None
         # Outside of forwards lent weights are FP32, beside what a part returns.

@@ -1,4 +1,4 @@
-"""Threads, forks, calls that end by an exception, and models within models: right, or refused."""
+"""Calls that end by an exception, in threads, forks and other calls: right, or refused."""
 
 from __future__ import annotations
 
@@ -267,3 +267,42 @@ def test_a_forward_within_another_ones_keeps_no_copies():
     outer.inner[0] = inner
     outer(X)
     assert len(copies) == 2 and all(copy() in (None, shared.weight) for copy in copies)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_block_that_is_left_within_a_forward_does_not_end_that(level):
+    def suspended():
+        with ampatch.disable_casts():
+            yield
+        yield
+
+    model, block = managed(Net(), level), suspended()
+    next(block)
+    seen = []
+
+    def during(x):
+        next(block)
+        seen.append((model.second.weight.dtype, bool(here.stack)))
+
+    model.during = during
+    assert model(X).isfinite().all()
+    assert seen == [(FP32 if level == "O1" else H, True)] and not here.stack
+    model.during = lambda x: None
+    assert model(X).dtype is (H if level == "O1" else FP32)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_hook_that_raises_ends_its_own_call_alone(level):
+    model, seen = CallsItself(), []
+
+    def hook(module, args, output):
+        if len(args) > 1 and args[1] == 1:
+            seen.append(0)
+            raise ValueError
+        if len(args) == 1:
+            seen.append(len(here.stack))
+
+    model.register_forward_hook(hook)
+    managed(model, level)
+    model(X)
+    assert seen == [0, 1] and not here.stack
