@@ -167,7 +167,7 @@ class ManagedOptimizer:
         if self._is_zero and self.owner.looks_for_overflow():
             zero.refuse_join(self.optimizer)
         gradients = self.gradients
-        if gradients.aside is not None:
+        if gradients.block is not None:
             raise AmpatchError(
                 f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of "
                 "this optimizer: its gradients are still scaled. Call step() after the block."

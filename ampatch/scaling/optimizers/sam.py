@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..gradients import Gradients
+from ..scale_value import is_set
 
 
 class Managed(Protocol):
@@ -82,7 +83,8 @@ class TwoSteps:
 
     def _look(self) -> None:
         self._managed.before_step()
-        self._overflowed |= self._managed.gradients.take_overflow()
+        found = self._managed.gradients.take_found_inf()
+        self._overflowed |= found is not None and is_set(found)
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
