@@ -42,7 +42,7 @@ from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import share_flag, sharers, trains_with_others, world_size
 from .scale_value import Flag, either
-from .tensor_lists import drop_grads, grads_of, put_back, with_grads
+from .tensor_lists import drop_grads, grads_of, put_back
 
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
@@ -119,8 +119,8 @@ class Gradients:
 
     # A block
 
-    def gather(self, scaler: Scaler) -> list[Tensor]:
-        """Bring the gradients up to date before a block; returns the parameters that have some.
+    def gather(self, scaler: Scaler) -> None:
+        """Bring the gradients up to date before a block.
 
         Gradients that wait scaled are unscaled, unless new ones of `scaler` may be added to them.
         A block that was interrupted before its end is abandoned.
@@ -132,7 +132,6 @@ class Gradients:
         self.had_block = True
         if self.check is not None and self.check.found_inf is None:
             self.look_again()
-        return with_grads(self.parameters())
 
     def begin(self, held: list[Tensor], shared: Scaled, unscalers: dict[int, Gradients]) -> Block:
         """Open a block: the gradients of `held` are set aside, or scaled and left in `.grad`."""

@@ -13,6 +13,7 @@ from ..log import logger
 from .gradients import Block, Gradients, Scaled, unscalers_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+from .tensor_lists import with_grads
 
 _RIGHT = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -115,9 +116,9 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
-            held: list[list[Tensor]] = []
             for one in self._several:
-                held.append(one.gather(self._scaler))
+                one.gather(self._scaler)
+            held = [with_grads(one.parameters()) for one in self._several]
             scaled, self._scale = self._scaler.scale(self._loss)
             waits = (one.state for one in self._several if isinstance(one.state, Scaled))
             self._scaled = next(waits, None) or Scaled(self._scaler, self._scale)
