@@ -27,7 +27,7 @@ from ampatch.torch_private.modules import has_forward
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
-SAMPLES = 4  # of each module
+SAMPLES = 4  # calls compared for each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
 LARGEST_SCALE = 2.0**16
 

@@ -27,7 +27,7 @@ class Managed(Protocol):
     """What the halves of a step need of the `ManagedOptimizer`."""
 
     optimizer: Any
-    owner: Any
+    session: Any
     gradients: Gradients
     parameters: Callable[[], Sequence[Tensor]]
     is_evaluating: bool
@@ -88,7 +88,7 @@ class TwoSteps:
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
-            with self._managed.owner.casts_off:
+            with self._managed.session.casts_off:
                 return original(*args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:

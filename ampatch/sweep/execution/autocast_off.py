@@ -26,18 +26,18 @@ from ampatch.errors import AmpatchError
 from ampatch.session import facade
 from ampatch.sweep.execution.own_lines import own_line
 
-MOST_PLACES = 20  # that are kept
+MOST_LINES = 20  # kept
 
 
 class AutocastOff:
     """Switches torch.autocast off, from `install` to the end of the process.
 
-    `places` are the lines of the script that entered regions, each once, and `dtypes` the half
+    `lines` are the lines of the script that entered regions, each once, and `dtypes` the half
     types of these regions.
     """
 
     def __init__(self) -> None:
-        self.places: list[str] = []
+        self.lines: list[str] = []
         self.dtypes: list[str] = []
         self._is_lifted = False
         self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
@@ -110,9 +110,9 @@ class AutocastOff:
     def note(self, half: str, frame: Any) -> None:
         """What the script asked for at `frame`: torch.autocast in a half type."""
         self.dtypes += [half] if half not in self.dtypes else []
-        place = own_line(frame) or "a library"
-        if place not in self.places and len(self.places) < MOST_PLACES:
-            self.places.append(place)
+        line = own_line(frame) or "a library"
+        if line not in self.lines and len(self.lines) < MOST_LINES:
+            self.lines.append(line)
 
 
 def _disabled(make: Callable[..., None]) -> Callable[..., None]:

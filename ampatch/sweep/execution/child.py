@@ -97,7 +97,7 @@ class _Record:
     def __init__(self, path: Path, watched: _Watched, own_seeds: OwnSeeds) -> None:
         self._path, self._watched, self._own_seeds = path, watched, own_seeds
         self._error = ""
-        self._notices: int | None = None  # those that are in the file
+        self._written_notices: int | None = None  # the `notices` in the file
         self._process = os.getpid()
         atexit.register(self._complete)
 
@@ -109,16 +109,16 @@ class _Record:
         if os.getpid() != self._process:
             return
         recorder = self._watched.recorder
-        self._error, self._notices = error, recorder.notices
+        self._error, self._written_notices = error, recorder.notices
         measured = _measured(recorder)
         measured.error = error or measured.error
         measured.own_seed = self._own_seeds.first_call
-        measured.autocast_off = self._watched.off.places
+        measured.autocast_off = self._watched.off.lines
         measured.kind = self._watched.kind()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
-        if self._notices not in (None, self._watched.recorder.notices):
+        if self._written_notices not in (None, self._watched.recorder.notices):
             self.write(self._error)
             late_threads.wait_until_idle(device_figures.used())
 

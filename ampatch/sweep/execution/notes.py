@@ -137,11 +137,11 @@ def _seed_note(
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     """Where the script enters torch.autocast beside its `initialize`."""
     measured = (run.measured for run in runs if run.measured is not None)
-    places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
-    if not places or kind.is_foreign:
+    lines = list(dict.fromkeys(line for one in measured for line in one.autocast_off))
+    if not lines or kind.is_foreign:
         return ""
     return (
-        f"{script} enters torch.autocast itself ({', '.join(places)}). At O0 these regions are "
+        f"{script} enters torch.autocast itself ({', '.join(lines)}). At O0 these regions are "
         "off, or O0 would not be FP32; in the other rows they are on."
     )
 
@@ -190,10 +190,10 @@ def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
             "their device; the others ran beside each other, for accuracy."
         )
     measured = [run for run in timed if run.measured and run.measured.device]
-    places = {f"{run.host} ({run.measured.device})" for run in measured}
-    if len(places) > 1:
+    machines = {f"{run.host} ({run.measured.device})" for run in measured}
+    if len(machines) > 1:
         notes.append(
-            f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
+            f"Timed runs are from several machines or devices, {', '.join(sorted(machines))}: "
             "compare their speed only within one of them."
         )
     return notes

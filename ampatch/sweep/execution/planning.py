@@ -122,7 +122,7 @@ class Plan:
         self._make()
         return True
 
-    def place_of(self, trial: Trial) -> int:
+    def order_of(self, trial: Trial) -> int:
         return self._order[trial]
 
     def left(self, begun: Collection[Trial]) -> list[Trial]:

@@ -40,7 +40,7 @@ class Course:
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
         self._start, self._is_long = 0.0, False
-        self.told: set[Case] = set()  # of which a failure was shown with its last lines
+        self.told: set[Case] = set()  # a failure of each was shown with its last lines
 
     def resume(self) -> None:
         """Take up the runs of an earlier part of the sweep."""

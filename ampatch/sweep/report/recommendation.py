@@ -22,7 +22,7 @@ NOTHING_YET = "Nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
 LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
-_LESS_MEMORY = 0.95  # of O0's, to be worth a sentence
+_LESS_MEMORY = 0.95  # relative to O0's; above it no sentence mentions memory
 _HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
