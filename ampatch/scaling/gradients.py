@@ -1,4 +1,4 @@
-"""The gradients of one optimizer, from `scale_loss` blocks to the step.  Are they scaled?
+"""The gradients of one optimizer, from `scale_loss` blocks to the step.
 
 [Note: states of gradients]
 `Gradients.state` says what the optimizer's parameters have in `.grad`.
@@ -107,7 +107,7 @@ class Gradients:
         return self.state if isinstance(self.state, Block) else None
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates; of a single group its own list, for reading."""
+        """The tensors the optimizer updates.  A single group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -342,7 +342,7 @@ class Gradients:
         return self._seen() if self.block is None else None
 
     def after_others(self, before: Seen | None) -> None:
-        """That block has ended: note if its backward pass has changed gradients of this optimizer.
+        """A block for another optimizer has ended: note if it changed this one's gradients.
 
         Changes by a block of this optimizer's own do not count.
         """
@@ -372,9 +372,9 @@ class Gradients:
 
 
 def unscalers_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
-    """By id of each tensor, the first optimizer that holds it; {} where none is shared.
+    """Maps ids of tensors to the first optimizer that holds each; {} where none is shared.
 
-    The first alone scales and unscales its gradient; an overflow in it concerns all holders.
+    The first alone scales and unscales a gradient.  An overflow in it makes all holders skip.
     """
     if len(several) < 2:
         return {}
@@ -384,10 +384,9 @@ def unscalers_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
 
 
 class Scaled:
-    """Gradients that `delay_unscale` left scaled by one value of a scaler, of some optimizers.
+    """Gradients of some optimizers that `delay_unscale` left multiplied by one loss scale.
 
-    They are unscaled together, so that the scaler counts one step however many optimizers a loss
-    reaches.
+    They are unscaled together: the scaler counts one step for all optimizers that a loss reaches.
     """
 
     def __init__(self, scaler: Scaler, scale: Any) -> None:
@@ -397,7 +396,7 @@ class Scaled:
         self._several: list[Gradients] = []
 
     def joined(self, one: Gradients) -> Scaled:
-        """These, with an optimizer's gradients counted among them."""
+        """Count an optimizer's gradients among these; returns these."""
         if one not in self._several:
             self._several.append(one)
         return self
@@ -413,7 +412,7 @@ class Scaled:
     def finish(self) -> None:
         """Unscale the gradients, and let the scaler know.
 
-        Those of an optimizer in a block of its own stay: its block unscales them.
+        An optimizer in a block of its own keeps its gradients, which its block unscales.
         """
         waiting = [one for one in self._several if one.state is self]
         unscalers = unscalers_among(waiting)
@@ -431,7 +430,7 @@ class Scaled:
 
 
 class Deferred:
-    """A scaler's update that waits for the first step of some optimizers, with its overflow flags.
+    """A scaler's update, with its overflow flags.  It waits for the first step of some optimizers.
 
     `together`: an overflow in the gradients of one optimizer has all of them skip.
     """
@@ -465,7 +464,7 @@ class Deferred:
             _skip_together(self._several, self.scaler, flags)
 
     def update(self) -> None:
-        """The first of the optimizers steps: the scaler reacts to the flags that were kept."""
+        """The scaler reacts to the flags that were kept: the first optimizer steps."""
         for one in self._several:
             one.release()
             one.waiting = [deferred for deferred in one.waiting if deferred is not self]
@@ -483,8 +482,8 @@ def update_scaler(
 ) -> None:
     """Have a scaler react to the overflow flags of its gradients, now or at the step.
 
-    Where several processes train it is always at the step: in DDP's `no_sync`
-    one rank alone may see an inf, at the step all have seen it.
+    With several processes it reacts at the step.  In DDP's `no_sync` one rank alone may see an inf;
+    at the step all ranks have seen it.
     """
     if not isinstance(scaler, DynamicScaler):
         return
@@ -525,8 +524,8 @@ def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Fla
 def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> None:
     """Forget what blocks of `scaler` with `delay_overflow_check` have left to the next step.
 
-    For a script that looks for overflow and decides about the step by itself: the step moves no
-    scale, and is skipped only by what other blocks have found.
+    A script calls it that decides about the step by itself.  The step then moves no scale; only
+    findings of other blocks skip it.
     """
     for one in several:
         one.waiting = [deferred for deferred in one.waiting if deferred.scaler is not scaler]

@@ -16,7 +16,7 @@ from ..torch_private.devices import LateCopy, is_captured
 
 
 class StepCounts(NamedTuple):
-    """Of one optimizer since `initialize`."""
+    """The steps of one optimizer since `initialize`."""
 
     taken: int
     skipped: int

@@ -73,7 +73,7 @@ FRAMEWORKS = {
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
 }
-"""Those that call others of them come first."""
+"""A framework that calls others comes before them."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class ProbeOptions:
 def start(text: str, off: Any, writes: bool) -> None:
     """Begin in this process; `off` switches the script's own torch.autocast off.
 
-    Of several ranks all compute, because a module may wait for the others, and one `writes`.
+    All ranks compute, because a module may wait for the others; one rank `writes`.
     """
     options = ProbeOptions(**json.loads(text))
     stay_eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6

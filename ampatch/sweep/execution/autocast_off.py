@@ -1,10 +1,9 @@
 """Switches the script's own torch.amp off: at O0, and where the levels come from outside.
 
-A script may enter torch.autocast, beside `initialize` or by itself.  In its O0 trial that would be
-half precision under the name of FP32; beside casts of ampatch it would be two at once.  So there
-every region, and every function that torch.autocast decorates, is as with `enabled=False`, of
-whatever device, and so is every GradScaler.  The switches below a region, such as
-`torch.set_autocast_enabled`, are refused.
+A script may enter torch.autocast, with or without `initialize`.  Its O0 trial would then run in half
+under the name of FP32, and a trial with casts of ampatch would have both.  So in these trials every
+region, every function that torch.autocast decorates and every GradScaler is disabled, on any device.
+Lower switches, such as `torch.set_autocast_enabled`, are refused.
 
 Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 """
@@ -57,7 +56,7 @@ class AutocastOff:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, torch.autocast is as ever; for regions of our own."""
+        """Context manager: torch.autocast works, for regions of our own."""
         self._is_lifted = True
         try:
             yield

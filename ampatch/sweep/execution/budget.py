@@ -44,9 +44,10 @@ def short_steps(runs: Iterable[Run]) -> int | None:
 
 
 def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
-    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0.
+    """Whether a trial is worth its time.
 
-    Nor a whole run of a row that has failed in a short one; with `fail_fast`: in any.
+    A short run is not, after a failed run of its row or of O0.  A whole run is not, after a failed
+    short run of its row (with `fail_fast`: after any failed run of it).
     """
     needed = (trial.case, BASE) if trial.short else (trial.case,)
     failed = [run for run in runs if run.case in needed and status(run) != OK]
@@ -64,7 +65,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the runs that have ended say of the time that others will take, in seconds."""
+    """Times of ended runs, in seconds, from which those of other runs are estimated."""
 
     spent: float
     start: float  # a process without its training

@@ -102,9 +102,9 @@ class _Record:
         atexit.register(self._complete)
 
     def write(self, error: str) -> None:
-        """Write it; `error` is that of the exception that ended the script.
+        """Write the record; `error` is the exception that ended the script.
 
-        Not in a copy of the process, made by os.fork, which has a part of the training.
+        A copy of the process (os.fork) writes nothing: it has only a part of the training.
         """
         if os.getpid() != self._process:
             return

@@ -109,7 +109,7 @@ def baseline_trouble(script: str, kind: Kind) -> str:
 def _seed_note(
     script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
 ) -> str:
-    """That seeds have no effect, or that the script seems to set its own.
+    """A note if seeds have no effect, or if the script seems to set its own.
 
     One run does not show whether a seed that is not the trial's is made of it; a second does.
     """
@@ -147,7 +147,7 @@ def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
 
 
 def _loss_note(script: str, runs: Iterable[Run]) -> str:
-    """That a script trains without a loss that could be recorded."""
+    """A note if a script trains without a loss that could be recorded."""
     trained = [run.measured for run in runs if run.measured and run.measured.skipped]
     if not trained or any(measured.losses for measured in trained):
         return ""
@@ -159,7 +159,7 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
 
 
 def _metric_note(runs: Sequence[Run], logs: Path) -> str:
-    """That the output has what looks like a metric, where none was reported."""
+    """A note if the output seems to have a metric, and none was reported."""
     good = [run for run in runs if status(run) == OK and not run.trial.short]
     if not good or any(run.measured.metrics for run in good):
         return ""

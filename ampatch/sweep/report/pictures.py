@@ -80,7 +80,7 @@ def available() -> bool:
 
 
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
-    """Those for which there is something to draw.  Needs matplotlib and pandas."""
+    """The pictures that have something to draw.  Needs matplotlib and pandas."""
     losses = losses_of(runs)
     made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
     return [picture for picture in made if picture is not None]
