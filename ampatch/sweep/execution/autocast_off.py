@@ -1,9 +1,9 @@
 """Switches the script's own torch.amp off: at O0, and where the levels come from outside.
 
-A script may enter torch.autocast, with or without `initialize`.  Its O0 trial would then run in half
-under the name of FP32, and a trial with casts of ampatch would have both.  So in these trials every
-region, every function that torch.autocast decorates and every GradScaler is disabled, on any device.
-Lower switches, such as `torch.set_autocast_enabled`, are refused.
+A script may enter torch.autocast, with or without `initialize`.  Its O0 trial would then run in
+half under the name of FP32, and a trial with casts of ampatch would have both.  So in these trials
+every region, every function that torch.autocast decorates and every GradScaler is disabled, on any
+device.  Lower switches, such as `torch.set_autocast_enabled`, are refused.
 
 Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 """
