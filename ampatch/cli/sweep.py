@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     except SweepError as error:  # the reason comes before the results that it explains
         print(f"Stopped: {error}", file=sys.stderr, flush=True)
         stopped, code = "", 1
-    said = None if lines is None else lines.texts
+    said = None if lines is None else lines.shown
     result = report(sweep, said, stopped, trackers, sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(plain(sweep.results.to_json()), indent=1))

@@ -57,7 +57,7 @@ class _Running:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[_Running] = []
-        self.new_copies: list[Tensor] = []  # of weights cast by themselves, for the next call
+        self.new_weight_copies: list[Tensor] = []  # for the next call
 
 
 class CastWatch:
@@ -88,7 +88,7 @@ class CastWatch:
 
     def call_ends(self, function: Callable, result: Any) -> None:
         ended = self._thread.running.pop()
-        self._thread.new_copies.clear()
+        self._thread.new_weight_copies.clear()
         if ended.went_up:
             for tensor in tensors_in(result):
                 if tensor.dtype is torch.float32:
@@ -99,7 +99,7 @@ class CastWatch:
         calls = self.functions[name]
         calls.to[dtype] = calls.to.get(dtype, 0) + 1
         size = after.nbytes
-        is_new = any(after is new for new in self._thread.new_copies)
+        is_new = any(after is new for new in self._thread.new_weight_copies)
         if type(before) is Parameter and not is_new:
             calls.cached += 1
         else:
@@ -117,7 +117,7 @@ class CastWatch:
 
     def copies_made(self, halves: Sequence[Tensor]) -> None:
         if len(halves) == 1:
-            self._thread.new_copies.extend(halves)
+            self._thread.new_weight_copies.extend(halves)
             return
         self.batches.batches += 1
         for half in halves:

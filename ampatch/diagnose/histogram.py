@@ -20,7 +20,7 @@ SMALLEST = -24
 """Exponents of float16's smallest normal and subnormal numbers."""
 
 _FLUSHED = -25  # 2**-25 lies halfway between 0 and 2**-24, and rounds to 0
-_LOWEST = -149  # of float32
+_LOWEST = -149  # FP32's smallest positive number is 2**-149
 _BINS = 128 - _LOWEST + 1
 _KINDS = ("zero", "not finite", "flushed", "subnormal", "flushed now", "subnormal now", "over now")
 

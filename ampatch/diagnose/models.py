@@ -75,7 +75,7 @@ class Models:
         """The name of a parameter; None for other models' weights."""
         return self._parameters.get(weight)
 
-    def owner(self, parameter: str) -> nn.Module | None:
+    def module_of(self, parameter: str) -> nn.Module | None:
         """The module that a parameter of this name sits in."""
         path = parameter.rpartition(".")[0]
         return next((module for module, name in self.names.items() if name == path), None)

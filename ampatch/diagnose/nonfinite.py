@@ -27,7 +27,7 @@ from ..config.optimizer_eps import lost_eps
 from ..types import StopAt
 from .finding import Report, location
 from .models import Models, check_model
-from .operators import CHECKED, Operators, Origin, Place, is_finite, largest, values
+from .operators import CHECKED, Operators, Origin, Where, is_finite, largest, values
 from .tensors import tensors_in
 
 logger = logging.getLogger("ampatch")
@@ -75,7 +75,7 @@ class Debugger:
         self.is_active = True
         self._is_logged = is_logged
         self._passes_over = stop_at == "unabsorbed"
-        self._scaler: Any = None  # of the `scale_loss` block that runs
+        self._block_scaler: Any = None  # set in a `scale_loss` block
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
@@ -135,11 +135,11 @@ class Debugger:
 
     def on_block(self, scaler: Any) -> None:
         """A `scale_loss` block begins, with its scaler."""
-        self._scaler = scaler
+        self._block_scaler = scaler
 
     def on_backward(self, loss_id: int = 0) -> None:
         """Its backward pass has ended."""
-        self._scaler = None
+        self._block_scaler = None
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
@@ -191,8 +191,8 @@ class Debugger:
         name = self._models.name_of(parameter)
         if name is None:
             return
-        owner = self._models.owner(name)
-        self._check(f"gradient of the parameter {name}", [gradient], owner, phase="backward")
+        module = self._models.module_of(name)
+        self._check(f"gradient of the parameter {name}", [gradient], module, phase="backward")
         for report in (self.report, *self.passed_over[-1:]):
             if report is not None and report.step == self.step:
                 if name not in report.parameters:
@@ -233,14 +233,14 @@ class Debugger:
 
     def _pass_over(self, origin: Origin, where: str) -> bool:
         """Note an overflow that the loss scale absorbs; False for any other value."""
-        if not self._passes_over or not origin.is_absorbed(self._scaler):
+        if not self._passes_over or not origin.is_absorbed(self._block_scaler):
             return False
         if not self.passed_over or self.passed_over[-1].step != self.step:
             self.passed_over.append(self._made_report(origin, where))
         return True
 
     def _made_report(self, origin: Origin, where: str) -> Report:
-        module, code, line = origin.place
+        module, code, line = origin.where
         return Report(
             None if module is None else self._models.names.get(module, ""),
             "" if module is None else type(module).__name__,
@@ -254,8 +254,8 @@ class Debugger:
             origin.operator,
             location(code, line),
             _rank(),
-            None if self._scaler is None else self._scaler.get(),
-            origin.at_scale_1(self._scaler),
+            None if self._block_scaler is None else self._block_scaler.get(),
+            origin.at_scale_1(self._block_scaler),
         )
 
 
@@ -286,8 +286,8 @@ def _unseen(
 ) -> Origin:
     value = "nan" if bool(torch.isnan(values(tensor)).any()) else "inf"
     given = [one for one in inputs if one.dtype in CHECKED]
-    fine, place = all(map(is_finite, given)), Place(module, None, 0)
-    return Origin("", phase, place, tensor.dtype, value, largest(given), fine, False, 0)
+    fine, where = all(map(is_finite, given)), Where(module, None, 0)
+    return Origin("", phase, where, tensor.dtype, value, largest(given), fine, False, 0)
 
 
 def _rank() -> int | None:

@@ -31,13 +31,13 @@ CHECKED = (
     *(torch.complex64, torch.complex128),
 )
 OVERWRITING = ("copy_", COPY)  # what their first argument held does not count
-MOST_NODES = 200_000  # nodes of the graph whose place in the code is remembered
+MOST_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
 
-class Place(NamedTuple):
+class Where(NamedTuple):
     """Where in the model and in the user's code a forward operator ran."""
 
     module: nn.Module | None
@@ -55,7 +55,7 @@ class Origin:
 
     operator: str
     phase: str
-    place: Place
+    where: Where
     dtype: torch.dtype
     value: str
     largest_input: float | None
@@ -97,7 +97,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         self._ask = ask
         self._is_on = False
         self._origins: StorageNotes[Origin] = StorageNotes()
-        self._places: dict[int, Place] = {}  # by the sequence number of the graph's node
+        self._where_by_node: dict[int, Where] = {}  # keys: sequence numbers of the graph's nodes
         self._count = 0
 
     def enter(self) -> None:
@@ -107,7 +107,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
     def leave(self) -> None:
         """Stop looking, also from below modes that were entered later."""
         self._is_on = False
-        self._places.clear()  # they hold modules
+        self._where_by_node.clear()  # they hold modules
         self._origins = StorageNotes()
         dispatch_modes.take_out(self)  # in another thread it passes all through from now on
 
@@ -121,7 +121,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_on:
             return func(*args, **kwargs)
-        phase, place = self._here()
+        phase, where = self._here()
         mutates = custom_ops.is_mutable(func)
         inputs = list(_read(func, args, kwargs))
         before = self._look(inputs) if mutates else None
@@ -130,20 +130,20 @@ class Operators(dispatch_modes.TorchDispatchMode):
         for output in outputs:
             if not is_finite(output):
                 before = before or self._look(inputs)
-                self._trace(func, phase, place, output, before, (args, kwargs))
+                self._trace(func, phase, where, output, before, (args, kwargs))
         return result
 
-    def _here(self) -> tuple[str, Place]:
+    def _here(self) -> tuple[str, Where]:
         phase, module = self._ask()
         is_backward, number = dispatch_modes.running_backward_node()
         if is_backward and module is None:
-            return "backward", self._places.get(number, Place(None, None, 0))
-        place = Place(module, *_user_line())
+            return "backward", self._where_by_node.get(number, Where(None, None, 0))
+        where = Where(module, *_user_line())
         # The node of this operator has just been made, where it has one.
-        self._places.setdefault(dispatch_modes.newest_node(), place)
-        if len(self._places) > MOST_NODES:
-            del self._places[next(iter(self._places))]
-        return phase, place
+        self._where_by_node.setdefault(dispatch_modes.newest_node(), where)
+        if len(self._where_by_node) > MOST_NODES:
+            del self._where_by_node[next(iter(self._where_by_node))]
+        return phase, where
 
     def _look(self, inputs: list[Tensor]) -> _Inputs:
         bad = [tensor for tensor in inputs if not is_finite(tensor)]
@@ -157,7 +157,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         )
 
     def _trace(
-        self, func: Any, phase: str, place: Place, output: Tensor, before: _Inputs, call: Any
+        self, func: Any, phase: str, where: Where, output: Tensor, before: _Inputs, call: Any
     ) -> None:
         if storage_key(output) in before.from_outside and not custom_ops.is_mutable(func):
             return  # a view of what came in from outside: no operator's doing
@@ -173,7 +173,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
             origin = Origin(
                 f"{func.namespace}.{custom_ops.base_name(func)}",
                 phase,
-                place,
+                where,
                 output.dtype,
                 value,
                 before.largest,
@@ -197,7 +197,7 @@ class _Inputs:
 
 
 def _exact(func: Any, call: tuple[tuple, dict], before: _Inputs) -> float | None:
-    if not before.is_finite:  # of an inf of the code itself, or from where operators are not seen
+    if not before.is_finite:  # the code's own inf, or one from operators that are not seen
         return math.inf if before.origins else None
     if custom_ops.base_name(func) in OVERWRITING:
         return before.largest

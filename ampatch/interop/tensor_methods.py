@@ -2,8 +2,8 @@
 
 * `tensor.data`: a write through it raises no version.  A weight is cast anew, and values of a half
   copy that stands in a weight's place are compared as its forward ends.
-* Who copies or pickles a module while a forward of an O2 model runs (a momentum encoder made at the
-  first forward) gets the weights, not the half copies that stand in their places.
+* A copy or pickle of a module that is made while a forward of an O2 model runs (as a momentum
+  encoder at the first forward) has the weights, not the half copies that stand in their places.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TorchScript on managed models.
 
-TorchScript calls torch's operators itself: what it compiles is not cast, and a warning says so.
+TorchScript calls torch's operators itself.  Compiled code is not cast, and a warning says so.
 """
 
 from __future__ import annotations

@@ -1,11 +1,31 @@
-"""The gradients of one optimizer, from `scale_loss` blocks to the step.  Are they scaled?
+"""The gradients of one optimizer, from `scale_loss` blocks to the step.
 
-Outside a block they are complete, in FP32 and unscaled, or they wait scaled (`delay_unscale`):
-`Gradients.scaled` says which.  When a block begins, complete gradients are set aside, so that what
-backward adds can be unscaled by itself; then both are added up.  Gradients that wait scaled stay in
-`.grad`, where backward adds to them, so that what a script reduces, reads or clips in the block is
-the whole sum.  With several ranks complete ones stay too, at the scale of the new ones: one
-all-reduce serves both.
+[Note: states of gradients]
+`Gradients.state` says what the optimizer's parameters have in `.grad`.
+
+    None    complete gradients, in FP32 and unscaled, or none
+    Scaled  gradients that `delay_unscale` left multiplied by one value of the loss scale
+    Block   a `scale_loss` block is open, and backward adds scaled gradients.  Earlier gradients are
+            in `Block.aside`, complete; or, where `Block.scaled` is set, in `.grad` at that scale
+
+Complete gradients are set aside so that new ones can be unscaled by themselves.  Scaled ones stay
+in `.grad`: in the block a script reduces, reads or clips the whole sum.  With several ranks
+complete ones stay too, at the scale of the new ones: one all-reduce serves both.
+
+    None, Scaled -> Block   `begin`.  `gather` unscales first if the loss scale has moved
+    Block -> None           `after_backward` unscales new gradients and adds earlier ones
+    Block -> Scaled         `leave_scaled` (`delay_unscale`)
+    Block -> None, Scaled   `abandon`: the block raised, or the next one began before its end
+    Scaled -> None          `finish`, before a step or clipping; `zeroed`
+    any -> None             `drop`: unscaling was interrupted
+    Block -> Block          `zeroed`: no earlier gradients are left
+
+These facts go with each state, but `left_scaled` is false in a Block:
+
+    check    the last look at complete gradients.  None: there was none since they were zeroed.
+             `check.found_inf` None: a step has used what was found
+    held     findings that wait for the script (`delay_overflow_check`), until `release`
+    waiting  updates of loss scalers that wait for the step
 """
 
 from __future__ import annotations
@@ -14,17 +34,15 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import share_flag, sharers, trains_with_others, world_size
-from .scale_value import Flag, either, is_set
-from .tensor_lists import drop_grads, grads_of, put_back, with_grads
-
-Seen = tuple[int, list[Tensor | None], list[int]]
+from .scale_value import Flag, either
+from .tensor_lists import drop_grads, grads_of, put_back
 
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
@@ -38,46 +56,58 @@ _OF_A_GRAPH = (
 
 @dataclasses.dataclass
 class Check:
-    """The result of a look for overflow in complete gradients.
+    """What a look for overflow has found in complete gradients."""
 
-    `found_inf` is None once a step has used the gradients, since the script may change them
-    afterwards.
-    """
+    found_inf: Flag | None
+    scaler: Scaler
+    is_everyones: bool  # all processes have shared the flag
 
-    found_inf: Flag | None = None
-    scaler: Scaler | None = None
-    is_everyones: bool = False  # the flag has been shared by all processes
+
+class Seen(NamedTuple):
+    """The gradients at one moment, to tell later what has changed."""
+
+    begun_blocks: int
+    grads: list[Tensor | None]
+    versions: list[int]
+
+
+@dataclasses.dataclass
+class Block:
+    """An open `scale_loss` block of one optimizer; see the note of states."""
+
+    unscalers: dict[int, Gradients]
+    aside: list[tuple[Tensor, Tensor]]  # parameters and their earlier gradients
+    scaled: Scaled | None
+    before: Seen | None = None  # the earlier gradients, where they stay in `.grad`
 
 
 class Gradients:
     """The gradients of `optimizer`, and what blocks, steps and zeroes do to them.
 
     The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
-    block share parameters, `owners` says which of them scales and unscales a gradient
-    (`owners_among`).
+    block share parameters, one of them scales and unscales a gradient (`unscalers_among`).
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
-        self.scaled: Scaled | None = None  # set while the gradients wait, multiplied by that scale
-        self.aside: list[tuple[Tensor, Tensor]] | None = (
-            None  # in a block: parameters and earlier gradients
-        )
-        self._owners: dict[int, Gradients] = {}  # in a block
-        self._before: Seen | None = None  # in a block that adds to gradients in `.grad`
-        self.check: Check | None = None  # None: no look since they were zeroed
-        self.waiting: list[Deferred] = []  # updates of scalers that wait for the step
-        # What blocks with `delay_overflow_check` have found: the script may decide by itself.
+        self.state: Scaled | Block | None = None
+        self.check: Check | None = None
         self.held: list[tuple[Flag, Scaler, bool]] = []
+        self.waiting: list[Deferred] = []
+        self.left_scaled = False  # a block for other optimizers has added scaled gradients
         self.had_block = False  # since the last step
-        self.left_scaled = False  # a block for others has added scaled ones
+        self.begun_blocks = 0
+        self.has_logged_no_backward = False
+        self._has_logged_graph = False
         self._process_group = process_group
-        self._has_warned = False  # of gradients with a graph
-        self.lacked_backward = False  # a block had none, which has been logged
-        self.blocks = 0  # that have begun
+
+    @property
+    def block(self) -> Block | None:
+        """The open block."""
+        return self.state if isinstance(self.state, Block) else None
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates; of a single group its own list, for reading."""
+        """The tensors the optimizer updates.  A single group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -85,87 +115,72 @@ class Gradients:
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
-        for param in self.parameters():
-            if param.grad is not None:
-                return True
-        return False
+        return any(param.grad is not None for param in self.parameters())
 
     # A block
 
-    def gather(self, scaler: Scaler) -> list[Tensor]:
-        """Bring the gradients up to date before a block; returns the parameters that have some.
+    def gather(self, scaler: Scaler) -> None:
+        """Bring the gradients up to date before a block.
 
         Gradients that wait scaled are unscaled, unless new ones of `scaler` may be added to them.
         A block that was interrupted before its end is abandoned.
         """
         self.abandon()
-        if self.scaled is not None and not self.scaled.takes(scaler):
+        if isinstance(self.state, Scaled) and not self.state.takes(scaler):
             self.finish()
-        if self.left_scaled:
-            self.report_left_scaled()
+        self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.found_inf is None:
             self.look_again()
-        return with_grads(self.parameters())
 
-    def make_room(self, held: list[Tensor], block: Scaled, owners: dict[int, Gradients]) -> None:
-        """Begin the block: the gradients of `held` are set aside, or scaled and left in `.grad`."""
-        aside: list[tuple[Tensor, Tensor]] = []
-        stays = False
-        if held:
-            held = self._owned(held, owners)
-            stays = self.scaled is not None or world_size() > 1
-            if not stays:
-                aside = list(zip(held, map(_grad_of, held), strict=True))
-        else:
-            self.check = self.scaled = None
+    def begin(self, held: list[Tensor], shared: Scaled, unscalers: dict[int, Gradients]) -> Block:
+        """Open a block: the gradients of `held` are set aside, or scaled and left in `.grad`."""
+        if not held:
+            self.check = self.state = None
             self.held.clear()
-        self._owners = owners
-        self.aside = aside  # from here on `abandon` puts these back
-        self.blocks += 1
-        if stays and self.scaled is None:
-            block.scale_up(list(map(_grad_of, held)))
-            block.join(self)
-        self._before = self._seen() if stays else None
+        scaled = self.state if isinstance(self.state, Scaled) else None
+        stays = bool(held) and (scaled is not None or world_size() > 1)
+        held = self._own(held, unscalers)
+        aside = [] if stays else list(zip(held, map(_grad_of, held), strict=True))
+        self.state = block = Block(unscalers, aside, scaled)  # `abandon` puts these back
+        self.begun_blocks += 1
+        if stays and scaled is None:
+            shared.scale_up(list(map(_grad_of, held)))
+            block.scaled = shared.joined(self)
+        block.before = self._seen() if stays else None
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
+        return block
 
     def has_new(self) -> bool:
-        """Whether the block that runs has brought gradients, or has changed earlier ones."""
-        if self._before is None:
-            return self.has_gradients()
-        return self._has_changed_since(self._before)
+        """Whether the open block has brought gradients, or has changed earlier ones."""
+        before = self.block and self.block.before
+        return self._has_changed_since(before) if before else self.has_gradients()
 
-    def after_backward(self, scaler: Scaler, scale: Any, holds: bool = False) -> Flag | None:
+    def after_backward(self, block: Block, scaler: Scaler, scale: Any, holds: bool) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf.
 
         `holds`: an overflow is not noted for the step until `release`.
         """
-        found = self.unscale(scaler, scale, self._owners, holds)
-        aside = self._end_block()
-        if aside:
-            put_back(aside)
+        block.scaled = None
+        found = self.unscale(scaler, scale, block.unscalers, holds)
+        self.state = None
+        if block.aside:
+            put_back(block.aside)
         return found
 
-    def leave_scaled(self, block: Scaled) -> None:
+    def leave_scaled(self, block: Block, shared: Scaled) -> None:
         """`delay_unscale`: scale earlier gradients as those of the block, and leave all scaled."""
-        aside = self._end_block() or []
-        block.scale_up([grad for _, grad in aside])
-        put_back(aside)
-        block.join(self)
-
-    def _end_block(self) -> list[tuple[Tensor, Tensor]] | None:
-        aside, self.aside, self._owners, self._before = self.aside, None, {}, None
-        return aside
+        self.state = block.scaled
+        shared.scale_up([grad for _, grad in block.aside])
+        put_back(block.aside)
+        self.state = shared.joined(self)
 
     def abandon(self) -> None:
-        """The backward pass failed: drop its gradients, put back the earlier ones.
-
-        Where backward added to earlier gradients, what it added stays in them, which is logged.
-        """
-        if self.aside is None:
+        """The backward pass failed: drop its gradients, put back the earlier ones."""
+        if (block := self.block) is None:
             return
-        if self.scaled is not None:
+        if block.scaled is not None:
             logger.warning(
                 "%s: an ampatch.scale_loss block has raised, and earlier gradients were in p.grad "
                 "for its backward pass to add to (delay_unscale=True, or several ranks). What it "
@@ -174,42 +189,39 @@ class Gradients:
                 type(self.optimizer).__name__,
             )
         else:
-            drop_grads(self._owned(self.parameters(), self._owners))
-            for param, grad in self.aside:
+            drop_grads(self._own(self.parameters(), block.unscalers))
+            for param, grad in block.aside:
                 param.grad = grad
-        self._end_block()
+        self.state = block.scaled
 
     def drop(self) -> None:
         """Drop all gradients, also those set aside: some may be unscaled and some not."""
-        self._end_block()
+        self.state = None
         drop_grads(self.parameters())
         self.zeroed()
 
     # Unscaling
 
     def unscale(
-        self, scaler: Scaler, scale: Any, owners: dict[int, Gradients], holds: bool = False
+        self, scaler: Scaler, scale: Any, unscalers: dict[int, Gradients], holds: bool = False
     ) -> Flag | None:
         """Unscale the gradients and look for overflow; returns found_inf, None: unchecked.
 
         Gradients that an earlier optimizer of the block has unscaled are only checked.
         """
-        self.scaled = None
-        if not owners:
-            return self._unscale(scaler, grads_of(self.parameters()), scale, holds)
         params = self.parameters()
-        own = self._owned(params, owners)
+        own = self._own(params, unscalers) if unscalers else params
         found = self._unscale(scaler, grads_of(own), scale, holds)
         if len(own) < len(params):
-            shared = [param for param in params if owners.get(id(param), self) is not self]
+            shared = [param for param in params if unscalers.get(id(param), self) is not self]
             self._unscale(scaler, grads_of(shared), scale / scale, holds)
         return found
 
     def _unscale(self, scaler: Scaler, grads: list[Any], scale: Any, holds: bool) -> Flag | None:
         if not (grads or self._process_group):
             return None  # there is nothing to learn for the scale
-        if True in map(_has_graph, grads) and not self._has_warned:
-            self._has_warned = True
+        if True in map(_has_graph, grads) and not self._has_logged_graph:
+            self._has_logged_graph = True
             logger.warning(_OF_A_GRAPH, type(self.optimizer).__name__)
         found = scaler.unscale_(grads, scale)
         if found is None:
@@ -228,23 +240,23 @@ class Gradients:
         while self.held:
             self.note(*self.held.pop())
 
-    def _owned(self, params: Sequence[Tensor], owners: dict[int, Gradients]) -> list[Tensor]:
-        """Those of `params` whose gradients this optimizer scales and unscales."""
-        return [param for param in params if owners.get(id(param), self) is self]
+    def _own(self, params: Sequence[Tensor], unscalers: dict[int, Gradients]) -> list[Tensor]:
+        """The `params` whose gradients this optimizer scales and unscales."""
+        return [param for param in params if unscalers.get(id(param), self) is self]
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
         before = self.check
         if before is not None and before.found_inf is not None:
-            scaler = before.scaler if before.found_inf is True and before.scaler else scaler
+            scaler = before.scaler if before.found_inf is True else scaler
             found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
         self.check = Check(found, scaler, is_everyones)
 
     def finish(self) -> None:
         """Unscale what `delay_unscale` left scaled, unless a block is open."""
-        if self.scaled is not None and self.aside is None:
-            self.scaled.finish()
+        if isinstance(self.state, Scaled):
+            self.state.finish()
 
     def look_again(self) -> Flag | None:
         """Look for overflow once more, where gradients may have changed since their block ended.
@@ -254,11 +266,11 @@ class Gradients:
         None: there was nothing to look for.
         """
         check = self.check
-        if check is None or self.scaled is not None or self.aside is not None:
+        if check is None or self.state is not None:
             return None
         if check.found_inf is not None and (check.is_everyones or not trains_with_others()):
             return None
-        if check.scaler is None or not self.has_gradients():
+        if not self.has_gradients():
             if check.found_inf is None:
                 self.check = None
             return None
@@ -276,29 +288,25 @@ class Gradients:
         found, self.check.found_inf = self.check.found_inf, None
         return found if self.has_gradients() else None  # gradients set to None: no overflow either
 
-    def take_overflow(self) -> bool:
-        """Whether the gradients gathered since the last look overflowed.  Waits for the device."""
-        found = self.take_found_inf()
-        return found is not None and is_set(found)
-
     def zeroed(self) -> None:
         """All gradients were zeroed: nothing waits, no overflow is remembered."""
-        self.check = self.scaled = None
+        self.check, self.left_scaled = None, False
         self.held.clear()
-        self.left_scaled = False
-        if self.aside is not None:
-            self.aside = []
-        if self._owners:  # others in the block may have set aside gradients of these tensors
+        if (block := self.block) is None:
+            self.state = None
+            return
+        block.aside, block.scaled = [], None
+        if block.unscalers:  # others in the block may have set aside gradients of these tensors
             zeroed = set(map(id, self.parameters()))
-            for owner in {id(one): one for one in self._owners.values()}.values():
-                owner.zeroed_by_others(zeroed)
+            for one in dict.fromkeys(block.unscalers.values()):
+                one.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
-        if self.aside:
-            self.aside = [(param, grad) for param, grad in self.aside if id(param) not in zeroed]
-        if self.aside:
-            return
+        if (block := self.block) is not None:
+            block.aside = [(param, grad) for param, grad in block.aside if id(param) not in zeroed]
+            if block.aside:
+                return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.check, self.left_scaled = None, False
             self.held.clear()
@@ -310,7 +318,7 @@ class Gradients:
         """
         if not any(id(param) in wanted for param in self.parameters()):
             return False
-        if self.aside is not None:
+        if self.block is not None:
             logger.error(
                 "%s: gradients are clipped inside its ampatch.scale_loss block, where they are "
                 "still scaled. Clip them after the block.",
@@ -331,31 +339,25 @@ class Gradients:
 
         None: this optimizer is in a block of its own, in another thread.
         """
-        seen = self._seen()
-        return seen if self._is_outside(seen[0]) else None
+        return self._seen() if self.block is None else None
 
     def after_others(self, before: Seen | None) -> None:
-        """That block has ended: note if its backward pass has changed gradients of this optimizer.
+        """A block for another optimizer has ended: note if it changed this one's gradients.
 
         Changes by a block of this optimizer's own do not count.
         """
-        if before is None:
+        if before is None or self.block is not None or self.begun_blocks != before.begun_blocks:
             return
-        if self._has_changed_since(before) and self._is_outside(before[0]):
-            self.left_scaled = True
-
-    def _is_outside(self, blocks: int) -> bool:
-        """Whether no block of this optimizer is open or has begun since there were `blocks`."""
-        return self.aside is None and self.blocks == blocks
+        self.left_scaled |= self._has_changed_since(before)
 
     def _seen(self) -> Seen:
-        """Number of blocks, gradients and their versions, to tell later what has changed."""
         grads = list(map(_grad_of, self.parameters()))
-        return self.blocks, grads, [-1 if grad is None else grad._version for grad in grads]
+        versions = [-1 if grad is None else grad._version for grad in grads]
+        return Seen(self.begun_blocks, grads, versions)
 
     def _has_changed_since(self, before: Seen) -> bool:
         _, grads, versions = self._seen()
-        return versions != before[2] or not all(map(operator.is_, before[1], grads))
+        return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_left_scaled(self) -> None:
         """Log an error if such gradients are about to be used."""
@@ -369,23 +371,22 @@ class Gradients:
         self.left_scaled = False
 
 
-def owners_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
-    """By id of each tensor, the first optimizer that holds it; {} where none is shared.
+def unscalers_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
+    """Maps ids of tensors to the first optimizer that holds each; {} where none is shared.
 
-    The first alone scales and unscales its gradient; an overflow in it concerns all holders.
+    The first alone scales and unscales a gradient.  An overflow in it makes all holders skip.
     """
     if len(several) < 2:
         return {}
     holders = [(id(param), one) for one in several for param in one.parameters()]
-    owners = dict(reversed(holders))
-    return owners if len(owners) < len(holders) else {}
+    unscalers = dict(reversed(holders))
+    return unscalers if len(unscalers) < len(holders) else {}
 
 
 class Scaled:
-    """Gradients that `delay_unscale` left scaled by one value of a scaler, of some optimizers.
+    """Gradients of some optimizers that `delay_unscale` left multiplied by one loss scale.
 
-    They are unscaled together, so that the scaler counts one step however many optimizers a loss
-    reaches.
+    They are unscaled together: the scaler counts one step for all optimizers that a loss reaches.
     """
 
     def __init__(self, scaler: Scaler, scale: Any) -> None:
@@ -394,11 +395,11 @@ class Scaled:
         self._scale = scale
         self._several: list[Gradients] = []
 
-    def join(self, one: Gradients) -> None:
-        """Count an optimizer's gradients among these."""
-        one.scaled = self
+    def joined(self, one: Gradients) -> Scaled:
+        """Count an optimizer's gradients among these; returns these."""
         if one not in self._several:
             self._several.append(one)
+        return self
 
     def scale_up(self, grads: list[Any]) -> None:
         """Bring complete gradients to the scale of these, in place."""
@@ -411,23 +412,25 @@ class Scaled:
     def finish(self) -> None:
         """Unscale the gradients, and let the scaler know.
 
-        Those of an optimizer in a block of its own stay: its block unscales them.
+        An optimizer in a block of its own keeps its gradients, which its block unscales.
         """
-        waiting = [one for one in self._several if one.scaled is self and one.aside is None]
-        owners = owners_among(waiting)
-        found = []
+        waiting = [one for one in self._several if one.state is self]
+        unscalers = unscalers_among(waiting)
+        flags = []
         try:
             for one in waiting:
-                found.append(one.unscale(self._scaler, self._scale, owners))
+                one.state = None
+                found = one.unscale(self._scaler, self._scale, unscalers)
+                flags += [] if found is None else [found]
         except BaseException:  # some are unscaled and some not
             for one in waiting:
                 one.drop()
             raise
-        update_scaler(self._scaler, [flag for flag in found if flag is not None], waiting)
+        update_scaler(self._scaler, flags, waiting)
 
 
 class Deferred:
-    """A scaler's update that waits for the first step of some optimizers, with its overflow flags.
+    """A scaler's update, with its overflow flags.  It waits for the first step of some optimizers.
 
     `together`: an overflow in the gradients of one optimizer has all of them skip.
     """
@@ -455,14 +458,13 @@ class Deferred:
         """Look for overflow in all gradients once more, before the first step."""
         for one in self._several:
             one.release()
-        found = [one.look_again() for one in self._several]
-        flags = [flag for flag in found if flag is not None]
+        flags = [found for one in self._several if (found := one.look_again()) is not None]
         self.add(flags)
         if self._together:
             _skip_together(self._several, self.scaler, flags)
 
     def update(self) -> None:
-        """The first of the optimizers steps: the scaler reacts to the flags that were kept."""
+        """The scaler reacts to the flags that were kept: the first optimizer steps."""
         for one in self._several:
             one.release()
             one.waiting = [deferred for deferred in one.waiting if deferred is not self]
@@ -480,18 +482,14 @@ def update_scaler(
 ) -> None:
     """Have a scaler react to the overflow flags of its gradients, now or at the step.
 
-    Where several processes train it is always at the step: in DDP's `no_sync`
-    one rank alone may see an inf, at the step all have seen it.
+    With several processes it reacts at the step.  In DDP's `no_sync` one rank alone may see an inf;
+    at the step all ranks have seen it.
     """
     if not isinstance(scaler, DynamicScaler):
         return
     if together:
         _skip_together(several, scaler, flags)
-    known: Deferred | None = None
-    for one in several:
-        for deferred in one.waiting:
-            if known is None and deferred.scaler is scaler:
-                known = deferred
+    known = next((held for one in several for held in one.waiting if held.scaler is scaler), None)
     waits = at_step or trains_with_others()
     if known is None and not waits:
         scaler.update(flags)
@@ -512,10 +510,7 @@ def skip_together(several: Sequence[Gradients]) -> None:
     checks = [one.check for one in several if one.check is not None]
     flags = [check.found_inf for check in checks if check.found_inf is not None]
     if len(several) > 1 and flags:
-        found = functools.reduce(either, flags)
-        scalers = [check.scaler for check in checks if check.scaler is not None]
-        for one in several if scalers else ():
-            one.note(found, scalers[0])
+        _skip_together(several, checks[0].scaler, flags)
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
@@ -529,8 +524,8 @@ def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Fla
 def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> None:
     """Forget what blocks of `scaler` with `delay_overflow_check` have left to the next step.
 
-    For a script that looks for overflow and decides about the step by itself: the step moves no
-    scale, and is skipped only by what other blocks have found.
+    A script calls it that decides about the step by itself.  The step then moves no scale; only
+    findings of other blocks skip it.
     """
     for one in several:
         one.waiting = [deferred for deferred in one.waiting if deferred.scaler is not scaler]

@@ -66,15 +66,15 @@ class ManagedOptimizer:
     `gradients` follows them from `scale_loss` to the step, `counter` counts steps.
     """
 
-    def __init__(self, optimizer: Any, owner: StepOwner) -> None:
+    def __init__(self, optimizer: Any, session: StepOwner) -> None:
         self.optimizer = optimizer
-        self.owner = owner
-        self.gradients = Gradients(optimizer, owner.process_group)
+        self.session = session
+        self.gradients = Gradients(optimizer, session.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
         self.replaced_state: Replaced = []  # what to put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        self.skipped: bool | Tensor = False  # of the last step; a tensor is read when asked
+        self.skipped: bool | Tensor = False  # was the last step?  A tensor is read when asked
         self._is_zero = is_zero(optimizer)
         self._has_warned = False
         self._steps = 0
@@ -138,12 +138,12 @@ class ManagedOptimizer:
         return result
 
     def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.owner.looks_for_overflow():
+        if self.session.looks_for_overflow():
             closures.refuse(self.optimizer)
         self.before_step()
         self.is_evaluating = True
         try:
-            with self.owner.casts_off:
+            with self.session.casts_off:
                 result = original(*args, **kwargs)
         finally:
             self.is_evaluating = False
@@ -154,7 +154,7 @@ class ManagedOptimizer:
     def _with_casts(self, closure: Callable) -> Callable:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self.owner.casts_on():
+            with self.session.casts_on():
                 loss = closure(*args, **kwargs)
             self.gradients.finish()
             return loss
@@ -163,11 +163,11 @@ class ManagedOptimizer:
 
     def before_step(self) -> None:
         """Bring gradients and scalers up to date."""
-        self.owner.before_step(self)
-        if self._is_zero and self.owner.looks_for_overflow():
+        self.session.before_step(self)
+        if self._is_zero and self.session.looks_for_overflow():
             zero.refuse_join(self.optimizer)
         gradients = self.gradients
-        if gradients.aside is not None:
+        if gradients.block is not None:
             raise AmpatchError(
                 f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of "
                 "this optimizer: its gradients are still scaled. Call step() after the block."
@@ -190,7 +190,7 @@ class ManagedOptimizer:
 
     def after_step(self) -> None:
         """A step has ended that `note_step` has recorded."""
-        self.owner.after_step(self)
+        self.session.after_step(self)
         self.gradients.had_block = False
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -204,7 +204,7 @@ class ManagedOptimizer:
         if skipped is True:
             self.note_step(True)
             return None
-        with self.owner.casts_off:
+        with self.session.casts_off:
             if in_kernel:
                 result = self._step_in_kernel(original, args, kwargs, found)
             elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
@@ -261,7 +261,7 @@ class ManagedOptimizer:
         if self._steps & (self._steps - 1) or not (found := self._made_half()):
             return
         known, left_out = names(), but()
-        for place, param in found:
+        for position, param in found:
             if id(param) not in left_out:
                 logger.warning(
                     "%s: %s, of shape %s, was FP32 and is %s now: the script has written its "
@@ -269,12 +269,12 @@ class ManagedOptimizer:
                     "weight is trained in half, without an FP32 master weight, and small updates "
                     "are lost. Give that code FP32 inputs (embeddings.float()), or have it "
                     "compute with weight.to(x.dtype) and leave .data alone.",
-                    *(type(self.optimizer).__name__, known.get(id(param), place)),
+                    *(type(self.optimizer).__name__, known.get(id(param), position)),
                     *(tuple(param.shape), param.dtype),
                 )
 
     def _made_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters that were FP32 at the first look and are half, with places; each once."""
+        """Parameters that were FP32 at the first look and are half, and where; each once."""
         found = []
         for number, group in enumerate(self.optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -304,7 +304,7 @@ class ManagedOptimizer:
             state = kwargs.pop("state_dict")
         values: list[tuple[Tensor, Tensor]] = []
         for read in layouts:
-            state, more = read(state, self.optimizer, self.owner.computes_in_half)
+            state, more = read(state, self.optimizer, self.session.computes_in_half)
             values += more
         result = original(state, *args, **kwargs)
         with torch.no_grad():

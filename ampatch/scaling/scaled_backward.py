@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import AmpatchError
 from ..log import logger
-from .gradients import Gradients, Scaled, owners_among, update_scaler
+from .gradients import Block, Gradients, Scaled, unscalers_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
+from .tensor_lists import with_grads
 
 _RIGHT = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -102,7 +103,7 @@ class ScaledBackward:
         self._several: list[Gradients] = []
         for optimizer in optimizers:
             self._several.append(optimizer.gradients)
-        self._owners = owners_among(self._several)
+        self._unscalers = unscalers_among(self._several)
         self._others: Sequence[tuple[Gradients, Any]] = ()
         if others and not scaler.is_one:
             self._others = [(one.gradients, one.gradients.before_others()) for one in others]
@@ -111,21 +112,18 @@ class ScaledBackward:
         self._delay_check = delay_overflow_check
         self._together = together and len(self._several) > 1
         self._scale: Any = None
-        self._numbers: list[int] = []  # of this block, for each of the optimizers
+        self._blocks: list[Block] = []  # one for each of the optimizers
 
     def __enter__(self) -> Tensor:
         try:
-            held: list[list[Tensor]] = []
             for one in self._several:
-                held.append(one.gather(self._scaler))
+                one.gather(self._scaler)
+            held = [with_grads(one.parameters()) for one in self._several]
             scaled, self._scale = self._scaler.scale(self._loss)
-            waits = None
-            for one in self._several:
-                waits = waits or one.scaled
-            self._scaled = waits or Scaled(self._scaler, self._scale)
+            waits = (one.state for one in self._several if isinstance(one.state, Scaled))
+            self._scaled = next(waits, None) or Scaled(self._scaler, self._scale)
             for one, params in zip(self._several, held, strict=True):
-                one.make_room(params, self._scaled, self._owners)
-            self._numbers = [one.blocks for one in self._several]
+                self._blocks.append(one.begin(params, self._scaled, self._unscalers))
             if self._passed is not None and scaled.requires_grad:
                 scaled.register_hook(self._passed)
             return scaled
@@ -163,8 +161,8 @@ class ScaledBackward:
             return False
         if any(one.has_new() for one in self._several):
             return float(self._scale) != 1.0
-        if torch.is_grad_enabled() and not self._several[0].lacked_backward:
-            self._several[0].lacked_backward = True
+        if torch.is_grad_enabled() and not self._several[0].has_logged_no_backward:
+            self._several[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
         return False
 
@@ -172,8 +170,9 @@ class ScaledBackward:
         return ", ".join(f"<{type(one.optimizer).__name__}>" for one in self._several)
 
     def _complete(self) -> None:
-        for one, number in zip(self._several, self._numbers, strict=True):
-            if one.blocks != number:
+        blocks = list(zip(self._several, self._blocks, strict=True))
+        for one, block in blocks:
+            if one.state is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer has begun inside this one, so its "
@@ -181,12 +180,12 @@ class ScaledBackward:
                     "several blocks add up until the step."
                 )
         if self._delay_unscale:
-            for one in self._several:
-                one.leave_scaled(self._scaled)
+            for one, block in blocks:
+                one.leave_scaled(block, self._scaled)
             return
         flags = []
-        for one in self._several:
-            found = one.after_backward(self._scaler, self._scale, self._delay_check)
+        for one, block in blocks:
+            found = one.after_backward(block, self._scaler, self._scale, self._delay_check)
             if found is not None:
                 flags.append(found)
         update_scaler(

@@ -16,7 +16,7 @@ from ..torch_private.devices import LateCopy, is_captured
 
 
 class StepCounts(NamedTuple):
-    """Of one optimizer since `initialize`."""
+    """The steps of one optimizer since `initialize`."""
 
     taken: int
     skipped: int
@@ -27,9 +27,9 @@ class StepCounter:
     """The counts of one optimizer."""
 
     def __init__(self) -> None:
-        self._taken = self._skipped = self._row = 0  # while the host knows
+        self._taken = self._skipped = self._row = 0  # until a device counts
         self._on_device: Tensor | None = None  # all steps, the skipped, those in a row
-        self._places: list[Tensor] = []  # the same, one by one
+        self._numbers: list[Tensor] = []  # its three elements
         self._copy: LateCopy | None = None
         self._unseen = 0  # steps since the last copy
         self._told = 0  # skipped steps in all news so far
@@ -39,7 +39,7 @@ class StepCounter:
         if isinstance(skipped, Tensor):
             self._note_on_device(skipped)
         elif self._on_device is not None:
-            self._note_on_device(torch.full_like(self._places[0], float(skipped)))
+            self._note_on_device(torch.full_like(self._numbers[0], float(skipped)))
         elif skipped:
             self._skipped += 1
             self._row += 1
@@ -50,11 +50,11 @@ class StepCounter:
     def _note_on_device(self, found: Tensor) -> None:
         if self._on_device is None:
             self._on_device = found.new_empty(3)
-            self._places = list(self._on_device.unbind())
+            self._numbers = list(self._on_device.unbind())
             numbers = (self._taken + self._skipped, self._skipped, self._row)
-            for place, number in zip(self._places, numbers, strict=True):
-                place.fill_(float(number))
-        steps, left_out, row = self._places
+            for element, number in zip(self._numbers, numbers, strict=True):
+                element.fill_(float(number))
+        steps, left_out, row = self._numbers
         found = found.to(steps.device)
         foreach.add_([steps, left_out], [torch.ones_like(found), found])
         torch.addcmul(found, row, found, out=row)  # one more than before, or 0

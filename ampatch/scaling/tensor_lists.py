@@ -21,13 +21,13 @@ _nothing = itertools.repeat(None)
 
 
 def _with_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that have a gradient."""
+    """The tensors that have a gradient."""
     has_one = map(operator.is_not, map(_grad_of, tensors), _nothing)
     return list(itertools.compress(tensors, has_one))
 
 
 def _grads_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of those that have one."""
+    """The gradients of the tensors that have one."""
     return [grad for grad in map(_grad_of, tensors) if grad is not None]
 
 

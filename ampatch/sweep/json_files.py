@@ -71,7 +71,7 @@ def _maker(kind: Any) -> Callable[[Any], Any] | None:
     if origin in (typing.Union, types.UnionType):
         make = _maker(next(one for one in inside if one is not types.NoneType))
         return make and (lambda data: None if data is None else make(data))
-    if origin is tuple:  # of one type throughout, or of types that JSON has
+    if origin is tuple:  # its items have one type, or types that JSON has
         make = _maker(inside[0])
         return lambda data: tuple(map(make, data) if make else data)
     make = _maker(inside[-1]) if origin in (list, dict) else None

@@ -73,7 +73,7 @@ FRAMEWORKS = {
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
 }
-"""Those that call others of them come first."""
+"""A framework that calls others comes before them."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Kind:
     """What a script brings: `name` is one of the constants above, or "" while it is unknown."""
 
     name: str = ""
-    framework: str = ""  # that runs the loop, or whose integration calls `initialize`
+    framework: str = ""  # it runs the loop, or its integration calls `initialize`
     places: tuple[str, ...] = ()  # the lines that entered torch.autocast
     dtypes: tuple[str, ...] = ()  # the half types of these regions
-    half_weights: tuple[str, ...] = ()  # that it trains at O0: then that is no FP32 baseline
+    half_weights: tuple[str, ...] = ()  # trained at O0, which is then no FP32 baseline
 
     def __bool__(self) -> bool:
         return bool(self.name)

@@ -37,7 +37,7 @@ else:
     def take_out(mode: Any) -> None:
         """Leave `mode`, also from below modes that were entered later.
 
-        One entered in another thread stays there.
+        A mode entered in another thread stays there.
         """
         if not any(one is mode for one in _get_current_dispatch_mode_stack()):
             return

@@ -9,7 +9,7 @@ from typing import Any
 def of_torch(name: str, otherwise: Any) -> Any:
     """What torch has under a name such as "torch._C._is_tracing"; where it has none, `otherwise`.
 
-    Looked up once.  A variable of torch's that changes is asked for where it is read.
+    It is looked up once.  Code that reads a variable of torch that changes asks torch itself.
     """
     home, _, own = name.rpartition(".")
     try:

@@ -33,13 +33,13 @@ class Answer:
     settings: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
     line: str = ""
-    settings_tried: dict[str, Any] = field(default_factory=dict)  # those that the level lacks
+    settings_tried: dict[str, Any] = field(default_factory=dict)  # settings that the level lacks
     is_smallest: bool = True
     candidates: int = 0
-    failure: str = ""  # of the level as it is, where nothing cures it
+    failure: str = ""  # how the level itself failed, where nothing cures it
     unseen: float | None = None  # the smallest difference in what is judged that would be seen
     judged: str = ""
-    not_shown: str = ""  # of a level or cure that no test refuses: what the seeds do not show
+    not_shown: str = ""  # what the seeds do not show about a level or cure that no test refuses
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)

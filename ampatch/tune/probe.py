@@ -27,7 +27,7 @@ from ampatch.torch_private.modules import has_forward
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
 
-SAMPLES = 4  # of each module
+SAMPLES = 4  # calls compared for each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
 LARGEST_SCALE = 2.0**16
 
@@ -46,7 +46,7 @@ class ProbeOptions:
 def start(text: str, off: Any, writes: bool) -> None:
     """Begin in this process; `off` switches the script's own torch.autocast off.
 
-    Of several ranks all compute, because a module may wait for the others, and one `writes`.
+    All ranks compute, because a module may wait for the others; one rank `writes`.
     """
     options = ProbeOptions(**json.loads(text))
     torch.compiler.set_stance("force_eager")  # compiled modules call no hooks of those in them

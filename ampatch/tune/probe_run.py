@@ -25,8 +25,8 @@ _OPTIONS = (
 
 def findings(task: Task, trials: Trials, steps: int) -> Findings:
     """What the probe found in `steps` steps; one with other options runs anew."""
-    place = task.directory / PROBE
-    file = (place / FOUND).resolve()
+    directory = task.directory / PROBE
+    file = (directory / FOUND).resolve()
     scale = trials.properties()["loss_scale"]
     asked = ProbeOptions(
         file=str(file),
@@ -35,11 +35,11 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
         dtype=task.dtype,
         scale=None if scale == "dynamic" else float(scale),
     )
-    done = place / DONE
+    done = directory / DONE
     text = json.dumps(vars(asked))
     found = Findings.read(file) if done.exists() and done.read_text() == text else None
     if found is None:
-        _run(task, trials, place, asked, text)
+        _run(task, trials, directory, asked, text)
         found = Findings.read(file) or Findings()
         done.write_text(text)
     if not found.modules:
@@ -50,14 +50,14 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
     return found
 
 
-def _run(task: Task, trials: Trials, place: Path, asked: ProbeOptions, text: str) -> None:
+def _run(task: Task, trials: Trials, directory: Path, asked: ProbeOptions, text: str) -> None:
     task.say(
         f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
         f"{task.dtype}, in {asked.steps} steps at O0."
     )
     sweep = task.sweep(
         [BASE],
-        place,
+        directory,
         _OPTIONS,
         rounds=1,
         steps=asked.steps + 2,

@@ -10,7 +10,7 @@ from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
-MOST_ROWS = 20  # of the table on the terminal
+MOST_ROWS = 20  # in the table on the terminal
 WIDTH = 120  # letters in a line where the output is no terminal
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 

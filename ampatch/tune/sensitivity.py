@@ -62,7 +62,7 @@ class Findings:
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
     """The most sensitive first, of equal ones those inside others.
 
-    Those that half cannot run come before all, and last those of which nothing is known.
+    Modules that cannot run in half come first, modules without a measurement last.
     """
 
     def key(one: Sensitivity) -> tuple:

@@ -39,7 +39,7 @@ class HalfType:
 
     dtype: torch.dtype
     autocast: Casting | None = None  # a region of torch.autocast in `dtype`; None: all in half
-    scale: float = 1.0  # of the loss
+    scale: float = 1.0  # the loss scale
 
     def weights(self) -> torch.dtype:
         return torch.float32 if self.autocast is not None else self.dtype

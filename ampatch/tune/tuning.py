@@ -33,7 +33,7 @@ from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import passes, reason
 
 DTYPE, PROBE_STEPS = "float16", 100
-SEEDS = 6  # of the answer; candidates are sought with half of them
+SEEDS = 6  # to test the answer; half of them search for candidates
 LEAST_SEEDS = 4  # so that the search has two: of one there is no test
 SPEED = "speed"  # the directory of the timing, and the options that it does not share:
 _OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
@@ -196,18 +196,18 @@ class Tuning:
 
     def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:
         """Time the cure beside O0, and beside the level unless that is no training."""
-        task, place = self._task, self.directory / SPEED
+        task, directory = self._task, self.directory / SPEED
         rows = [BASE, self._level, cure] if level_trains else [BASE, cure]
         task.say("Timing: " + ", ".join(case.label for case in rows))
         devices = SweepOptions(devices=task.options.get("devices") or ()).devices
         group = devices[: task.options.get("nproc_per_node") or 1]
         sweep = task.sweep(
             rows,
-            place,
+            directory,
             task.options.keys() - _OF_ACCURACY,
             rounds=self._rounds,
-            resume=self._goes_on and (place / SUMMARY).exists(),
-            overwrite=not (self._goes_on and (place / SUMMARY).exists()),
+            resume=self._goes_on and (directory / SUMMARY).exists(),
+            overwrite=not (self._goes_on and (directory / SUMMARY).exists()),
             **({"devices": group} if group else {"jobs": 1}),
         ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}

@@ -141,3 +141,19 @@ def test_mixed_calls_are_cast_to_the_type_of_the_model(level, kind):
     ampatch.initialize(model, opt_level=level, dtype=other, cast_model_type=kind, verbosity=0)
     model(X)
     assert model.seen == [kind]
+
+
+@pytest.mark.parametrize("left_open", [0, 1])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_block_that_was_never_left_is_dropped_for_all_holders_of_a_tensor(left_open, earlier):
+    """The next block looks for earlier gradients once the interrupted one has put them back."""
+    model = nn.Linear(8, 1)
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    ampatch.initialize(model, pair, opt_level="O1", verbosity=0, init_scale=64.0)
+    for _ in range(earlier):
+        with ampatch.scale_loss(model(X).sum(), pair) as scaled:
+            scaled.backward()
+    ampatch.scale_loss(model(X).sum(), pair[left_open]).__enter__().backward()
+    with ampatch.scale_loss(model(X).sum(), pair) as scaled:
+        scaled.backward()
+    assert torch.equal(model.bias.grad, torch.tensor([16.0 * (earlier + 1)]))

@@ -1,4 +1,4 @@
-"""Where trials run and in which order: the schedule, places, options.  No process is started."""
+"""Where trials run and in which order: the schedule, slots, options.  No process is started."""
 
 import itertools
 import threading
@@ -14,8 +14,8 @@ from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
-from ampatch.sweep.execution.place import Place, device_groups
 from ampatch.sweep.execution.runner import Reach
+from ampatch.sweep.execution.slot import Slot, device_groups
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.summary import summarize
 
@@ -90,17 +90,17 @@ class Runner:
         self.running, self.seen = 0, []
         self.lock = threading.Lock()
 
-    def run(self, trial, watch, place):
+    def run(self, trial, watch, slot):
         with self.lock:
             self.running += 1
-        if not place.alone:
+        if not slot.alone:
             self.together.wait(timeout=30)
-        self.seen.append((trial.label, self.running, place))
-        if not place.alone:
+        self.seen.append((trial.label, self.running, slot))
+        if not slot.alone:
             self.together.wait(timeout=30)
         with self.lock:
             self.running -= 1
-        return Run(trial, 0, 1.0, None, alone=place.alone)
+        return Run(trial, 0, 1.0, None, alone=slot.alone)
 
 
 def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypatch):
@@ -111,8 +111,8 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
         list(Schedule(WHOLE, SHORT, lambda trial: runner, proven=True).run(engine))
     whole, short = runner.seen[:4], runner.seen[4:]
     assert [running for _, running, _ in whole] == [2, 2, 2, 2]
-    assert {place.devices for _, _, place in whole} == {("cuda:0",), ("cuda:1",)}
-    assert [(running, place.devices) for _, running, place in short] == [(1, ("cuda:0",))] * 2
+    assert {slot.devices for _, _, slot in whole} == {("cuda:0",), ("cuda:1",)}
+    assert [(running, slot.devices) for _, running, slot in short] == [(1, ("cuda:0",))] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
 )
 def test_a_trial_sees_its_devices_only(devices, visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert Place(devices=devices).apply(environment) == expected
-    place = Place(devices=devices, variables=(("A", None), ("B", "2")))
-    assert place.apply({**environment, "A": "1", "C": "3"}) == {**expected, "B": "2", "C": "3"}
+    assert Slot(devices=devices).apply(environment) == expected
+    slot = Slot(devices=devices, variables=(("A", None), ("B", "2")))
+    assert slot.apply({**environment, "A": "1", "C": "3"}) == {**expected, "B": "2", "C": "3"}
 
 
 def test_trials_of_several_processes_get_as_many_devices(monkeypatch):

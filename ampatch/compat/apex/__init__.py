@@ -97,7 +97,7 @@ def install(force: bool = False) -> None:
         install_before(())
     elif found.stays:
         raise AmpatchError(
-            f"ampatch.compat.apex.install(): there is an apex at {found.place}, which would be "
+            f"ampatch.compat.apex.install(): there is an apex at {found.path}, which would be "
             "hidden. Uninstall it (pip uninstall apex), rename it if it is your own, or call "
             "install(force=True)."
         )

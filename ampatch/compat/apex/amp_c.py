@@ -1,7 +1,7 @@
 """amp_C and apex_C: apex's functions over lists of tensors that scripts call by themselves.
 
-Those of amp_C compute in FP32 and round once.  `noop_flag` becomes 1 where something is not finite;
-the host does not wait for it.  `chunk_size` is accepted.
+amp_C's functions compute in FP32 and round once.  `noop_flag` becomes 1 where something is not
+finite; the host does not wait for it.  `chunk_size` is accepted.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _NVIDIA_S = ("contrib", "multi_tensor_apply", "normalization")
 class Found:
     """An apex that is not ours: where it is, and the folders of its submodules."""
 
-    place: str
+    path: str
     folders: tuple[str, ...]
     is_namespace: bool  # folders without __init__.py
     has_amp: bool
@@ -43,7 +43,7 @@ class Found:
     @property
     def _is_own(self) -> bool:
         """It has code, pip did not put it there, and NVIDIA's has other parts."""
-        if self.is_namespace or _INSTALLED.intersection(Path(self.place).parts):
+        if self.is_namespace or _INSTALLED.intersection(Path(self.path).parts):
             return False
         return not any(os.path.isdir(os.path.join(*at)) for at in product(self.folders, _NVIDIA_S))
 
@@ -51,11 +51,11 @@ class Found:
         """What is said where ours takes its place."""
         if self.is_namespace:
             return (
-                f"ampatch's apex takes the place of {self.place}, which has no __init__.py and no "
+                f"ampatch's apex takes the place of {self.path}, which has no __init__.py and no "
                 "amp (a git submodule that was not fetched?)."
             )
         return (
-            f"ampatch's apex takes the place of {self.place}, which has no amp. What ampatch's "
+            f"ampatch's apex takes the place of {self.path}, which has no amp. What ampatch's "
             "lacks, such as kernels in apex.contrib, is still imported from there."
         )
 
@@ -67,7 +67,7 @@ _FOLDER = Path(__file__).resolve().parents[1] / "apex_path"
 def without_folder() -> Iterator[None]:
     """Context manager: the folder of `ampatch apex-path` is not searched."""
     searched = sys.path[:]
-    sys.path[:] = [place for place in searched if Path(place).resolve() != _FOLDER]
+    sys.path[:] = [path for path in searched if Path(path).resolve() != _FOLDER]
     try:
         yield
     finally:
@@ -83,8 +83,8 @@ def find() -> Found | None:
         return None
     folders = tuple(spec.submodule_search_locations or ())
     is_namespace = spec.origin is None
-    place = ", ".join(folders) if is_namespace else str(spec.origin)
-    return Found(place, folders, is_namespace, _has_amp(spec, folders))
+    path = ", ".join(folders) if is_namespace else str(spec.origin)
+    return Found(path, folders, is_namespace, _has_amp(spec, folders))
 
 
 def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:
@@ -108,8 +108,8 @@ class Behind:
 
     def path(self, name: str) -> list[str]:
         """Where submodules of `name` (such as "apex.contrib") are."""
-        places = [os.path.join(folder, *name.split(".")[1:]) for folder in self.folders]
-        return [place for place in places if os.path.isdir(place)]
+        paths = [os.path.join(folder, *name.split(".")[1:]) for folder in self.folders]
+        return [path for path in paths if os.path.isdir(path)]
 
     def attribute(self, module: str, name: str) -> Any:
         """What `module` has under `name` there.  Raises `AttributeError`."""

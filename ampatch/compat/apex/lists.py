@@ -20,7 +20,7 @@ from ...casting.tables import APEX, BANNED, BLACKLIST, BUILTINS, PROMOTE, WHITEL
 
 PREFIX = "apex.amp.lists"
 
-_PLACES = {
+_NAMESPACES = {
     "functional_overrides": "torch.nn.functional",
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
@@ -52,11 +52,11 @@ _WHOLE = {
 def contents() -> dict[str, Any]:
     """The contents of new modules by name: `MODULE` and the lists."""
     made: dict[str, Any] = {}
-    for title, place in _PLACES.items():
-        values = {name: list(names) for name, names in _initial(place).items()}
-        values["MODULE"] = _resolve(place)
+    for title, namespace in _NAMESPACES.items():
+        values = {name: list(names) for name, names in _initial(namespace).items()}
+        values["MODULE"] = _resolve(namespace)
         made[f"{PREFIX}.{title}"] = SimpleNamespace(
-            **values, __all__=list(values), __doc__=f"The functions of {place} and their rules."
+            **values, __all__=list(values), __doc__=f"The functions of {namespace} and their rules."
         )
     return made
 
@@ -68,22 +68,22 @@ def edits() -> list[tuple[str, str, Rule | None]]:
     entry in `BANNED_FUNCS`.
     """
     found = []
-    for title, place in _PLACES.items():
+    for title, namespace in _NAMESPACES.items():
         module = sys.modules.get(f"{PREFIX}.{title}")
         if module is None:
             continue
-        before, now = _rules(_initial(place)), _rules(vars(module))
+        before, now = _rules(_initial(namespace)), _rules(vars(module))
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) is not now.get(name):
-                _check(title, place, name, now.get(name))
-                found.append((place, name, now.get(name)))
+                _check(title, namespace, name, now.get(name))
+                found.append((namespace, name, now.get(name)))
     return found
 
 
-def _check(title: str, place: str, name: str, rule: Rule | None) -> None:
-    if not hasattr(_resolve(place), name):
+def _check(title: str, namespace: str, name: str, rule: Rule | None) -> None:
+    if not hasattr(_resolve(namespace), name):
         raise AttributeError(
-            f"amp.lists.{title}: {place} has no {name!r}. Expected names of its functions."
+            f"amp.lists.{title}: {namespace} has no {name!r}. Expected names of its functions."
         )
     if rule is Rule.BANNED:
         raise AmpatchError(
@@ -99,10 +99,10 @@ def _rules(lists: Any) -> dict[str, Rule]:
     return rules
 
 
-def _initial(place: str) -> dict[str, list]:
+def _initial(namespace: str) -> dict[str, list]:
     lists: dict[str, list] = {name: [] for name in _LISTS}
-    owner = _resolve(place)
-    for name, rule in _rows(place):
+    owner = _resolve(namespace)
+    for name, rule in _rows(namespace):
         if rule is Rule.PROMOTE:
             target = "SEQUENCE_CASTS" if name in _SEQUENCES else "CASTS"
         else:
@@ -110,22 +110,22 @@ def _initial(place: str) -> dict[str, list]:
         if hasattr(owner, name) and not any(name in names for names in lists.values()):
             lists[target].append(name)
     lists["BANNED_FUNCS"] = [
-        (name, row.why) for row in BANNED if row.where in _PARTS[place] for name in row.names
+        (name, row.why) for row in BANNED if row.where in _PARTS[namespace] for name in row.names
     ]
     return lists
 
 
-def _rows(place: str) -> Iterator[tuple[str, Rule]]:
+def _rows(namespace: str) -> Iterator[tuple[str, Rule]]:
     for row in (*APEX, *WHITELIST, *BLACKLIST, *PROMOTE):
-        if row.where in _PARTS[place] and row.rule in _RULES:
+        if row.where in _PARTS[namespace] and row.rule in _RULES:
             for name in row.names:
                 if not name.startswith("_") or name.startswith("__"):
                     yield name, _RULES[row.rule]
-    for name in _WHOLE.get(place, "").split():
+    for name in _WHOLE.get(namespace, "").split():
         yield name, Rule.FLOAT
 
 
-def _resolve(place: str) -> Any:
-    if place == "torch.Tensor":
+def _resolve(namespace: str) -> Any:
+    if namespace == "torch.Tensor":
         return importlib.import_module("torch").Tensor
-    return importlib.import_module(place)
+    return importlib.import_module(namespace)

@@ -78,7 +78,7 @@ class LossScaler:
         self._own_buffer: Tensor | None = None
         self._given_buffer: Tensor | None = None  # by the script
         self._was_told = False  # by the script, or by `update_scale`, of an overflow
-        self._count = (0, -1)  # of clean steps as the script set it, at which generation
+        self._clean_steps = (0, -1)  # the script's number, and the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
@@ -109,7 +109,7 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        count, generation = self._count
+        count, generation = self._clean_steps
         if generation == self._scaler.generation:
             return count
         return self._scaler.state_dict()["unskipped"]
@@ -118,7 +118,7 @@ class LossScaler:
     def _unskipped(self, value: int) -> None:
         """The scaler counts to below the interval; a script that counts by itself reaches it."""
         self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
-        self._count = (value, self._scaler.generation)
+        self._clean_steps = (value, self._scaler.generation)
 
     @property
     def dynamic(self) -> bool:

@@ -23,11 +23,10 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 def replaced(
     args: tuple, kwargs: dict, around: Callable[[Callable], Callable]
 ) -> tuple[list[Callable], tuple, dict]:
-    """The closures among the arguments of `step`, and the arguments with `around(closure)` in
-    their place.
+    """The closures among the arguments of `step`; and the arguments with each `around(closure)`.
 
-    A closure is a callable in first place or named `closure`, or any function; in a dict of options
-    too.
+    A closure is a callable first argument, a callable named `closure`, or any function, also in a
+    dict of options.
     """
     found: list[Callable] = []
 

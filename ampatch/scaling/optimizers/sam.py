@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ..gradients import Gradients
+from ..scale_value import is_set
 
 
 class Managed(Protocol):
     """What the halves of a step need of the `ManagedOptimizer`."""
 
     optimizer: Any
-    owner: Any
+    session: Any
     gradients: Gradients
     parameters: Callable[[], Sequence[Tensor]]
     is_evaluating: bool
@@ -82,11 +83,12 @@ class TwoSteps:
 
     def _look(self) -> None:
         self._managed.before_step()
-        self._overflowed |= self._managed.gradients.take_overflow()
+        found = self._managed.gradients.take_found_inf()
+        self._overflowed |= found is not None and is_set(found)
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
-            with self._managed.owner.casts_off:
+            with self._managed.session.casts_off:
                 return original(*args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:

@@ -45,7 +45,7 @@ class AutocastBaseline:
         self._scaler = torch.amp.GradScaler("cpu", enabled=False)
         self._enabled = False
         self._scaled: dict[int, Any] = {}  # optimizers by id, from scale_loss to their step
-        self._unscaled: set[int] = set()  # those of them whose gradients are unscaled already
+        self._unscaled: set[int] = set()  # ids in `_scaled` whose gradients are unscaled
         self._stepped: set[int] = set()  # since the scaler's last update
         self._last_skipped: dict[int, Any] = {}
         self._initialize = ampatch.initialize

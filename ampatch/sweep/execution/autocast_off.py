@@ -1,10 +1,9 @@
 """Switches the script's own torch.amp off: at O0, and where the levels come from outside.
 
-A script may enter torch.autocast, beside `initialize` or by itself.  In its O0 trial that would be
-half precision under the name of FP32; beside casts of ampatch it would be two at once.  So there
-every region, and every function that torch.autocast decorates, is as with `enabled=False`, of
-whatever device, and so is every GradScaler.  The switches below a region, such as
-`torch.set_autocast_enabled`, are refused.
+A script may enter torch.autocast, with or without `initialize`.  Its O0 trial would then run in
+half under the name of FP32, and a trial with casts of ampatch would have both.  So in these trials
+every region, every function that torch.autocast decorates and every GradScaler is disabled, on any
+device.  Lower switches, such as `torch.set_autocast_enabled`, are refused.
 
 Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
 """
@@ -26,18 +25,18 @@ from ampatch.errors import AmpatchError
 from ampatch.session import facade
 from ampatch.sweep.execution.own_lines import own_line
 
-MOST_PLACES = 20  # that are kept
+MOST_LINES = 20  # kept
 
 
 class AutocastOff:
     """Switches torch.autocast off, from `install` to the end of the process.
 
-    `places` are the lines of the script that entered regions, each once, and `dtypes` the half
+    `lines` are the lines of the script that entered regions, each once, and `dtypes` the half
     types of these regions.
     """
 
     def __init__(self) -> None:
-        self.places: list[str] = []
+        self.lines: list[str] = []
         self.dtypes: list[str] = []
         self._is_lifted = False
         self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
@@ -57,7 +56,7 @@ class AutocastOff:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, torch.autocast is as ever; for regions of our own."""
+        """Context manager: torch.autocast works, for regions of our own."""
         self._is_lifted = True
         try:
             yield
@@ -110,9 +109,9 @@ class AutocastOff:
     def note(self, half: str, frame: Any) -> None:
         """What the script asked for at `frame`: torch.autocast in a half type."""
         self.dtypes += [half] if half not in self.dtypes else []
-        place = own_line(frame) or "a library"
-        if place not in self.places and len(self.places) < MOST_PLACES:
-            self.places.append(place)
+        line = own_line(frame) or "a library"
+        if line not in self.lines and len(self.lines) < MOST_LINES:
+            self.lines.append(line)
 
 
 def _disabled(make: Callable[..., None]) -> Callable[..., None]:

@@ -27,11 +27,11 @@ DEFAULT_MINUTES = 10.0
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
 TESTED = 3  # seeds: with two the test sees only what is enormous
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
-SECONDS = 3.0  # of training, in a short run, which is there for its timing
-LEAST_STEPS = 24  # of a short run, of which a quarter is the warm-up
+SECONDS = 3.0  # training in a short run, which is there for its timing
+LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
 FEWEST_STEPS = 6  # where only O0 has a whole run: one without a time, one to warm up, and four
-_USABLE = 0.95  # of the budget; the rest is between the runs
-_HARDLY = 1.1  # of the smallest plan: where a process takes long to start, whole runs cost no more
+_USABLE = 0.95  # share of the budget; the rest is between the runs
+_HARDLY = 1.1  # times the smallest plan: where processes start slowly, whole runs cost no more
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
@@ -44,9 +44,10 @@ def short_steps(runs: Iterable[Run]) -> int | None:
 
 
 def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
-    """Whether a trial is worth its time: no short run of a row that has failed, nor without O0.
+    """Whether a trial is worth its time.
 
-    Nor a whole run of a row that has failed in a short one; with `fail_fast`: in any.
+    A short run is not, after a failed run of its row or of O0.  A whole run is not, after a failed
+    short run of its row (with `fail_fast`: after any failed run of it).
     """
     needed = (trial.case, BASE) if trial.short else (trial.case,)
     failed = [run for run in runs if run.case in needed and status(run) != OK]
@@ -64,14 +65,14 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the runs that have ended say of the time that others will take, in seconds."""
+    """Times of ended runs, in seconds, from which those of other runs are estimated."""
 
     spent: float
-    start: float  # of a process, without its training
-    beside: float  # of a whole run of O0, without its steps
-    steps: int  # of a whole run
+    start: float  # a process without its training
+    beside: float  # a whole run of O0 without its steps
+    steps: int  # in a whole run
     short: int  # steps of a timed run
-    step: Mapping[Case, float]  # of rows that have run
+    step: Mapping[Case, float]  # for rows that have run
     whole: Mapping[Case, float]  # a whole run of these
     lowest: Mapping[str, float]  # speed of each half type relative to FP32
 

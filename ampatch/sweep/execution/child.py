@@ -97,28 +97,28 @@ class _Record:
     def __init__(self, path: Path, watched: _Watched, own_seeds: OwnSeeds) -> None:
         self._path, self._watched, self._own_seeds = path, watched, own_seeds
         self._error = ""
-        self._notices: int | None = None  # those that are in the file
+        self._written_notices: int | None = None  # the `notices` in the file
         self._process = os.getpid()
         atexit.register(self._complete)
 
     def write(self, error: str) -> None:
-        """Write it; `error` is that of the exception that ended the script.
+        """Write the record; `error` is the exception that ended the script.
 
-        Not in a copy of the process, made by os.fork, which has a part of the training.
+        A copy of the process (os.fork) writes nothing: it has only a part of the training.
         """
         if os.getpid() != self._process:
             return
         recorder = self._watched.recorder
-        self._error, self._notices = error, recorder.notices
+        self._error, self._written_notices = error, recorder.notices
         measured = _measured(recorder)
         measured.error = error or measured.error
         measured.own_seed = self._own_seeds.first_call
-        measured.autocast_off = self._watched.off.places
+        measured.autocast_off = self._watched.off.lines
         measured.kind = self._watched.kind()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
-        if self._notices not in (None, self._watched.recorder.notices):
+        if self._written_notices not in (None, self._watched.recorder.notices):
             self.write(self._error)
             late_threads.wait_until_idle(device_figures.used())
 

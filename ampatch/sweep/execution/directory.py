@@ -35,7 +35,7 @@ from ampatch.sweep.report.results import (
 )
 from ampatch.sweep.trial import Trial
 
-DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # of the script's own directory
+DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # holds the script's own directory
 GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
 _LOCK = ".lock"
 
@@ -206,15 +206,15 @@ class Directory:
             )
 
 
-def _held(owner: object, path: Path) -> weakref.finalize[..., Any]:
-    """Hold a directory by a file in it, until the returned function is called or `owner` is gone.
+def _held(holder: object, path: Path) -> weakref.finalize[..., Any]:
+    """Hold a directory by a file in it, until the returned function is called or `holder` is gone.
 
     The directory is made if it is not there.
     """
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
         file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    lock = weakref.finalize(owner, os.close, file)
+    lock = weakref.finalize(holder, os.close, file)
     if not _locked(file):
         lock()
         raise ValueError(

@@ -11,7 +11,7 @@ from ampatch.sweep.report.figures import OK, brief, status
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE
 
-LAST_LINES = 12  # of the output, shown with a crash
+LAST_LINES = 12  # output lines shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
 _MAY_RESUME = (
     " It may go on from a file that was there before, such as a checkpoint of an earlier trial. "

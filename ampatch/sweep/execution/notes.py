@@ -109,7 +109,7 @@ def baseline_trouble(script: str, kind: Kind) -> str:
 def _seed_note(
     script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
 ) -> str:
-    """That seeds have no effect, or that the script seems to set its own.
+    """A note if seeds have no effect, or if the script seems to set its own.
 
     One run does not show whether a seed that is not the trial's is made of it; a second does.
     """
@@ -137,17 +137,17 @@ def _seed_note(
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     """Where the script enters torch.autocast beside its `initialize`."""
     measured = (run.measured for run in runs if run.measured is not None)
-    places = list(dict.fromkeys(place for one in measured for place in one.autocast_off))
-    if not places or kind.is_foreign:
+    lines = list(dict.fromkeys(line for one in measured for line in one.autocast_off))
+    if not lines or kind.is_foreign:
         return ""
     return (
-        f"{script} enters torch.autocast itself ({', '.join(places)}). At O0 these regions are "
+        f"{script} enters torch.autocast itself ({', '.join(lines)}). At O0 these regions are "
         "off, or O0 would not be FP32; in the other rows they are on."
     )
 
 
 def _loss_note(script: str, runs: Iterable[Run]) -> str:
-    """That a script trains without a loss that could be recorded."""
+    """A note if a script trains without a loss that could be recorded."""
     trained = [run.measured for run in runs if run.measured and run.measured.skipped]
     if not trained or any(measured.losses for measured in trained):
         return ""
@@ -159,7 +159,7 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
 
 
 def _metric_note(runs: Sequence[Run], logs: Path) -> str:
-    """That the output has what looks like a metric, where none was reported."""
+    """A note if the output seems to have a metric, and none was reported."""
     good = [run for run in runs if status(run) == OK and not run.trial.short]
     if not good or any(run.measured.metrics for run in good):
         return ""
@@ -190,10 +190,10 @@ def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
             "their device; the others ran beside each other, for accuracy."
         )
     measured = [run for run in timed if run.measured and run.measured.device]
-    places = {f"{run.host} ({run.measured.device})" for run in measured}
-    if len(places) > 1:
+    machines = {f"{run.host} ({run.measured.device})" for run in measured}
+    if len(machines) > 1:
         notes.append(
-            f"Timed runs are from several machines or devices, {', '.join(sorted(places))}: "
+            f"Timed runs are from several machines or devices, {', '.join(sorted(machines))}: "
             "compare their speed only within one of them."
         )
     return notes

@@ -51,7 +51,7 @@ class Outcome:
         """Add a run, plan anew, and write the files; returns what it makes known."""
         known = self._script_notes().keys()
         self.runs.append(run)
-        self.runs.sort(key=lambda run: self._plan.place_of(run.trial))  # they may end in any order
+        self.runs.sort(key=lambda run: self._plan.order_of(run.trial))  # they may end in any order
         planned = self._plan.in_words() if self._plan.fit(self.runs) else ""
         self.write()
         said = [note for about, note in self._script_notes().items() if about not in known]

@@ -48,7 +48,7 @@ class PlainTraining:
         self._steps = 0
         self._given: Any = None
         self._waiting = 0  # scaled losses without a backward pass since the last step
-        self._scale: Any = None  # of the last GradScaler that scaled
+        self._scale: Any = None  # set by the last GradScaler that scaled
 
     def start(self) -> None:
         """Report backward passes, scales and steps."""

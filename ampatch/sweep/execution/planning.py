@@ -122,7 +122,7 @@ class Plan:
         self._make()
         return True
 
-    def place_of(self, trial: Trial) -> int:
+    def order_of(self, trial: Trial) -> int:
         return self._order[trial]
 
     def left(self, begun: Collection[Trial]) -> list[Trial]:
@@ -158,7 +158,7 @@ class Plan:
         }
 
     def made_of(self) -> dict[str, Any]:
-        """What a resumed sweep goes on with where its options do not say."""
+        """The options that a resumed sweep takes over where it is given none."""
         return {
             "budget": self._minutes,
             "half_speeds": [self._half.lowest, self._half.highest],

@@ -58,8 +58,8 @@ class Lines(Progress):
         self._stream = stream
         self._moves = stream.isatty()
         self._names: dict[Trial, str] = {}
-        self._end: float | None = None  # of the sweep, as far as it is known
-        self.texts: list[str] = []  # that were said
+        self._end: float | None = None  # the sweep's end, as far as it is known
+        self.shown: list[str] = []
 
     def __exit__(self, *exception: object) -> None:
         self._write("")
@@ -80,7 +80,7 @@ class Lines(Progress):
         self._say(trial, f"lost: {reason}")
 
     def said(self, text: str) -> None:
-        self.texts.append(text)
+        self.shown.append(text)
         self._write(f"Note: {text}\n")
 
     def _show(self, trial: Trial, text: str) -> None:

@@ -35,10 +35,10 @@ class Recognition:
     @property
     def kind(self) -> Kind:
         """As far as the script has shown it: a region may be entered after many steps."""
-        name, places = self._name, tuple(self._off.places)
-        if name == NO_AMP and places:
+        name, lines = self._name, tuple(self._off.lines)
+        if name == NO_AMP and lines:
             name = TORCH_AMP
-        return Kind(name, self._framework, places, tuple(self._off.dtypes), self._half_weights)
+        return Kind(name, self._framework, lines, tuple(self._off.dtypes), self._half_weights)
 
     def start(self) -> None:
         """Watch the script; ampatch's own notices reach the recorder, too."""

@@ -21,7 +21,7 @@ from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
-from ampatch.sweep.execution.place import Place
+from ampatch.sweep.execution.slot import Slot
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
@@ -79,12 +79,12 @@ class Runner:
     steps: int | None = None  # after which it is ended, unless its arguments hold `{steps}`
     metrics: Mapping[str, str] | None = None  # regular expressions over its output
     timeout: float | None = None  # seconds
-    kind: Kind = UNKNOWN  # of the script
+    kind: Kind = UNKNOWN  # the script's
     override_seeds: bool = False  # the script's own seeds depend on the trial's
-    processes: int | None = None  # that torchrun starts for each trial
+    processes: int | None = None  # torchrun starts so many for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
 
-    def run(self, trial: Trial, watch: Watch, place: Place) -> Run:
+    def run(self, trial: Trial, watch: Watch, slot: Slot) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
@@ -93,7 +93,7 @@ class Runner:
         files = RunFiles.of(self.directory, trial)
         files.remove()
         started = time.monotonic()
-        with files.own_directory(), self._child(trial, files, place, watch) as child:
+        with files.own_directory(), self._child(trial, files, slot, watch) as child:
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -107,9 +107,9 @@ class Runner:
             measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
-            alone=place.alone,
+            alone=slot.alone,
             host=socket.gethostname(),
-            devices=place.devices,
+            devices=slot.devices,
         )
         write_json(files.run, run.to_json())
         files.remove_unfinished()
@@ -125,7 +125,7 @@ class Runner:
 
     @contextmanager
     def _child(
-        self, trial: Trial, files: RunFiles, place: Place, watch: Watch
+        self, trial: Trial, files: RunFiles, slot: Slot, watch: Watch
     ) -> Iterator[subprocess.Popen[bytes]]:
         """The running child; at the end of the block it and all it started are ended.
 
@@ -140,7 +140,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=place.apply(_environment(trial, files)),
+                    env=slot.apply(_environment(trial, files)),
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )

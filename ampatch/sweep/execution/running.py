@@ -40,7 +40,7 @@ class Course:
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
         self._start, self._is_long = 0.0, False
-        self.told: set[Case] = set()  # of which a failure was shown with its last lines
+        self.told: set[Case] = set()  # a failure of each was shown with its last lines
 
     def resume(self) -> None:
         """Take up the runs of an earlier part of the sweep."""
@@ -125,7 +125,7 @@ class Course:
             raise SweepError(str(event.error)) if is_of_pattern else event.error
 
     def _say_if_long(self, shown: Progress) -> None:
-        """That the first run alone takes longer than the whole sweep may; once."""
+        """Say once that the first run alone takes longer than the whole sweep may."""
         is_first = not (self._outcome.runs or self._is_long)
         if is_first and self._plan.is_over(time.monotonic() - self._start):
             self._is_long = True

@@ -79,8 +79,8 @@ class OwnSeeds:
     def _noted(self, name: str, given: Any) -> Any:
         """The seed to set, after that of the script has been noted."""
         if not self.first_call and repr(given) != repr(self._seed):
-            place = own_line(sys._getframe(1)) or "a library"
-            self.first_call = f"{name}({repr(given)[:40]}) at {place}"
+            line = own_line(sys._getframe(1)) or "a library"
+            self.first_call = f"{name}({repr(given)[:40]}) at {line}"
         return self.of_trial(given) if self._override else given
 
     def of_trial(self, given: Any) -> int:

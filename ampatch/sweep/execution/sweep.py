@@ -15,11 +15,11 @@ from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
-from ampatch.sweep.execution.place import device_groups
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
+from ampatch.sweep.execution.slot import device_groups
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import SweepOptions, going_on

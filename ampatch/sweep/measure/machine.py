@@ -20,7 +20,12 @@ from ampatch.sweep.measure.record import Run
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SECONDS = 20  # for one call of git
-_OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")  # of another repository
+_OTHERS = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_PREFIX",
+)  # may name another repository
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
 def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
     r"""For each pattern with a match, by name: every number its group matched.
 
-    Of 2.5e-05 a group `([\d.]+)` matches 2.5: the exponent is part of the number all the same.
+    The group `([\d.]+)` matches 2.5 in 2.5e-05: the exponent is added to the number.
     `^` and `$` match at the begin and end of each line.  Raises `ValueError` for a match that is
     not a number.
     """

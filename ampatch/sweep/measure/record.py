@@ -47,16 +47,16 @@ class Measured:
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
-    loss_scale: float | None = None  # of loss 0, at the end
+    loss_scale: float | None = None  # loss 0's, at the end
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None
     memory_kind: str = "resident"  # or "device"
     stopped_at: int | None = None  # the number of --steps, if that ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
-    error: str = ""  # of the exception that ended the script
+    error: str = ""  # the exception that ended the script
     own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
-    kind: Kind = UNKNOWN  # of the script, where this run was to recognize it
+    kind: Kind = UNKNOWN  # the script's, where this run was to recognize it
 
 
 @dataclass
@@ -65,13 +65,13 @@ class Run:
 
     trial: Trial
     exit_code: int
-    seconds: float  # of the whole process
+    seconds: float  # the whole process
     measured: Measured | None  # None: the process ended without a record
     ended_by: str = ""  # why the parent ended it, if it did
     timeout: float | None = None  # seconds, as it was when the run was made
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
     host: str = ""
-    devices: tuple[str, ...] = ()  # those it was given, such as "cuda:1"
+    devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
 
     @property
     def case(self) -> Case:

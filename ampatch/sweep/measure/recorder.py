@@ -37,7 +37,7 @@ class Recorder:
         self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # of sessions, steps and metrics
+        self.notices = 0  # how often a session, a step or a metric was seen
         self._properties: Any = None
         self._engine: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()

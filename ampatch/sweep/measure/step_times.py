@@ -22,7 +22,7 @@ class _StepEnd(NamedTuple):
     """The end of a step: of which optimizer, and what was counted until then."""
 
     optimizer: int
-    cpu_seconds: float  # of all threads of the process
+    cpu_seconds: float  # all threads of the process together
     pauses: int
 
 
@@ -31,7 +31,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None  # whose moments these are
-        self._moments: list[Any] = []  # that were not read yet
+        self._unread_moments: list[Any] = []
         self._seconds = array("d")  # from each end to the next
         self._ends: list[_StepEnd] = []
         self._steps: Counter[int] = Counter()  # by optimizer
@@ -43,8 +43,8 @@ class StepTimes:
         """
         if self._device is None:
             self._device = device
-        self._moments.append(moment(self._device))
-        if len(self._moments) > 2 * BATCH:
+        self._unread_moments.append(moment(self._device))
+        if len(self._unread_moments) > 2 * BATCH:
             self._read(BATCH)  # long past, so a device is not waited for
         self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
         self._steps[optimizer] += 1
@@ -58,7 +58,7 @@ class StepTimes:
         """
         if self._device is None:
             return {}
-        self._read(len(self._moments))
+        self._read(len(self._unread_moments))
         [(optimizer, _)] = self._steps.most_common(1)
         own = [number for number, end in enumerate(self._ends) if end.optimizer == optimizer]
         wall: list[float | None] = [None]
@@ -72,6 +72,6 @@ class StepTimes:
 
     def _read(self, count: int) -> None:
         """Turn the first `count` moments into seconds."""
-        past = self._moments[:count]
+        past = self._unread_moments[:count]
         self._seconds.extend(seconds_between(past))
-        del self._moments[: len(past) - 1]
+        del self._unread_moments[: len(past) - 1]

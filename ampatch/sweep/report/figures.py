@@ -57,7 +57,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 
 def _timed(seconds: Sequence[float | None]) -> list[float]:
-    """Those that count: after the warm-up and not after a pause."""
+    """The steps that count: after the warm-up and not after a pause."""
     there = [value for value in seconds if value is not None]
     return there[min(WARM_UP, len(there) // 4) :]
 

@@ -51,10 +51,10 @@ def plus_minus(value: float | None, sd: float | None) -> str:
         return quantity(value)
     if max(abs(value), sd) >= _LARGE:
         return f"{quantity(value)} ± {sd:.1e}"
-    places = max(0, 1 - math.floor(math.log10(sd)))
-    if places > _MOST_DECIMALS:
+    decimals = max(0, 1 - math.floor(math.log10(sd)))
+    if decimals > _MOST_DECIMALS:
         return f"{value:.3g} ± {sd:.1e}"
-    return f"{value:.{places}f} ± {sd:.{places}f}"
+    return f"{value:.{decimals}f} ± {sd:.{decimals}f}"
 
 
 def setting_text(value: object) -> str:

@@ -84,7 +84,7 @@ def in_words(row: Row) -> str:
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
-    """Those rows that are faster, by enough to train with them."""
+    """The rows that are fast enough to train with them."""
     return [row for row in rows if row.pace == FASTER and row.decisive.median >= WORTHWHILE]
 
 

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.05  # of significance, for all rows together
+LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8
 SAME = 1e-9  # differences whose scatter is below this part of the values are one number

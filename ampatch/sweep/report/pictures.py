@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars
-POINTS = 40  # of a line: a long series is averaged in up to so many blocks, then over the seeds
+POINTS = 40  # a longer line is averaged in up to so many blocks, then over the seeds
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -59,7 +59,7 @@ MISSING = (
 class Picture:
     """A picture in each format."""
 
-    name: str  # of the files, without ending
+    name: str  # the files' name without ending
     caption: str
     files: dict[str, bytes]  # by format
 
@@ -80,7 +80,7 @@ def available() -> bool:
 
 
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
-    """Those for which there is something to draw.  Needs matplotlib and pandas."""
+    """The pictures that have something to draw.  Needs matplotlib and pandas."""
     losses = losses_of(runs)
     made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
     return [picture for picture in made if picture is not None]
@@ -211,7 +211,7 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     from matplotlib.colors import to_rgb
 
     texts = []
-    for place, row in enumerate(rows):
+    for height, row in enumerate(rows):
         speeds = row.speeds
         assert speeds is not None
         judged = quality_mark(row, row.comparisons[0].name) if row.comparisons else ""
@@ -221,7 +221,7 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
             colour = tuple(0.45 + 0.55 * part for part in colour)
         whiskers = [[speeds.median - speeds.low], [speeds.high - speeds.median]]
         axes.barh(
-            place, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
+            height, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
             xerr=whiskers if speeds.n > 1 else None,
             error_kw={"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5},
         )  # fmt: skip
@@ -247,7 +247,7 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
 
 
 def losses_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each loss of whole runs, `n` its place in the run.  One not finite is NaN.
+    """A line for each loss of whole runs, `n` its number in the run.  One not finite is NaN.
 
     `seconds` are those since the run's first loss.
     """

@@ -22,7 +22,7 @@ NOTHING_YET = "Nothing to compare yet"
 MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
 LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
-_LESS_MEMORY = 0.95  # of O0's, to be worth a sentence
+_LESS_MEMORY = 0.95  # relative to O0's; above it no sentence mentions memory
 _HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
@@ -96,7 +96,7 @@ def not_shown(row: Row) -> str:
 
 
 def no_direction(row: Row) -> str:
-    """That what is judged differs from O0's and has no direction; "" where it is not so."""
+    """A sentence if the judged metric differs from O0's and has no direction, else ""."""
     if not (row.comparisons and row.comparisons[0].has_no_verdict):
         return ""
     one = row.comparisons[0]
@@ -108,7 +108,7 @@ def no_direction(row: Row) -> str:
 
 
 def _accuracy(one: Comparison) -> str:
-    """That the accuracy is O0's: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
+    """The accuracy beside O0's: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
     if not one.scatter and not one.difference:
         return f"{one.title} the same with each of {one.n} seeds"
     if at_worst(one) <= 0:
@@ -117,7 +117,7 @@ def _accuracy(one: Comparison) -> str:
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
-    """That all rows that may be faster are worse, and what of the fastest is."""
+    """A sentence: all rows that may be faster are worse; and the fastest one's difference."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
     said = filter(None, (pace.in_words(row), *(quality_text(one) for one in worse(row))))
     return (
@@ -159,7 +159,7 @@ def _seeds_for(one: Comparison) -> int | None:
 
 
 def _with_most_fp32(shown: Sequence[Row], kind: Kind) -> tuple[Row, list[Row]]:
-    """Of the rows that are not told apart from the fastest that with most FP32; and the faster."""
+    """The row with most FP32 among those not told apart from the fastest; and faster rows."""
     has = "autocast" if kind.is_foreign else "O1"
     fastest = max(shown, key=lambda row: row.decisive.median)
     alike = [row for row in shown if not pace.told_apart(fastest, row)]

@@ -106,12 +106,12 @@ class Row:
     engine: str = "ampatch"
     settings: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    runs: int = 0  # that have ended
+    runs: int = 0  # ended ones
     good_runs: int = 0
     seeds: int = 0  # different ones among them
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
-    cpu_ms: float | None = None  # of all threads; None where the device is no CPU
+    cpu_ms: float | None = None  # in all threads; None where the device is no CPU
     speed: float | None = None  # the median; relative to O0, above 1 is faster
     speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
     cpu_speeds: Spread | None = None  # the same of CPU time
@@ -126,11 +126,11 @@ class Row:
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     sds: dict[str, float] = field(default_factory=dict)  # over seeds, of metrics and "last loss"
     better: dict[str, str | None] = field(default_factory=dict)  # the same: as in `Comparison`
-    steps: int = 0  # of one run (the median)
+    steps: int = 0  # in one run (the median)
     all_steps: int = 0
     skipped: int = 0
     loss_scale: float | None = None  # at the end of the first run
-    seconds: float = 0.0  # of all its processes
+    seconds: float = 0.0  # all its processes together
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
     outcome: str = "untested"  # or baseline, failed, or as in `Comparison`
     start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`

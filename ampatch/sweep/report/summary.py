@@ -31,7 +31,8 @@ from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
-Milliseconds = Callable[[Measured | None, int | None], float | None]  # of the first N steps
+Milliseconds = Callable[[Measured | None, int | None], float | None]
+"""Milliseconds of the first N steps."""
 
 
 def summarize(

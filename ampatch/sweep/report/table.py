@@ -35,7 +35,7 @@ class Column:
     """A column; `main` ones are in the table of a paper, where all would be too many."""
 
     title: str
-    text: Callable[[Any], str]  # of what a line shows: of a `Row`, most often
+    text: Callable[[Any], str]  # takes the line's object, most often a `Row`
     right: bool = True
     main: bool = True
 

@@ -99,8 +99,8 @@ def _wandb(sweep: Stored, runs: list[Run]) -> str:
     origin = provenance.facts(sweep.results)
     for run in runs:
         trial, case = run.trial, run.trial.case
-        place = f"{about['group']} {sweep.directory.resolve()} {trial.file_stem}"
-        name = hashlib.sha256(place.encode()).hexdigest()[:12]  # the same whenever it is written
+        identity = f"{about['group']} {sweep.directory.resolve()} {trial.file_stem}"
+        name = hashlib.sha256(identity.encode()).hexdigest()[:12]  # the same whenever it is written
         for old in (sweep.directory / "wandb").glob(f"offline-run-*-{name}"):
             shutil.rmtree(old)
         config = {"row": case.label, "opt_level": case.opt_level, "dtype": case.dtype or "float32"}

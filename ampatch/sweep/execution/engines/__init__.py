@@ -6,7 +6,7 @@ import os
 
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
-from ampatch.sweep.execution.place import Place, device_groups, thread_variables
+from ampatch.sweep.execution.slot import Slot, device_groups, thread_variables
 from ampatch.sweep.options import SweepOptions
 
 
@@ -21,9 +21,9 @@ def make(options: SweepOptions) -> Engine:
         return RayEngine(options)
     if options.devices:
         groups = device_groups(options.devices, options.nproc_per_node or 1)
-        places = [Place(alone=len(groups) == 1, devices=group) for group in groups]
-        return LocalEngine(places, timed=Place(devices=groups[0]))
+        slots = [Slot(alone=len(groups) == 1, devices=group) for group in groups]
+        return LocalEngine(slots, timed=Slot(devices=groups[0]))
     jobs = options.jobs or 1
     share = max(1, (os.cpu_count() or 1) // jobs)
     variables = thread_variables(share if jobs > 1 else None)
-    return LocalEngine([Place(alone=jobs == 1, variables=variables)] * jobs, timed=Place())
+    return LocalEngine([Slot(alone=jobs == 1, variables=variables)] * jobs, timed=Slot())

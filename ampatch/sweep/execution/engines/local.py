@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
-from ampatch.sweep.execution.place import Place
 from ampatch.sweep.execution.runner import Runner, Watch
+from ampatch.sweep.execution.slot import Slot
 from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs as many trials at a time as there are `places`, and those that are timed at `timed`."""
+    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`."""
 
-    def __init__(self, places: Sequence[Place], timed: Place) -> None:
-        self._free = deque(places)
+    def __init__(self, slots: Sequence[Slot], timed: Slot) -> None:
+        self._free = deque(slots)
         self._timed = timed
-        self._running: dict[Trial, tuple[Place, Watch, threading.Thread]] = {}
+        self._running: dict[Trial, tuple[Slot, Watch, threading.Thread]] = {}
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def __enter__(self) -> LocalEngine:
@@ -40,12 +40,10 @@ class LocalEngine:
         return bool(self._free)
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        place = self._timed if alone else self._free.popleft()
+        slot = self._timed if alone else self._free.popleft()
         watch = Watch(lambda reach: self._news.put(Reached(trial, reach)))
-        thread = threading.Thread(
-            target=self._work, args=(runner, trial, watch, place), daemon=True
-        )
-        self._running[trial] = place, watch, thread
+        thread = threading.Thread(target=self._work, args=(runner, trial, watch, slot), daemon=True)
+        self._running[trial] = slot, watch, thread
         self._news.put(Started(trial))
         thread.start()
 
@@ -61,14 +59,14 @@ class LocalEngine:
         return [event]
 
     def _ended(self, trial: Trial) -> None:
-        place, _, thread = self._running.pop(trial)
+        slot, _, thread = self._running.pop(trial)
         thread.join()
-        if place is not self._timed:
-            self._free.append(place)
+        if slot is not self._timed:
+            self._free.append(slot)
 
-    def _work(self, runner: Runner, trial: Trial, watch: Watch, place: Place) -> None:
+    def _work(self, runner: Runner, trial: Trial, watch: Watch, slot: Slot) -> None:
         try:
-            self._news.put(Ended(runner.run(trial, watch, place)))
+            self._news.put(Ended(runner.run(trial, watch, slot)))
         except BaseException as error:  # raised in the sweep's thread
             self._news.put(Failed(trial, error))
 

@@ -73,7 +73,7 @@ class Engine(Protocol):
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         """Have `runner` run the trial.  One that runs alone has its devices, or a node, for itself.
 
-        That is submitted when no other is running.  All that run alone do so on one node.
+        Such a trial is submitted when no other is running.  All of them run on one node.
         """
 
     def events(self, seconds: float) -> Iterable[Event]:

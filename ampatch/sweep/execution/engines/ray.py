@@ -34,15 +34,15 @@ from ampatch.sweep.execution.engines.protocol import (
     Reached,
     Started,
 )
-from ampatch.sweep.execution.place import THREADS, Place
 from ampatch.sweep.execution.runner import Runner, Watch
+from ampatch.sweep.execution.slot import THREADS, Slot
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.trial import Trial
 
-RETRIES = 3  # of a trial whose worker has died
+RETRIES = 3  # for a trial whose worker has died
 GRACE = 15.0  # seconds for cancelled trials to end
 _PASSED = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
 
@@ -54,7 +54,7 @@ class RayEngine:
         self._options = options
         self._running: dict[Any, tuple[Runner, Trial]] = {}  # by the reference of the task
         self._started: set[Trial] = set()
-        self._group: Any = None  # of the timed trials
+        self._timed_group: Any = None
         self._connected = False  # by this engine
 
     def __enter__(self) -> RayEngine:
@@ -73,8 +73,8 @@ class RayEngine:
         try:
             self._cancel()
         finally:
-            if self._group is not None:
-                remove_placement_group(self._group)
+            if self._timed_group is not None:
+                remove_placement_group(self._timed_group)
             if self._connected:
                 ray.shutdown()
 
@@ -85,12 +85,12 @@ class RayEngine:
         options: dict[str, Any] = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
         if alone:
             options["num_cpus"] = self._needs.whole_node
-            self._group = self._group or placement_group([self._needs.bundle])
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group)
+            self._timed_group = self._timed_group or placement_group([self._needs.bundle])
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._timed_group)
         task = ray.remote(_run).options(max_retries=RETRIES, name=trial.label, **options)
-        place = Place(alone=alone, variables=_variables(None if alone else self._needs.threads))
+        slot = Slot(alone=alone, variables=_variables(None if alone else self._needs.threads))
         portable = dataclasses.replace(runner, directory=Path())
-        reference = task.remote(portable, trial, place, self._board, os.getcwd(), _same_versions())
+        reference = task.remote(portable, trial, slot, self._board, os.getcwd(), _same_versions())
         self._running[reference] = runner, trial
 
     def events(self, seconds: float) -> Iterable[Event]:
@@ -237,7 +237,7 @@ def _same_versions() -> dict[str, str]:
 
 
 def _run(
-    runner: Runner, trial: Trial, place: Place, board: Any, directory: str, expected: dict[str, str]
+    runner: Runner, trial: Trial, slot: Slot, board: Any, directory: str, expected: dict[str, str]
 ) -> tuple[Run | Exception, bytes]:
     """The run, or the exception for the sweep's process, and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory
@@ -252,7 +252,7 @@ def _run(
         runner = dataclasses.replace(runner, directory=Path(folder))
         log = RunFiles.of(runner.directory, trial).log
         try:
-            return runner.run(trial, watch, place), log.read_bytes()
+            return runner.run(trial, watch, slot), log.read_bytes()
         except (OSError, ValueError) as error:
             return error, log.read_bytes() if log.exists() else b""
 

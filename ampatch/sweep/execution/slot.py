@@ -1,6 +1,6 @@
 """Where a trial runs: alone or beside others, on which devices, with which variables.
 
-An engine gives each trial its `Place`; `runner.py` makes the process's environment of it
+An engine gives each trial its `Slot`; `runner.py` makes the process's environment of it
 and notes it in the `Run`.
 """
 
@@ -17,7 +17,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """`alone`: no other trial of the sweep runs on these devices or, on a CPU, on the machine.
 
     `devices` are names such as "cuda:1"; without any the script finds what the machine has.
@@ -29,7 +29,7 @@ class Place:
     variables: tuple[tuple[str, str | None], ...] = ()
 
     def apply(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with the variables of this place."""
+        """`environment` with the variables of this slot."""
         merged = {**environment, **dict(self.variables), **_visible(self.devices, environment)}
         return {name: value for name, value in merged.items() if value is not None}
 
