@@ -203,8 +203,9 @@ def test_pruned_weights_get_gradients_of_their_new_shape(level, rows):
         assert [p.grad.shape[0] for p in list(ampatch.master_params(optimizer))[-2:]] == [5, 5]
 
 
+@pytest.mark.parametrize("is_managed", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_that_steps_within_the_forward(fused):
+def test_an_optimizer_that_steps_within_the_forward(fused, is_managed):
     """Test-time training; a fused optimizer raises no versions."""
 
     class Inner(nn.Module):
@@ -212,10 +213,13 @@ def test_an_optimizer_that_steps_within_the_forward(fused):
             super().__init__()
             torch.manual_seed(0)
             self.net = nn.Linear(4, 4)
+            self.optimizer = self.own_optimizer()
+
+        def own_optimizer(self):
+            return torch.optim.SGD(self.net.parameters(), 0.1, fused=fused)
 
         def forward(self, x):
-            optimizer = torch.optim.SGD(self.net.parameters(), 0.1, fused=fused)
-            losses = []
+            optimizer, losses = self.optimizer, []
             for _ in range(4):
                 optimizer.zero_grad()
                 loss = (self.net(x) - x).float().pow(2).mean()
@@ -229,7 +233,11 @@ def test_an_optimizer_that_steps_within_the_forward(fused):
     with torch.autocast("cpu", dtype=H, cache_enabled=False):
         expected = Inner()(x)
     assert len(set(expected)) == 8
-    model = managed(Inner())
+    model = Inner()
+    if is_managed:
+        ampatch.initialize(model, model.optimizer, dtype=H, loss_scale=1.0, verbosity=0)
+    else:
+        managed(model)
     assert model(x) == expected
     model.net.load_state_dict(Inner().net.state_dict())
     assert model(x) == expected
