@@ -353,6 +353,7 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
+        weight_cache.forget_all()
         registry.state.end_abandoned()
         for model in self.models:
             if model.statistics is not None:
