@@ -243,22 +243,6 @@ def test_an_optimizer_that_steps_within_the_forward(fused, is_managed):
     assert model(x) == expected
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_managed_optimizer_that_steps_within_the_forward(fused):
-    def forward(self, x):
-        before = self.net(x)
-        self.net.weight.grad = torch.ones_like(self.net.weight)
-        optimizer.step()
-        return before - self.net(x)
-
-    model = Made(forward, net=nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
-    ampatch.initialize(model, optimizer, opt_level="O1", dtype=H)
-    with torch.no_grad():
-        change = model(X)
-    torch.testing.assert_close(change, torch.full_like(change, 4.0), rtol=0.02, atol=0.0)
-
-
 def test_a_weight_frozen_and_freed_within_the_forward_gets_what_it_would():
     def forward(self, x, wanted):
         self.second.requires_grad_(wanted)
