@@ -13,6 +13,7 @@ a class-level default of a `threading.local` into the graph silently, and refuse
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,13 @@ class CastState:
         self.process: Policy | None = None
         self.per_thread = False  # whether functions look at their own thread: see `watch`
         self.reasons = 0  # why they do
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        if hasattr(os, "register_at_fork"):  # else another thread may hold it in the child for ever
+            os.register_at_fork(
+                before=self.lock.acquire,
+                after_in_parent=self.lock.release,
+                after_in_child=self.lock.release,
+            )
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; counted in `per_thread` too
         self.casts_off = CastsOff(self)  # for the optimizer's step: one object for all

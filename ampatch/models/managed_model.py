@@ -59,7 +59,7 @@ torch from swapping it.
 """
 
 
-class Owner(Protocol):
+class OwnSession(Protocol):
     """What a managed model needs of the session that it is in."""
 
     def mix(self, managed: ManagedModel) -> None:
@@ -89,7 +89,7 @@ class ManagedModel:
         self,
         model: nn.Module,
         properties: Properties,
-        owner: Owner,
+        session: OwnSession,
         *,
         state: CastState,
         policy: Policy | None,
@@ -99,7 +99,7 @@ class ManagedModel:
         self.model = model
         self.properties = properties
         self.policy = policy
-        self._owner = owner
+        self._session = session
         self._state = state
         self.in_dtype: torch.dtype | None = None
         self.out_dtype: torch.dtype | None = None
@@ -151,7 +151,7 @@ class ManagedModel:
         """FP32 buffers stay FP32.  Those with a dimension meet half tensors in the forward."""
         mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
-            self._owner.mix(self)
+            self._session.mix(self)
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -239,6 +239,9 @@ class ManagedModel:
 
         Else its weights, and their gradients, would stay in memory until Python looks for cycles.
         """
+        for call in list(here.stack):  # a session may end within its forward
+            if call.of is self or call.of in self._overrides:
+                self._state.end(call)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -263,11 +266,11 @@ class ManagedModel:
         """What casts the inputs of the model, or of a part."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
-        owner, me = self._owner, weakref.ref(self)
+        session, me = self._session, weakref.ref(self)
 
         def mix() -> None:
             if (managed := me()) is not None:
-                owner.mix(managed)
+                session.mix(managed)
 
         return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
 

@@ -306,3 +306,14 @@ def test_a_hook_that_raises_ends_its_own_call_alone(level):
     managed(model, level)
     model(X)
     assert seen == [0, 1] and not here.stack
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_session_that_ends_within_a_forward(level):
+    model = managed(Net(), level, overrides={"second": "float"})
+    model.during = lambda x: ampatch.deactivate()
+    with contextlib.suppress(RuntimeError):  # half activations meet FP32 weights
+        model(X)
+    assert not here.stack and (X @ X.T).dtype is FP32
+    model.during = lambda x: None
+    assert model(X).dtype is FP32
