@@ -128,13 +128,14 @@ class CastState:
         return call
 
     def leave(self, of: object) -> None:
-        """End the innermost block of `of`, if it has one in this thread.
+        """End the innermost block of `of`, if it has one in this thread."""
+        call = innermost(of)
+        if call is not None:
+            self.end_alone(call)
 
-        A forward that has begun in the block and still runs goes on as it has begun.
-        """
-        call, stack = innermost(of), here.stack
-        if call is None:
-            return
+    def end_alone(self, call: Call) -> None:
+        """End a call that lends nothing; what began in it and still runs goes on as it began."""
+        stack = here.stack
         above = () if stack[-1] is call else stack[stack.index(call) + 1 :]
         if not any(one.caller is not None and is_running(one.caller) for one in above):
             self.end(call)

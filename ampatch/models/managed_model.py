@@ -214,7 +214,8 @@ class ManagedModel:
         handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         if self.lent is not None:
             self._parts = SubmoduleCalls(self, self._state)
-            handles += self._parts.install(self.lent.ids() if self._parts.lends else None)
+            lent = self.lent.ids() if self._parts.lends else None
+            handles += self._parts.install(lent, self._stays_float)
         for override in self._overrides:
             self._handles.extend(override.install())
         answers = self._answers_forward and self.lent is not None

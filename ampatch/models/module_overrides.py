@@ -88,7 +88,7 @@ class ModuleOverride:
                 return self._leave(module, args, output)
         call = innermost(self, module, is_traced=True) if is_traced else state.ending(self, module)
         if call is not None:
-            state.end(call)
+            state.end_alone(call)
         to = self._wanted()
         return None if to is None else cast_tensors(output, to)
 

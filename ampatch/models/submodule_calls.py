@@ -32,6 +32,7 @@ from ..log import logger
 from ..torch_private.modules import forward_tables
 from .hooks import Hook
 from .io_casting import ModelInputs
+from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lenders, lending_around
 from .values import cast_tensors
 
@@ -83,13 +84,14 @@ class SubmoduleCalls:
         self._hooks: list[Any] = []
         self._has_warned = False
 
-    def install(self, lent: Collection[int] | None) -> Iterator[Any]:
+    def install(self, lent: Collection[int] | None, stays_float: StaysFloat) -> Iterator[Any]:
         """Hang the hooks on the parts with half weights, or with those in `lent` (ids).
 
+        Inputs of parts that stay FP32 are cast by their overrides alone.
         Gives each handle at once: what follows may raise.
         """
         for name, module in self._whole.model.named_modules():
-            if not name or isinstance(module, torch.jit.ScriptModule):
+            if not name or isinstance(module, torch.jit.ScriptModule) or stays_float(module):
                 continue
             if not any(
                 parameter.dtype in HALF_TYPES if lent is None else id(parameter) in lent

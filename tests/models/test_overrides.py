@@ -357,3 +357,36 @@ def test_overrides_in_overrides_after_an_interrupted_forward():
         model(X)
     handle.remove()
     assert_alike(results(model), expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_half_part_of_a_float_part_that_is_called_from_outside(level):
+    """Also after a forward of the model: hooks of parts come behind those of overrides then."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x, given):
+            given.add_(1)
+            self.seen = x
+            return self.inner(x)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = Encoder(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.encoder(x, torch.zeros(4)).to(self.head.weight.dtype))
+
+    model = Whole()
+    overrides = {"encoder": "float", "encoder.inner": "half"}
+    ampatch.initialize(model, opt_level=level, dtype=H, overrides=overrides, verbosity=0)
+    x = torch.rand(3, 4)
+    for _ in range(2):
+        given = torch.zeros(4)
+        model.encoder(x, given)
+        assert torch.equal(model.encoder.seen, x) and given.eq(1).all()
+        model(x)
