@@ -42,7 +42,7 @@ class Passes:
         self._one_at_a_time = threading.RLock()
         self._warned = False
         self._others: OtherGradients | None = None
-        self.scale: Any = None  # of the running pass, if it is scaled
+        self.scale: Any = None  # where the running pass is scaled
         self.later: list[Callable[[], None]] = []  # what waits for its unscaled gradients
 
     def around(self, original: Callable) -> Callable:

@@ -13,7 +13,7 @@ class Step:
 
     def __init__(self, is_sent_through_call: bool) -> None:
         self._is_sent = is_sent_through_call
-        self._calls: list[bool] = []  # that run now: whether it is the step
+        self._calls: list[bool] = []  # whether each running one is the step
 
     def enters(self) -> bool:
         """The model is called; whether that is the step."""

@@ -40,7 +40,7 @@ from .managed import SETTINGS, Managed, checked
 from .process_end import end_gloo_at_exit
 
 SCALE_FILE = "ampatch.json"
-GRAD_SCALER_FILE = "scaler.pt"  # of Trainer, with fp16=True
+GRAD_SCALER_FILE = "scaler.pt"  # Trainer's, with fp16=True
 
 _SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))

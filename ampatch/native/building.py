@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows: several processes may build at once, each of them a whole file
     fcntl = None  # type: ignore[assignment]
 
-_LINES = 20  # of the compiler's output in an error
+_LINES = 20  # the compiler's last ones, in an error
 _SECONDS = 300  # for a build
 
 

@@ -48,7 +48,7 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         given = {"opt_level": opt_level, "dtype": dtype, **settings}
         self._run = Managed(checked(type(self).__name__, given))
         self._plain = PACKAGES[0].trainer.plugins.Precision
-        self._module: Any = None  # that is managed now
+        self._module: Any = None  # the managed one
         self._is_wrapped = self._is_compiled = False
 
     def __repr__(self) -> str:
