@@ -123,7 +123,7 @@ class AutocastInterop:
             policy = policy.in_type(region.fast_dtype)
         else:
             policy = without(policy, device)
-        state.enter(policy, REGION, of=region)
+        state.enter(policy, REGION, begun_by=region)
 
     # The switch
 

@@ -6,7 +6,7 @@ policy is in force, which half copies serve, what is lent, and what its end give
 else records that a forward runs, whose it is, or with what.
 
 Ctrl-C skips hooks and may strike any exit, so a call may stay on the stack.  `CastState` ends it
-when the frame that made it runs no longer.
+when the next call or step begins, if the frame that made it runs no longer.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Call:
     """One thing that runs.  It has no `__init__`, whose call would cost more than the rest."""
 
     # Who began it, and which module is called: its end is recognized by both.
-    of: Any = None
+    begun_by: Any = None
     module: nn.Module | None = None
     kind = CALL
-    is_again = False  # the module calls itself: the same call is beneath
-    is_joined = False  # a part of another model, whose forward casts and lends
+    is_recursive = False  # the module calls itself: a call of it is beneath
+    is_passive = False  # a call around it casts and lends
     is_traced = False  # by Dynamo: no frame, no inputs, no copies
     caller: FrameType | None = None  # None: code that may be suspended, or is traced
 
@@ -65,13 +65,13 @@ class Call:
 
     # What began with it, for its end.
     sets_policy = False
-    opened: Any = None  # the `ForwardCopies`
+    opened_copies: Any = None  # the `ForwardCopies`
     counted_by: Any = None  # the `CastState`, where `policy` is a reason to look at this thread
-    off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
+    autocast_off: Sequence[str] = ()  # device types on which torch's is off meanwhile
     lending: Any = None  # half copies in the places of weights
     traced_places: Ends | None = None  # the same where Dynamo traces
-    aside: Ends | None = None  # hooks of parts, which are out
-    given: Any = None  # inputs, for what the forward writes into them
+    removed_hooks: Ends | None = None  # those of parts
+    input_casts: Any = None  # for what the forward writes into its inputs
 
 
 class Here(threading.local):
@@ -93,7 +93,7 @@ class _Leftovers:
     def __del__(self) -> None:
         while self._stack:
             call = self._stack.pop()
-            for one in (call.lending, call.aside):
+            for one in (call.removed_hooks, call.lending):
                 if one is not None:
                     one.end()
             if call.counted_by is not None:
@@ -122,13 +122,15 @@ def is_running(frame: FrameType | None, now: FrameType | None = None) -> bool:
     return now is not None
 
 
-def innermost(of: object, module: nn.Module | None = None, is_traced: bool = False) -> Call | None:
-    """The innermost call that `of` has begun; with `module`: for this module, traced or not.
+def innermost(
+    begun_by: object, module: nn.Module | None = None, is_traced: bool = False
+) -> Call | None:
+    """The innermost call that `begun_by` has begun; with `module`: for this module, traced or not.
 
     Traced code must not look at modules of other calls: Dynamo would find the same module twice.
     """
     for call in reversed(here.stack):
-        if call.of is of and (
+        if call.begun_by is begun_by and (
             module is None or (call.is_traced is is_traced and call.module is module)
         ):
             return call

@@ -64,24 +64,24 @@ class CastState:
 
     # Calls begin and end
 
-    def begin(self, of: object, module: Any, caller: FrameType | None = None) -> Call:
-        """A call of a module begins, which `of` will end; until it is filled, nothing changes.
+    def begin(self, begun_by: object, module: Any, caller: FrameType | None = None) -> Call:
+        """A call of a module begins, which `begun_by` will end; nothing changes until it is filled.
 
         `caller`: the frame that makes the call, where that is not the innermost of others' frames.
         """
         call = Call()
-        call.of, call.module = of, module
+        call.begun_by, call.module = begun_by, module
         if is_dynamo_compiling():
             call.is_traced = True
         else:
             if here.stack:
-                call.is_again = innermost(of, module) is not None
+                call.is_recursive = innermost(begun_by, module) is not None
             call.caller = caller or calling_frame()
         call.policy, call.copies = here.policy, here.copies
         here.stack.append(call)
         return call
 
-    def put_under(
+    def set_policy(
         self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
     ) -> None:
         """This thread is under `policy` until `call`, its innermost one, ends.
@@ -99,18 +99,18 @@ class CastState:
             call.counted_by = self
             call.policy = here.policy = policy
         if off:
-            call.off = off
+            call.autocast_off = off
             switched_off(off)
 
     def enter(
         self,
         policy: Any,
         kind: str = BLOCK,
-        of: object = None,
+        begun_by: object = None,
         off: Sequence[str] = (),
         caller: FrameType | None = None,
     ) -> Call:
-        """A block or region begins, which is under `policy`; `of` is for `leave`.
+        """A block or region begins, which is under `policy`; `begun_by` is for `leave`.
 
         Without a `caller` nothing tells later that an exception has ended it: leave it then.
         """
@@ -121,27 +121,27 @@ class CastState:
             call.caller = caller
             if here.stack:
                 self.end_abandoned()
-        call.kind, call.of = kind, of
+        call.kind, call.begun_by = kind, begun_by
         call.policy, call.copies = here.policy, here.copies
         here.stack.append(call)
-        self.put_under(call, policy, off)
+        self.set_policy(call, policy, off)
         return call
 
-    def leave(self, of: object) -> None:
-        """End the innermost block of `of`, if it has one in this thread."""
-        call = innermost(of)
+    def leave(self, begun_by: object) -> None:
+        """End the innermost block that `begun_by` has begun, if it has one in this thread."""
+        call = innermost(begun_by)
         if call is not None:
-            self.end_alone(call)
+            self.remove(call)
 
-    def end_alone(self, call: Call) -> None:
-        """End a call that lends nothing; what began in it and still runs goes on as it began."""
+    def remove(self, call: Call) -> None:
+        """End a call that lends nothing; module calls that run in it go on as they began."""
         stack = here.stack
         above = () if stack[-1] is call else stack[stack.index(call) + 1 :]
         if not any(one.caller is not None and is_running(one.caller) for one in above):
             self.end(call)
             return
-        if call.off:
-            switch_on(call.off)
+        if call.autocast_off:
+            switch_on(call.autocast_off)
         stack.remove(call)
         if call.counted_by is not None:
             self.watch(-1)
@@ -154,14 +154,16 @@ class CastState:
         last = None
         while last is not call:
             last = stack[-1]
+            if (
+                last.removed_hooks is not None
+            ):  # first: another thread may wait for the lending to end
+                last.removed_hooks.end()
             if last.lending is not None:
                 last.lending.end()
             if last.traced_places is not None:
                 last.traced_places.end()
-            if last.aside is not None:
-                last.aside.end()
-            if last.off:
-                switch_on(last.off)
+            if last.autocast_off:
+                switch_on(last.autocast_off)
             if len(stack) > 1:
                 here.policy, here.copies = stack[-2].policy, stack[-2].copies
             else:
@@ -180,17 +182,14 @@ class CastState:
                     return
                 self.end(call)
 
-    def ending(self, of: object, module: Any) -> Call | None:
-        """The call that ends now, of those that `of` has begun for the module."""
-        if not here.stack:
-            return None
-        last = here.stack[-1]
-        if last.of is of and last.module is module and not (last.is_again or last.is_traced):
-            return last
-        # On the way of an exception the frame that made the call may run no longer.
-        if sys.exc_info()[1] is None and innermost(of, module) is not None:
+    def call_to_end(self, begun_by: object, module: Any) -> Call | None:
+        """The call that ends now, of those that `begun_by` has begun for the module."""
+        if is_dynamo_compiling():
+            return innermost(begun_by, module, is_traced=True)
+        # Torch runs hooks for an exception after the frame that made the call has ended.
+        if sys.exc_info()[1] is None and innermost(begun_by, module) is not None:
             self.end_abandoned()
-        return innermost(of, module)
+        return innermost(begun_by, module)
 
     # Policies
 
@@ -227,7 +226,7 @@ class CastState:
         return self.process, False
 
     def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
-        """The arguments of `put_under` for a managed forward that begins within other calls.
+        """The arguments of `set_policy` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
         torch.autocast do not: the forward is inside them.  An enabled one gives the half type.
@@ -275,7 +274,7 @@ class CastState:
         try:
             yield
         finally:
-            self.enter(None, of=self.casts_off, caller=caller)
+            self.enter(None, begun_by=self.casts_off, caller=caller)
 
     def casts_here(self) -> bool:
         """Whether a session casts in this thread, or would cast without a block of the user's."""
@@ -325,7 +324,7 @@ class CastsOff:
 
     def __enter__(self) -> None:
         caller = None if is_dynamo_compiling() else sys._getframe(1)
-        self._state.enter(None, of=self, caller=caller)
+        self._state.enter(None, begun_by=self, caller=caller)
 
     def __exit__(self, *exception: object) -> None:
         self._state.leave(self)

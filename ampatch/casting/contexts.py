@@ -41,11 +41,11 @@ class PolicyContext:
         policy, state = self._choose(), self._state
         if self._call is None:
             caller = None if is_dynamo_compiling() else sys._getframe(1)
-            state.enter(policy, BLOCK, of=self, caller=caller)
+            state.enter(policy, BLOCK, begun_by=self, caller=caller)
             return
         off = state.instead_of_torch() if state.casts_here() else ()
         try:  # the user's may be suspended, or entered by an `ExitStack`: it has no caller
-            state.enter(policy, USER, of=self, off=off)
+            state.enter(policy, USER, begun_by=self, off=off)
         except BaseException:
             state.leave(self)
             raise

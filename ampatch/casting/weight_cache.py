@@ -84,7 +84,7 @@ class WeightCache:
         if is_recording():
             call.copies = here.copies = None
             return
-        call.copies = call.opened = here.copies = forward = ForwardCopies(self, last)
+        call.copies = call.opened_copies = here.copies = forward = ForwardCopies(self, last)
         if last is None:
             return
         for weights in last.buckets():

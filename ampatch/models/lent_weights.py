@@ -141,8 +141,9 @@ class HalfCopies:
     def note_copy(self, parameter: Tensor, copy: Tensor) -> None:
         """A copy is made while the forward runs."""
         share_attributes([copy], [vars(parameter)])
-        self.parameters.append(parameter)
-        self._versions.append(copy._version)
+        known = len(self.copies)  # after Ctrl-C the other lists may be longer
+        self.parameters[known:] = [parameter]
+        self._versions[known:] = [copy._version]
         self.copies.append(copy)
 
     def float_of(self, copy: Tensor) -> Tensor | None:
@@ -176,12 +177,12 @@ class HalfCopies:
 
     def lend_again(self, call: Call) -> None:
         """They are in place until `call` ends, for a recompute or a backward pass."""
-        for other in here.stack:
-            lending = other.lending
-            if lending is not None and lending.half is self and lending.is_in_place:
-                return
+        are_in_place = any(one.half is self and one.is_in_place for one in self.lender.lendings)
         call.lending = lending = Lending(self.lender, call.caller)
         lending.tree, lending.half = self.tree, self
+        if are_in_place:  # their forward runs, in this thread or in one that waits for this pass
+            lending.is_in_place = lending.is_borrowed = True
+            return
         self.lender.take_turn(lending, self.tree.root)
         if self.tree.ids:
             lending.put(self, found=self.tree.found())
@@ -194,6 +195,7 @@ class Lending:
 
     half: HalfCopies | None = None
     tree: Tree
+    is_borrowed = False  # another call has them in place, and takes them back
 
     def __init__(self, lender: LentWeights, caller: FrameType | None) -> None:
         self.lender = lender
@@ -237,7 +239,7 @@ class Lending:
                     if self._parametrized is not None:  # what it has made of FP32 parameters
                         exchange_parametrized(self._parametrized)
                     self.is_lent = False
-                if half is not None and half.copies and found is None:
+                if half is not None and half.copies and found is None and not self.is_borrowed:
                     half.carry()
             finally:
                 if not self.is_lent:
@@ -354,6 +356,9 @@ class LentWeights:
         with self.lock:
             if self.known and self.lendings and self.lendings[-1].thread != lending.thread:
                 self._wait(lending.thread, root)
+                if lenders.get(id(self.model)) is not self:
+                    name = type(self.model).__name__
+                    raise AmpatchError(f"{name}: its session ended while a forward waited for one.")
             self.lendings.append(lending)
 
     def _wait(self, thread: int, root: nn.Module) -> None:

@@ -28,7 +28,6 @@ from ..casting.calls import (
     Call,
     computes_in,
     here,
-    innermost,
 )
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
@@ -241,7 +240,7 @@ class ManagedModel:
         Else its weights, and their gradients, would stay in memory until Python looks for cycles.
         """
         for call in list(here.stack):  # a session may end within its forward
-            if call.of is self or call.of in self._overrides:
+            if call.begun_by is self or call.begun_by in self._overrides:
                 self._state.end(call)
         for handle in self._handles:
             handle.remove()
@@ -278,7 +277,7 @@ class ManagedModel:
     def results_in_step(self) -> torch.dtype | None:
         """The dtype of what parts return in a step of a framework; None: any, or there is none."""
         for call in reversed(here.stack):
-            if call.of is self and call.results_in is not KEEP:
+            if call.begun_by is self and call.results_in is not KEEP:
                 return call.results_in
         return None
 
@@ -301,27 +300,27 @@ class ManagedModel:
         if inputs is not None:
             given = Given()
             taken = inputs.take(args, kwargs, given)
-        policy = self.policy  # now, since inputs that stay FP32 change it, as may lending
+        policy = self.policy  # read after `take`: inputs that stay FP32 change it, as may lending
         is_given = given is not None and (given.tensors or given.containers)
         if not (is_given or lent or policy or state.process or here.stack):
             return taken
         call = state.begin(self, root, caller)
         try:
-            call.given = given
+            call.input_casts = given
             call.computes_in = None if self._parts is None else self.in_dtype
             if lent is not None and around is None:
-                if self._parts is not None and inputs is self._inputs:
-                    call.aside = self._parts
-                    self._parts.step_aside()
                 if not is_traced_by_fx(args, kwargs):
                     lent.lend(call, root)
                     policy = self.policy
+                if self._parts is not None and inputs is self._inputs:  # the whole model is called
+                    call.removed_hooks = self._parts
+                    self._parts.step_aside()
             if len(here.stack) > 1:
                 if self._parts is not None and not self._has_warned_of_block:
                     self._warn_of_settings()
-                state.put_under(call, *state.setting_of_forward(policy))
+                state.set_policy(call, *state.setting_of_forward(policy))
             elif policy is not state.process:
-                state.put_under(call, policy)
+                state.set_policy(call, policy)
             if policy is not None:
                 policy.cache.open(call, self._last_forward)
                 if policy.devices is not None:
@@ -336,24 +335,23 @@ class ManagedModel:
 
         What it wrote into its inputs is written into the caller's own.
         """
-        if is_dynamo_compiling():
-            call = innermost(self, root, is_traced=True)
-        else:
-            call = here.stack[-1]
-            if call.of is not self or call.module is not root or call.is_again or call.is_traced:
-                call = self._state.ending(self, root)
+        call = None
+        if not is_dynamo_compiling() and not here.stack[-1].is_recursive:  # without one more call
+            last = here.stack[-1]
+            call = last if last.begun_by is self and last.module is root else None
+        call = call or self._state.call_to_end(self, root)
         if call is None:
             return None
         self._state.end(call)
-        if call.opened is not None and call.opened.last is not None:
-            call.opened.last.note(call.opened.used)
-        if call.given is not None:
-            call.given.write_back()
+        if call.opened_copies is not None and call.opened_copies.last is not None:
+            call.opened_copies.last.note(call.opened_copies.used)
+        if call.input_casts is not None:
+            call.input_casts.write_back()
         return call
 
     def join(self, root: nn.Module, caller: FrameType | None = None) -> None:
         """A call begins that belongs to a forward around it, which casts and lends."""
-        self._state.begin(self, root, caller).is_joined = True
+        self._state.begin(self, root, caller).is_passive = True
 
     def begin_traced(
         self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
@@ -371,7 +369,7 @@ class ManagedModel:
             call = state.begin(self, root)
             call.traced_places = places
             call.computes_in = None if self._parts is None else self.in_dtype
-            state.put_under(call, policy, (), is_setting)
+            state.set_policy(call, policy, (), is_setting)
         return taken
 
     def _enter(
@@ -403,7 +401,7 @@ class ManagedModel:
             with unseen():
                 return self._leave(model, args, output)
         call = self.end(model) if here.stack else None
-        if call is not None and call.is_joined:
+        if call is not None and call.is_passive:
             return None
         if self._step is not None and self._step.leaves():
             return None
@@ -442,10 +440,11 @@ class ManagedModel:
         if self._parts is None:
             yield
             return
-        before, self._step = self._step, step
-        call = self._state.enter(KEEP, of=self)
-        call.results_in = self.out_dtype
+        before, call = self._step, Call()
         try:
+            self._step = step
+            call = self._state.enter(KEEP, begun_by=self)
+            call.results_in = self.out_dtype
             yield
         finally:
             self._state.end(call)

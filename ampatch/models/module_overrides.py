@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import computes_in, here, innermost
+from ..casting.calls import computes_in, here
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
@@ -75,7 +75,7 @@ class ModuleOverride:
         try:
             call.computes_in = self.dtype
             if self._policy is not None:
-                state.put_under(call, self._policy, state.instead_of_torch())
+                state.set_policy(call, self._policy, state.instead_of_torch())
             return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
         except BaseException:
             state.end(call)
@@ -86,9 +86,9 @@ class ModuleOverride:
         if state.modes and not is_traced and is_mode_on():
             with unseen():
                 return self._leave(module, args, output)
-        call = innermost(self, module, is_traced=True) if is_traced else state.ending(self, module)
+        call = state.call_to_end(self, module)
         if call is not None:
-            state.end_alone(call)
+            state.remove(call)
         to = self._wanted()
         return None if to is None else cast_tensors(output, to)
 

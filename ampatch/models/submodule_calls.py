@@ -126,7 +126,7 @@ class SubmoduleCalls:
         if whole.lent is None or inputs is None:  # a shallow copy of a part has the same hooks
             return None
         if is_traced:
-            if not self.lends or any(one.is_traced and one.of is whole for one in here.stack):
+            if not self.lends or any(one.is_traced and one.begun_by is whole for one in here.stack):
                 return None
             return whole.begin_traced(module, args, kwargs, inputs)
         if here.stack:
@@ -165,7 +165,7 @@ class SubmoduleCalls:
             return None
         whole, is_traced = self._whole, is_dynamo_compiling()
         call = whole.end(module)
-        if call is None or call.is_joined:
+        if call is None or call.is_passive:
             return None
         # Outside of forwards lent weights are FP32, beside what a part returns.
         result = torch.float32 if self.lends else whole.results_in_step()
@@ -184,7 +184,10 @@ def forward_of(model: nn.Module, enter: Callable, leave: Callable) -> Callable:
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or id(model) not in lenders or lending_around(model) is not None:
+        if is_dynamo_compiling() or id(model) not in lenders:
+            return forward(*args, **kwargs)
+        around = lending_around(model)
+        if around is not None and not around.is_abandoned():
             return forward(*args, **kwargs)
         thread = threading.get_ident()
         if thread in threads:

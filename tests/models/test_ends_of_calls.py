@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.casting.calls import here
+from ampatch.casting.calls import KEEP, here
 from ampatch.models.lent_places import Tree
 
 H, FP32 = torch.bfloat16, torch.float32
@@ -317,3 +317,90 @@ def test_a_session_that_ends_within_a_forward(level):
     assert not here.stack and (X @ X.T).dtype is FP32
     model.during = lambda x: None
     assert model(X).dtype is FP32
+
+
+def test_a_part_that_runs_while_another_thread_calls_the_whole():
+    """The whole waits, and only then takes out the hooks of parts."""
+    model, begun, found = managed(nn.Sequential(Net(), nn.Linear(2, 2))), threading.Event(), []
+    expected = model[0](X)
+
+    def during(x):
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.2)
+
+    model[0].during = during
+    part = threading.Thread(target=lambda: found.append(model[0](X)))
+    part.start()
+    begun.wait(10)
+    whole = model(X)
+    part.join(10)
+    assert torch.equal(found[0], expected) and found[0].dtype is whole.dtype is FP32
+
+
+class Again(torch.autograd.Function):
+    """Calls its module in its backward, in a thread of its own, as devices have."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = []
+        in_thread(lambda: found.append(Again.within(ctx, grad)))
+        return None, found[0]
+
+    @staticmethod
+    def within(ctx, grad):
+        state = ampatch.session.session.registry.state
+        call = state.enter(KEEP)
+        try:
+            for copies in Again.lent:
+                copies.lend_again(call)
+            return grad * ctx.module.weight.dtype.itemsize
+        finally:
+            state.end(call)
+
+
+def test_a_backward_pass_within_a_forward_in_another_thread_has_the_forwards_copies():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = x.detach().float().requires_grad_()
+            Again.lent = ampatch.session.session.registry.state.lent()
+            [grad] = torch.autograd.grad(Again.apply(self.layer, x).sum(), x)
+            return self.layer(grad.to(self.layer.weight.dtype))
+
+    model = managed(Forces())
+    assert model(X).dtype is FP32 and model.layer.weight.dtype is FP32
+
+
+def test_a_forward_that_waits_as_its_session_ends_is_refused():
+    model, errors = managed(Net()), []
+
+    def call():
+        try:
+            model(X)
+        except ampatch.AmpatchError as error:
+            errors.append(str(error))
+
+    def during(x):
+        model.during = lambda x: None
+        thread = threading.Thread(target=call)
+        thread.start()
+        lender = ampatch.session.session.registry.models()[0].lent
+        while not lender.waiting:
+            time.sleep(0.001)
+        ampatch.deactivate()
+        thread.join(10)
+
+    model.during = during
+    with contextlib.suppress(RuntimeError):  # half activations meet FP32 weights
+        model(X)
+    assert errors == ["Net: its session ended while a forward waited for one."]
+    assert model.first.weight.dtype is FP32 and model(X).dtype is FP32
