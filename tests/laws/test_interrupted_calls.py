@@ -29,7 +29,7 @@ FILES = (
     "models/module_overrides.py",
     "models/submodule_calls.py",
 )
-MOMENTS = [30, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
+MOMENTS = [15, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 STATE = ampatch.session.session.registry.state
 
 

@@ -119,7 +119,7 @@ def test_children_that_are_forked_at_any_moment_of_forwards_in_another_thread():
     thread = threading.Thread(target=forwards)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(15):
             child = os.fork()
             if not child:
                 with contextlib.suppress(BaseException):
