@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -27,6 +28,19 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
     """
     if isinstance(value, Tensor):
         return convert(value)
+    if isinstance(value, (list, tuple)):
+        listed = [
+            convert(item) if isinstance(item, Tensor) else map_tensors(item, convert, copied)
+            for item in value
+        ]
+        if all(map(operator.is_, listed, value)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*listed)
+        mapped = type(value)(listed)
+        if copied is not None and isinstance(value, list):
+            copied.append((value, mapped, listed))
+        return mapped
     if isinstance(value, Mapping):
         items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
         if all(items[key] is value[key] for key in items):
@@ -34,16 +48,6 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
         mapped = _with_items(value, items)
         if copied is not None and isinstance(value, MutableMapping):
             copied.append((value, mapped, items))
-        return mapped
-    if isinstance(value, (list, tuple)):
-        listed = [map_tensors(item, convert, copied) for item in value]
-        if all(new is old for new, old in zip(listed, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*listed)
-        mapped = type(value)(listed)
-        if copied is not None and isinstance(value, list):
-            copied.append((value, mapped, listed))
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(value, convert, copied)
@@ -104,13 +108,15 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is Tensor:
         found = value.dtype
         return value.to(dtype) if found is not dtype and found in CASTABLE else value
-    convert = caster(dtype)
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
 
     def convert_once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, convert(tensor)
-        return made[id(tensor)][1]
+        if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+            return tensor
+        known = made.get(id(tensor))
+        if known is None:
+            known = made[id(tensor)] = tensor, tensor.to(dtype)
+        return known[1]
 
     return map_tensors(value, convert_once)
 
