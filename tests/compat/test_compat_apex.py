@@ -122,7 +122,7 @@ def test_what_is_missing_names_a_replacement():
         if name.partition(".")[0] != "apex":  # kernels: in test_compat_kernels.py
             continue
         module, _, attribute = name.rpartition(".")
-        if name in sys.modules:  # of which we have other parts
+        if name in sys.modules:  # we have other parts of it
             module, attribute = name, "unheard_of"
         with pytest.raises(ImportError, match=re.escape(says)):
             exec(f"from {module} import {attribute}")

@@ -61,7 +61,7 @@ def test_a_name_taken_out_is_left_to_pytorch(amp):
     assert model(SINGLE).dtype is torch.float32
     assert functions.binary_cross_entropy(HALF, HALF).dtype is torch.float16
     assert torch.exp(HALF).dtype is HALF.cpu().dtype is torch.float16
-    assert torch.softmax(HALF, -1).dtype is torch.float32  # of another list
+    assert torch.softmax(HALF, -1).dtype is torch.float32  # another list has it
     assert torch.mm(SINGLE, SINGLE).dtype is torch.float16
 
 

@@ -55,7 +55,7 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     assert (found[FLOAT16], found[BFLOAT16]) == expected
     assert found[torch.float32] == "tie"
     types = speed.half_types("cpu")
-    assert types.fast == fast and types.lowest == types.highest  # of one operation
+    assert types.fast == fast and types.lowest == types.highest  # there is one operation
     assert types.lowest == pytest.approx(
         {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_TYPES, times)}, rel=0.1
     )

@@ -80,7 +80,7 @@ class Run:
     by_two: bool = False  # a mesh of two dimensions: batches differ along one
     autocast: bool = False
     loss_scale: str | None = None
-    counts: bool = False  # of collectives
+    counts: bool = False  # collectives are counted
 
 
 PLACES = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}

@@ -19,7 +19,7 @@ from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case
 
-START, STEPS, MS = 4.0, 96, 87.0  # of the digits example: seconds of a process, steps, O0's step
+START, STEPS, MS = 4.0, 96, 87.0  # the digits example's: seconds of a process, steps, O0's step
 FAST = HalfTypes(
     ("bfloat16",), {"bfloat16": 1.6, "float16": 0.1}, {"bfloat16": 2.0, "float16": 0.2}
 )
@@ -168,7 +168,7 @@ def test_a_resumed_sweep_has_the_plan_of_its_directory(most, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, 5),  # of the default budget
+        ({}, 5),  # the default budget's
         ({"seeds": 2}, 2),
         ({"seeds": 7, "budget": 60}, 7),
         ({"rounds": 3}, 1),

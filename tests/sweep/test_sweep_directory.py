@@ -232,7 +232,7 @@ def test_an_empty_out_is_an_error(out, script, machine, tmp_path):
 
 def test_a_folder_in_which_nothing_was_recorded_yet_can_be_used(script, machine, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/.lock").touch()  # of a sweep that was killed as it began
+    (tmp_path / "out/.lock").touch()  # left by a sweep that was killed as it began
     assert make(script).run().results.complete
 
 

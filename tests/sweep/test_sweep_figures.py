@@ -50,7 +50,7 @@ def test_first_and_last_loss_are_means_of_a_twentieth():
     assert first_and_last(Measured(losses=losses(*values))) == (2.0, 97.0)
     assert first_and_last(Measured(losses=losses(3.0))) == (3.0, 3.0)
     several = {loss_id: Series([0], [float(loss_id)]) for loss_id in ("10", "9", "11")}
-    assert first_and_last(Measured(losses=several)) == (9.0, 9.0)  # of the lowest loss_id
+    assert first_and_last(Measured(losses=several)) == (9.0, 9.0)  # the lowest loss_id's
 
 
 def test_warm_up_and_pauses_do_not_count():

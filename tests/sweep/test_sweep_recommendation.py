@@ -67,7 +67,7 @@ def test_the_example_of_the_readme_gets_no_recommendation():
     said = advice(("O3", COARSE, LOSSES, 2.0))
     assert said.startswith("Not known yet: O3 in bfloat16 is 2.00 times as fast as O0 (2.00 to")
     mean, scatter = statistics.mean(COARSE), statistics.stdev(COARSE)
-    end = 4.3027 * scatter / math.sqrt(3) - mean  # of Student's t with two degrees of freedom
+    end = 4.3027 * scatter / math.sqrt(3) - mean  # Student's t, two degrees of freedom
     assert f"the 95 % interval of its accuracy ends {end:.2g} worse than O0's" in said
     assert f"{0.01 * statistics.mean(BASE):.2g} matters (--margin)" in said
     seeds = next(n for n in range(4, 99) if smallest_seen(scatter, n) <= 0.00975 + mean)

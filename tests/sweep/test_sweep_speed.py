@@ -263,7 +263,7 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         ([True, True], "in force"),
         ([False], "not in force"),
         ([True, False], "in some runs: compare no speed of theirs with one of the others"),
-        ([None], None),  # of an older ampatch
+        ([None], None),  # as an older ampatch wrote it
     ],
 )
 def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, found, said):

@@ -100,7 +100,7 @@ def test_ray_gives_the_same_and_replaces_a_killed_worker(tmp_path, one_by_one):
     assert (tmp_path / "killed").exists()
     assert figures(sweep.directory) == {"O0 seed 0": one_by_one["O0 seed 0"]}
     log = (sweep.directory / "runs/O0.seed0.repeat0.log").read_text()
-    assert log.startswith("loss ")  # of the second attempt alone
+    assert log.startswith("loss ")  # the second attempt's alone
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ class Net(nn.Module):
         return self.body(self.holder(self.vanishing(x)))
 
 
-OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # of the script's torch.autocast
+OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # the script's torch.autocast
 
 
 def trained(folder, steps=30, taken=None, probe=True, writes=True, **asked):

@@ -23,7 +23,7 @@ from ampatch.tune.report import summary
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Sample
 
-SPREAD = 0.01  # of the seeds
+SPREAD = 0.01  # between seeds
 MODULES = ("stem", "body", "body.norm", "head")
 BY_LUCK = (0.3, 0.1, -0.05, 0.3, 0.3, 0.3)  # losses above O0's: three seeds do not show it
 
@@ -107,7 +107,7 @@ def test_one_module_is_the_answer_which_has_all_seeds(tuned, tmp_path):
     assert answer == read_answer(tmp_path / "out")
     seeds = {case.label: count for case, count in trials.seeds.items()}
     assert seeds.pop("O0") == seeds.pop('O3-float16-overrides={"head": "float"}') == 6
-    assert set(seeds.values()) == {3}  # of what was only tried
+    assert set(seeds.values()) == {3}  # what was only tried
 
 
 @pytest.mark.parametrize("where", ({}, {"jobs": 4}, {"devices": "cpu:0,cpu:1"}, {"engine": "ray"}))
@@ -225,7 +225,7 @@ def test_a_tuning_that_goes_on_keeps_its_own_options_and_says_so(tuned, tmp_path
     assert said[0] == f"Goes on with the tuning in its folder, and keeps its settings: {words}."
     assert answer.needed == ["head"] and answer.dtype == "bfloat16" and answer.candidates > 1
     assert [(one.steps, one.dtype) for one in trials.probed] == [(7, "bfloat16")]
-    assert trials.last.rounds == 5  # of the timing, which is the last of its sweeps
+    assert trials.last.rounds == 5  # the timing is its last sweep
 
 
 def test_a_tuning_of_another_level_is_not_replaced_by_going_on(tuned, tmp_path):

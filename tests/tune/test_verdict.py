@@ -61,8 +61,8 @@ def test_a_difference_that_is_shown_to_be_smaller_than_the_margin_passes():
     assert not verdict(worse, margin="1%")
     assert verdict(worse, margin="10%")
     as_accurate = [0.9, 0.91, 0.89, 0.9]
-    assert verdict(worse, accuracies=as_accurate, margin="10%")  # of the last loss too
-    assert not verdict(worse, accuracies=as_accurate, margin="0.1")  # of the accuracy alone
+    assert verdict(worse, accuracies=as_accurate, margin="10%")  # the last loss decides too
+    assert not verdict(worse, accuracies=as_accurate, margin="0.1")  # the accuracy alone decides
 
 
 def test_the_number_of_candidates_does_not_change_the_answer():
