@@ -4,8 +4,8 @@
 nothing on its device type.  One that is enabled inside a managed forward at O1 gives the half
 type: ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
-policy again: see `CastState.enter_forward`.  torch's own code enters regions too, to restore the
-autocast state of a forward.  What it runs inside takes the forward's policy along
+policy again: see `CastState.setting_of_forward`.  torch's own code enters regions too, to restore
+the autocast state of a forward.  What it runs inside takes the forward's policy along
 (`context_propagation`), which is then the innermost setting.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves

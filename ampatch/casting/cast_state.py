@@ -154,9 +154,7 @@ class CastState:
         last = None
         while last is not call:
             last = stack[-1]
-            if (
-                last.removed_hooks is not None
-            ):  # first: another thread may wait for the lending to end
+            if last.removed_hooks is not None:  # before others may have their turn
                 last.removed_hooks.end()
             if last.lending is not None:
                 last.lending.end()

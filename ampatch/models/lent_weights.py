@@ -296,11 +296,12 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing is lent any more."""
-        for lending in reversed(list(self.lendings)):
-            lending.end()
-        self._trees.clear()
-        if lenders.get(id(self.model)) is self:
-            del lenders[id(self.model)]
+        with self.lock:  # a thread that waits must not lend between the end of these and the rest
+            for lending in reversed(list(self.lendings)):
+                lending.end()
+            self._trees.clear()
+            if lenders.get(id(self.model)) is self:
+                del lenders[id(self.model)]
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
