@@ -44,11 +44,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    trackers = check_trackers(options)
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.sweep.json_files import plain
 
-    trackers = check_trackers(options)
     sweep = made(options, Sweep)
     stopped: str | None = None
     lines = None if options.quiet else Lines(sys.stderr)

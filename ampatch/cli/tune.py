@@ -11,6 +11,7 @@ from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, made
+from ampatch.cli.sweep_output import check_extra
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_extra(options)
     from ampatch.sweep import SweepError, write_report
     from ampatch.sweep.execution.progress import Lines
     from ampatch.tune import TuneError, Tuning

@@ -84,6 +84,7 @@ def trials(
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
+    again: bool = True,
 ) -> list[Trial]:
     """The trials in their order.
 
@@ -91,6 +92,7 @@ def trials(
     backwards, so that a machine that gets slower slows the first row and the last row alike.
     Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
     runs go on beside each other, so all `rounds` are short.  The second is O0 with another seed.
+    Without `again` O0 runs once in each round.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
@@ -104,7 +106,7 @@ def trials(
             for case in rows
             if seed < (fewer or {}).get(case, max(1, seeds))
         ]
-        if times_speed and (is_short or not apart):
+        if again and times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
     first, second = Trial(BASE), Trial(BASE, 1)

@@ -12,7 +12,6 @@ from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
@@ -56,7 +55,7 @@ class Tuning:
             engines, `resume` and `overwrite`.
 
     With `resume` the options and arguments that are not given are those of before.
-    Raises what `Sweep` raises, and `ImportError` without scipy.
+    Raises what `Sweep` raises.
     """
 
     def __init__(
@@ -80,11 +79,6 @@ class Tuning:
         own |= {"candidates": candidates, "rounds": rounds}
         options["tuning"] = {name: one for name, one in own.items() if one is not None}
         asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
-        if not available():
-            raise ImportError(
-                "ampatch tune judges its trials by tests from scipy, which is not installed. "
-                'pip install "ampatch[sweep]"'
-            )
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None

@@ -57,7 +57,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
     half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
     monkeypatch.setattr(planning, "measured", lambda: half)
-    monkeypatch.setattr("ampatch.sweep.report.render.available", lambda: False)  # no pictures
+    monkeypatch.setattr("ampatch.sweep.report.render.pictures", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return machine

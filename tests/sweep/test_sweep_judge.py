@@ -9,17 +9,9 @@ from sweep_made import trained
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.plan import cases
-from ampatch.sweep.report.paired import MISSING
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import Case, Trial
-
-
-def test_without_scipy_accuracy_is_not_tested(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    row = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])[1]
-    assert (row.outcome, row.comparisons[0].p) == ("untested", None)
-    assert "pip install scipy" in MISSING
 
 
 def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error="", **kind):

@@ -180,9 +180,26 @@ def test_one_round_recommends_nothing():
     base, row = swept([10.0], [], [1.0])
     assert (row.pace, base.speed) == ("one round", None)
     assert "--rounds 3" in recommendation([base, row])
-    base, row = summarize([run_of(Trial(case, seed)) for case in ROWS for seed in (0, 1)])
-    assert row.pace == "noise not measured" and "with O0 measured once" in row.verdict
-    assert "O0 is measured twice" in recommendation([base, row])
+
+
+@pytest.mark.parametrize(
+    ("o0", "o1", "pace"),
+    [
+        ([10.0, 10.1, 10.0], [5.0] * 3, "faster"),
+        ([10.0, 10.1, 10.0], [20.0] * 3, "slower"),
+        ([10.0, 14.0, 10.0], [8.0] * 3, "not told apart"),  # O0 itself was 1.40 times as slow
+        ([10.0, 14.0, 10.0], [5.0, 7.0, 5.0], "faster"),  # but here by more, round by round
+        ([10.0, 10.1], [5.0] * 2, "faster"),
+        ([10.0], [5.0], "one round"),
+    ],
+)
+def test_where_o0_ran_once_in_a_round_its_rounds_are_its_noise(o0, o1, pace):
+    runs = [
+        run_of(Trial(case, seed), ms)
+        for case, times in zip(ROWS, (o0, o1))
+        for seed, ms in enumerate(times)
+    ]
+    assert summarize(runs)[1].pace == pace
 
 
 def test_short_runs_count_for_times_alone():

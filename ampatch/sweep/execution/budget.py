@@ -1,7 +1,7 @@
 """How much of a sweep fits its budget: what trials will take, and the largest plan that fits.
 
 The first whole run of O0 says how long a process, a step and a run take.  Another row is taken to
-need O0's time, longer by the measured speed of its half type, until its own runs have shown theirs.
+need O0's time, longer by the measured speed of its half type, until runs in it have shown theirs.
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
 `plans` has what is given up, in its order.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import trials
@@ -25,7 +25,7 @@ from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
-TESTED = 3  # seeds: with two the test sees only what is enormous
+TESTED = 3  # seeds: of rows equal to O0 they show .93 to be so, two seeds .37 (simulated)
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
 SECONDS = 3.0  # training in a short run, which is there for its timing
 LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
@@ -57,10 +57,27 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one."""
+    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one.
+
+    `all_rows`: O3 too, where others may be recommended before it.  `again`: O0 twice in a round.
+    """
 
     seeds: int
     rounds: int
+    all_rows: bool = True
+    again: bool = True
+
+    def rows(self, rows: Sequence[Case]) -> Sequence[Case]:
+        """Those that run, of all `rows`."""
+        first = [row for row in rows if row.opt_level != "O3"]
+        return rows if self.all_rows or len(first) < 2 else first
+
+    def trials(self, rows: Sequence[Case], **others: Any) -> list[Trial]:
+        return trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
+
+    def answers_all(self, wish: Amounts) -> bool:
+        """Whether it has the seeds that a verdict on accuracy takes."""
+        return self.seeds >= min(wish.seeds, TESTED)
 
 
 @dataclass(frozen=True)
@@ -97,9 +114,14 @@ class Facts:
         )
 
     def of_step(self, case: Case) -> float:
-        """A step of a row: as measured, or O0's with the speed of the half type."""
+        """A step of a row: as measured, of it or of others in its type; or O0's by that's speed."""
+        if case in self.step:
+            return self.step[case]
+        alike = [seconds for other, seconds in self.step.items() if other.dtype == case.dtype]
+        if alike:
+            return max(alike)
         halves = [min(1.0, self.lowest.get(name, 1.0)) for name in (case.dtype or "").split("+")]
-        return self.step.get(case, self.step.get(BASE, 0.0) / min(halves))
+        return self.step.get(BASE, 0.0) / min(halves)
 
     def of_trial(self, trial: Trial, few_steps: bool) -> float:
         """What a trial will take."""
@@ -111,24 +133,39 @@ class Facts:
 
     def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
         """What the whole sweep will have taken, with what has run already."""
-        left = (one for one in trials(rows, plan.seeds, plan.rounds) if one not in begun)
+        left = (one for one in plan.trials(rows) if one not in begun)
         return self.spent + sum(self.of_trial(one, not plan.seeds) for one in left)
+
+    def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
+        """The budget that a plan fits."""
+        return math.ceil(self.of_plan(rows, plan, begun) / 60 / _USABLE)
 
 
 def plans(wish: Amounts) -> Iterator[Amounts]:
-    """The plans to choose from, the largest first."""
-    enough = min(wish.seeds, TESTED)
+    """The plans to choose from, the best first.
+
+    An answer takes `TESTED` seeds of the rows that may be recommended; they are rounds of the speed
+    as well.  They come before more rounds, before O3, and before the second O0 of each round.
+    """
+    enough, least = min(wish.seeds, TESTED), min(wish.rounds, FEWEST_ROUNDS)
     for n in range(wish.seeds, enough - 1, -1):
         yield Amounts(n, wish.rounds)
-    rounds = range(wish.rounds, min(wish.rounds, FEWEST_ROUNDS) - 1, -1)
-    for n, one in itertools.product(range(enough - 1, -1, -1), rounds):
-        yield Amounts(n, one)
+    for n in range(enough, min(enough, 2) - 1, -1):
+        few = min(wish.rounds, max(n, least))
+        if n == enough:
+            yield Amounts(n, few)
+        yield Amounts(n, few, all_rows=False)
+        yield Amounts(n, few, all_rows=False, again=False)
+    for n in (1, 0):
+        yield Amounts(n, wish.rounds)
+        for rounds in range(wish.rounds, least - 1, -1):
+            yield Amounts(n, rounds, all_rows=False)
 
 
 def fitting(
     rows: Sequence[Case], wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
 ) -> Amounts:
-    """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
+    """The best plan that takes no more than `minutes`, or hardly more than the smallest.
 
     A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
     nothing.
@@ -136,38 +173,47 @@ def fitting(
     whole = (one for one in begun if not one.short and one.case != BASE)
     started = max((trial.seed + 1 for trial in whole), default=0)
     least = started if started > 1 else 0
-    possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
-    limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))
-    return next(p for p in possible if facts.of_plan(rows, p, begun) <= limit)
+    possible = (dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish))
+    times = {one: facts.of_plan(rows, one, begun) for one in possible}
+    limit = max(_USABLE * 60 * minutes, _HARDLY * min(times.values()))
+    return next(one for one, taken in times.items() if taken <= limit)
 
 
-def in_words(
-    rows: Sequence[Case],
-    wish: Amounts,
-    plan: Amounts,
-    minutes: float | None,
-    facts: Facts,
-    begun: Collection[Trial],
-) -> str:
-    """What is planned and how long it takes, what was left out, and the budget that has it all."""
-    taken = facts.of_plan(rows, plan, begun)
+def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: float) -> str:
+    """What is planned, how long it takes, and what of it can be known then."""
     limit = "" if minutes is None else f" for --budget {minutes:g}"
-    said = [f"Planned{limit}: {_counts(plan)}, about {duration(taken)} in all."]
-    if not plan.seeds:
-        said.append(f"Only O0 runs to its end, others {FEWEST_STEPS} steps: accuracy is untested.")
-    if minutes is not None and taken > 60 * minutes:
-        said.append("No smaller plan says anything, so this one takes longer than its budget.")
-    if plan != wish:
-        enough = math.ceil(facts.of_plan(rows, wish, begun) / 60 / _USABLE)
-        said.append(f"--resume --budget {enough} runs all: {_counts(wish)}.")
-    return " ".join(said)
-
-
-def _counts(plan: Amounts) -> str:
-    """`3 seeds and 4 rounds of timing`."""
-    seeds = max(1, plan.seeds)
+    seeds = counted(max(1, plan.seeds), "seed")
+    names = ", ".join(dict.fromkeys(row.level_name for row in plan.rows(rows)))
     rounds = f" and {counted(plan.rounds, 'round')} of timing"  # each seed is one, too
-    return f"{counted(seeds, 'seed')}{rounds if plan.rounds > seeds else ''}"
+    said = f"Planned{limit}: {seeds}{rounds if plan.rounds > plan.seeds else ''} of {names}"
+    if not plan.seeds:
+        said += f", in which all but O0 take {FEWEST_STEPS} steps"
+    said += f"; about {duration(taken)} in all."
+    if minutes is not None and taken > 60 * minutes:
+        said += " No smaller plan says anything, so this one takes longer than its budget."
+    return said
+
+
+def left_out(wish: Amounts, plan: Amounts, to_answer: int, to_have_all: int) -> str:
+    """What a budget has left out, and the budgets that have it; "" for nothing."""
+    if not plan.answers_all(wish):
+        return (
+            f"This shows how fast the rows are; whether they are as accurate takes {TESTED} seeds: "
+            f"--resume --budget {to_answer} answers both."
+        )
+    seeds = wish.seeds - plan.seeds
+    missing = {
+        "O3": not plan.all_rows,
+        "a second timing of O0": not plan.again,
+        f"{counted(seeds, 'seed')}": seeds > 0,
+        "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
+    }
+    names = [name for name, is_missing in missing.items() if is_missing]
+    return (
+        f"Left out: {' and '.join(names)}. --resume --budget {to_have_all} adds it."
+        if names
+        else ""
+    )
 
 
 def duration(taken: float) -> str:

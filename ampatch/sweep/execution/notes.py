@@ -13,7 +13,6 @@ from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report import paired
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.start_check import note as starts_note
@@ -58,8 +57,6 @@ def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[
     """How the runs were timed, tested and ended."""
     planned = [plan.speeds_in_words(), plan.in_words()] if plan.has_budget else []
     notes = [*planned, *_timing_notes(plan, runs)]
-    if not paired.available() and any(run.trial.seed for run in runs):
-        notes.append(paired.MISSING)
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "

@@ -4,8 +4,9 @@
   or a quarter of a short run) and the first step after `log_metrics`, which contains an
   evaluation, do not count.  With several optimizers the one that steps most often counts.
 * CPU time: what the process used of all processors from step to step.
-* First and last loss: means over the first and the last twentieth of all
-  losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
+* First and last loss: means over the first and the last twentieth of all losses given to
+  `scale_loss` or `backward()`; with several losses, those of the lowest `loss_id`.  First losses of
+  rows with unequal numbers of losses are means over as many as in the shortest run.
 * A run has diverged if its last loss is not finite, or if an earlier loss was not and
   the optimizer step after it was taken.  An overflow that the loss scaler skipped is
   no divergence.
@@ -68,13 +69,15 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
     return None if times is None else times.median
 
 
-def first_and_last(measured: Measured | None) -> tuple[float | None, float | None]:
-    """The loss at the start and at the end."""
+def first_and_last(
+    measured: Measured | None, first: int | None = None
+) -> tuple[float | None, float | None]:
+    """The loss at the start and at the end; that at the start as the mean of the `first` ones."""
     losses = main_losses(measured).values
     if not losses:
         return None, None
     count = max(1, len(losses) // SHARE)
-    return mean(losses[:count]), mean(losses[-count:])
+    return mean(losses[: first or count]), mean(losses[-count:])
 
 
 def main_losses(measured: Measured | None) -> Series:

@@ -2,7 +2,7 @@
 
 The rule is in docs/explanation/sweep_figures.md, "Speed".  O0's own speed is that of its second run
 in each round over its first, its reach the factor by which that departs from 1.00, either way.
-One round tells nothing, nor do rounds in which O0 ran once.
+Where O0 ran once in each round, its speed is that from round to round.  One round tells nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ampatch.sweep.report.results import Row, Spread
 NOISE = 0.05
 WORTHWHILE = 1.05  # a speed-up below this is none
 FASTER, SLOWER, UNKNOWN, ONE_ROUND = "faster", "slower", "not told apart", "one round"
-NO_NOISE = "noise not measured"
 
 
 def reach_of(ratios: Sequence[float]) -> float | None:
@@ -49,8 +48,6 @@ def _told(speeds: Spread | None, reach: float | None) -> str:
         return ""
     if speeds.n < 2:
         return ONE_ROUND
-    if reach is None:
-        return NO_NOISE
     return FASTER if speeds.low > reach else SLOWER if speeds.high < 1 / reach else UNKNOWN
 
 
@@ -77,10 +74,7 @@ def in_words(row: Row) -> str:
     said = _ratio(row.decisive, "times as fast as O0")
     if row.by_cpu:
         return f"{said} by CPU time (wall time is too noisy: {_ratio(row.speeds)})"
-    return said + {
-        ONE_ROUND: ", in one round, which is too few to tell",
-        NO_NOISE: ", with O0 measured once, which is too few to tell",
-    }.get(row.pace, "")
+    return said + ", in one round, which is too few to tell" * (row.pace == ONE_ROUND)
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
@@ -97,11 +91,8 @@ def none_recommended(rows: Sequence[Row], base: Row) -> str:
     """Why none of these rows is recommended for its speed."""
     if not any(row.pace for row in rows):
         return "Stay with O0: how fast the other rows are was not measured."
-    if any(row.pace in (ONE_ROUND, NO_NOISE) for row in rows):
-        return (
-            "Not known yet: a speed takes two rounds or more, in which O0 is measured twice. "
-            "--resume --rounds 3 adds them."
-        )
+    if any(row.pace == ONE_ROUND for row in rows):
+        return "Not known yet: a speed takes two rounds or more. --resume --rounds 3 adds them."
     rounds = base.speeds.n if base.speeds else 0
     unknown = [row.name for row in rows if row.pace == UNKNOWN]
     if unknown:
