@@ -215,7 +215,8 @@ class Tuning:
         self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        unshown = not_shown(row) if outcome in (PASSES, CURED) else ""
+        what, cure = not_shown(row) if outcome in (PASSES, CURED) else ("", "")
+        unshown = what and f"{what}. {cure and f'--resume {cure} shows it.'}".strip()
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,

@@ -73,16 +73,16 @@ def whole(runs):
     ("half", "ms", "minutes", "seeds", "left"),
     [
         (FAST, 50, 10, {"O0": 5, "O1": 5, "O2": 5, "O3": 5, "autocast": 5}, ""),  # all there is
-        (FAST, 50, 3, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 seeds"),
-        (FAST, 50, 2.4, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3 and 2 seeds"),
-        (FAST, 50, 2.1, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3 and a second timing of O0"),
+        (FAST, 50, 3, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 more seeds"),
+        (FAST, 50, 2.5, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3, 2 more seeds."),
+        (FAST, 50, 2.1, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3, a second timing of O0"),
         (FAST, 50, 2, {"O0": 2, "O1": 2, "O2": 2, "autocast": 2}, "takes 3 seeds"),
         (FAST, 50, 1.25, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3 seeds"),
         # The README's command where half is slow: that it is slow is an answer.
         (SLOW, 2600, 4, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3 seeds"),
-        (SLOW, 2600, 60, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 seeds"),
+        (SLOW, 2600, 60, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 more seeds"),
         # A tiny model, whose half is not slow at all: what has run says so of O3, too.
-        (SLOW, 87, 6, {"O0": 4, "O1": 4, "O2": 4, "O3": 4, "autocast": 4}, "1 seed"),
+        (SLOW, 87, 6, {"O0": 4, "O1": 4, "O2": 4, "O3": 4, "autocast": 4}, "1 more seed."),
     ],
 )
 def test_a_budget_holds_and_has_three_seeds_first(half, ms, minutes, seeds, left, monkeypatch):

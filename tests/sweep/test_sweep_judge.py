@@ -98,8 +98,9 @@ def test_one_seed_recommends_nothing_however_fast():
         runs += [run_of("O0", 0, 0.9, repeat=repeat), again(0, repeat=repeat)]
         runs.append(run_of("O1", 0, 0.85, ms=0.5, repeat=repeat))
     assert recommendation(summarize(runs)) == (
-        "Not known yet: O1 in bfloat16 is 2.00 times as fast as O0 (2.00 to 2.00), but its "
-        "accuracy is not tested (one seed). More seeds are needed: --resume --seeds 5."
+        "Stay with O0 for now. Speed: O1 in bfloat16 is 2.00 times as fast as O0 (2.00 to 2.00). "
+        "Accuracy: O1 in bfloat16: its accuracy is not tested (one seed). To settle it: --resume "
+        "--seeds 3."
     )
 
 

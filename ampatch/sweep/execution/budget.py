@@ -21,11 +21,11 @@ from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import trials
 from ampatch.sweep.report.figures import OK, status, step_ms
 from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
-TESTED = 3  # seeds: of rows equal to O0 they show .93 to be so, two seeds .37 (simulated)
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
 SECONDS = 3.0  # training in a short run, which is there for its timing
 LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
@@ -150,12 +150,12 @@ def plans(wish: Amounts) -> Iterator[Amounts]:
     enough, least = min(wish.seeds, TESTED), min(wish.rounds, FEWEST_ROUNDS)
     for n in range(wish.seeds, enough - 1, -1):
         yield Amounts(n, wish.rounds)
-    for n in range(enough, min(enough, 2) - 1, -1):
-        few = min(wish.rounds, max(n, least))
-        if n == enough:
-            yield Amounts(n, few)
-        yield Amounts(n, few, all_rows=False)
-        yield Amounts(n, few, all_rows=False, again=False)
+    few = min(wish.rounds, max(enough, least))
+    yield Amounts(enough, few)
+    yield Amounts(enough, few, all_rows=False)
+    if few >= TESTED:
+        yield Amounts(enough, few, all_rows=False, again=False)
+    yield Amounts(min(enough, 2), few, all_rows=False)
     for n in (1, 0):
         yield Amounts(n, wish.rounds)
         for rounds in range(wish.rounds, least - 1, -1):
@@ -201,19 +201,14 @@ def left_out(wish: Amounts, plan: Amounts, to_answer: int, to_have_all: int) -> 
             f"This shows how fast the rows are; whether they are as accurate takes {TESTED} seeds: "
             f"--resume --budget {to_answer} answers both."
         )
-    seeds = wish.seeds - plan.seeds
     missing = {
         "O3": not plan.all_rows,
         "a second timing of O0": not plan.again,
-        f"{counted(seeds, 'seed')}": seeds > 0,
+        counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
         "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
     }
-    names = [name for name, is_missing in missing.items() if is_missing]
-    return (
-        f"Left out: {' and '.join(names)}. --resume --budget {to_have_all} adds it."
-        if names
-        else ""
-    )
+    names = ", ".join(name for name, is_missing in missing.items() if is_missing)
+    return f"Left out: {names}. --resume --budget {to_have_all} has all." if names else ""
 
 
 def duration(taken: float) -> str:

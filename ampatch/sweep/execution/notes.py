@@ -53,9 +53,12 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
     return f"{said} {plan.kind.needs}." if asks_for_all else said
 
 
-def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
+def other_notes(
+    options: SweepOptions, plan: Plan, runs: Sequence[Run], is_complete: bool
+) -> list[str]:
     """How the runs were timed, tested and ended."""
-    planned = [plan.speeds_in_words(), plan.in_words()] if plan.has_budget else []
+    said = plan.left_out() if is_complete else plan.in_words()
+    planned = [plan.speeds_in_words(), said] if plan.has_budget else []
     notes = [*planned, *_timing_notes(plan, runs)]
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(

@@ -16,7 +16,6 @@ from ampatch.sweep.execution.budget import (
     DEFAULT_MINUTES,
     FEWEST_STEPS,
     SEEDS,
-    TESTED,
     Amounts,
     Facts,
     fitting,
@@ -31,6 +30,7 @@ from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.plan import DTYPES, cases, check_possible
+from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -77,6 +77,11 @@ class Plan:
         self._make()
         is_first = before[0] is None and self._facts is not None
         return is_first or before[1] != self.amounts.answers_all(self.wish)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number of trials is: with a budget it follows from the first run of O0."""
+        return self._minutes is None or self._facts is not None
 
     def in_words(self) -> str:
         """What is planned and left out; "" before the first run of O0, and in a part of more."""

@@ -109,9 +109,9 @@ class Course:
     def _take(self, event: Event, shown: Progress) -> None:
         if isinstance(event, Started):
             self._begun.add(event.trial)
-            left, count = self._plan.left(self._begun), len(self._plan.trials)
+            count = self._outcome.planned if self._plan.is_known else 0
             seconds = self._plan.seconds_left(self._begun - {event.trial})
-            shown.started(count - len(left), count, event.trial, seconds)
+            shown.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Reached):
             self._say_if_long(shown)
             shown.reached(event.trial, event.reach.steps, event.reach.loss)

@@ -22,6 +22,7 @@ from ampatch.sweep.trial import BASE
 
 Samples = dict[tuple[str, str], DataFrame]
 """By row and quantity: for each seed, the index, one value and how many steps it took."""
+ONE_SEED, SAME_SEEDS = "one seed", "O0 is the same with each seed"  # why there is no test
 UNEVEN = 1.02  # times as many steps: losses after them are not those of one training
 
 
@@ -112,8 +113,8 @@ def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> st
         steps, of_base = pair.steps.mean(), pair.steps_of_base.mean()
         return f"it took {steps:.0f} steps and O0 {of_base:.0f}"
     if len(pair) < 2:
-        return "one seed"
-    return "" if seeds_matter else "O0 is the same with each seed"
+        return ONE_SEED
+    return "" if seeds_matter else SAME_SEEDS
 
 
 def _judged(one: Comparison, p: float, rows: int) -> Comparison:

@@ -115,15 +115,18 @@ def _with_legend(lines: dict[str, Any]) -> float:
 
 
 def _speed(results: Results) -> Picture | None:
-    timed = [row for row in results.rows if row.speeds is not None]
-    if all(row.label == BASE.label for row in timed):  # O0 is as fast as itself
+    timed = [row for row in results.rows if row.speeds is not None and row.label != BASE.label]
+    if not timed:
         return None
 
     def draw(panels: list[Any]) -> None:
         _draw_bars(panels[0], results, timed)
         panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
 
-    caption = "Speed relative to O0 in the same round, and the median time of a step."
+    caption = (
+        "Speed relative to O0 in the same round, and the median time of a step; grey: what O0 "
+        "itself differed by."
+    )
     names = [textwrap.fill(row.name, NAME) for row in timed]
     height = 0.9 + sum(0.12 + 0.17 * (name.count("\n") + 1) for name in names)
     return _picture("speed", caption, results, [height], draw)
@@ -214,6 +217,8 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     axes.axvline(1, color="#333333", lw=1, ls=":")
+    if reach := rows[0].reach:
+        axes.axvspan(1 / reach, reach, color="#8c8c8c", alpha=0.25, lw=0, zorder=0)
     beside = axes.secondary_yaxis("right")
     beside.set_yticks(range(len(rows)), texts)
     beside.tick_params(length=0)

@@ -35,7 +35,8 @@ from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
-FIRST = "first loss"
+FIRST = "loss at the start"
+ENOUGH_ROUNDS = 3  # to take O0's noise from them, where it ran once in each
 Milliseconds = Callable[[Measured | None, int | None], float | None]
 """Milliseconds of the first N steps."""
 
@@ -217,7 +218,7 @@ def _means(values: DataFrame, by: list[str]) -> DataFrame:
 def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
     """The speeds relative to O0 of the same round.
 
-    For O0 those of its second runs; where there is none, those from round to round.
+    For O0 those of its second runs; where there are none, those from round to round.
     """
     of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
     timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
@@ -228,7 +229,7 @@ def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Millisecon
         for run in compared
         if run.trial.round in of_round and status(run) == OK
     ]
-    if case == BASE and not pairs:
+    if case == BASE and not pairs and len(of_round) >= ENOUGH_ROUNDS:
         pairs = list(itertools.pairwise(of_round.values()))
     ratios = (_speed(run, beside, ms) for run, beside in pairs)
     return [ratio for ratio in ratios if ratio is not None]
