@@ -63,11 +63,11 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_extra(options)
-    from ampatch.sweep import SweepError, write_report
+    from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.tune import TuneError, Tuning
     from ampatch.tune.answer import ANSWER, CURED, PASSES
-    from ampatch.tune.report import write_terminal
+    from ampatch.tune.report import write_pages, write_terminal
 
     tuning = made(
         options,
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     except (SweepError, TuneError) as error:
         print(f"Stopped: {error}", file=sys.stderr)
         return 1
-    write_report(tuning.directory)
+    write_pages(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
     named = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
     print(f"Written to {tuning.directory}: {named}.")

@@ -19,7 +19,7 @@ from typing import Any
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import trials
-from ampatch.sweep.report.figures import OK, status, step_ms
+from ampatch.sweep.report.figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -47,12 +47,15 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
     """Whether a trial is worth its time.
 
     A short run is not, after a failed run of its row or of O0.  A whole run is not, after a failed
-    short run of its row (with `fail_fast`: after any failed run of it).
+    short run of its row, or one without a step (with `fail_fast`: after any failed run of it).
     """
     needed = (trial.case, BASE) if trial.short else (trial.case,)
     failed = [run for run in runs if run.case in needed and status(run) != OK]
     at_once = trial.short or fail_fast
-    return not any((at_once or run.trial.short) and not run.trial.again for run in failed)
+    return not any(
+        not run.trial.again and (at_once or run.trial.short or status(run).startswith(NO_STEP))
+        for run in failed
+    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ampatch.sweep.trial import BASE
 WARM_UP = 10  # steps
 SHARE = 20  # first and last loss are means over this fraction of them: 1/20
 
-OK = "ok"
+OK, NO_STEP = "ok", "took no step"
 
 
 def step_times(measured: Measured | None, first: int | None = None) -> Spread | None:
@@ -109,7 +109,7 @@ def status(run: Run) -> str:
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
-        return "no training: never steps an optimizer (given to ampatch.initialize)"
+        return f"{NO_STEP}: of an optimizer that was given to ampatch.initialize"
     if measured.opt_level != run.case.opt_level:
         return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
     return divergence(measured) or OK
