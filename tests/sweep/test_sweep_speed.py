@@ -164,6 +164,21 @@ def test_where_wall_time_is_too_noisy_cpu_time_decides(wall, cpu, pace, by_cpu):
         assert noisy in advice
 
 
+@pytest.mark.parametrize(("later", "rounds"), [(60.0, 3), (3600.0, 2)])
+def test_runs_of_a_round_that_were_far_apart_are_not_compared_in_speed(later, rounds):
+    """As those of rows that another day adds: the machine may be another one by then."""
+    runs = [
+        dataclasses.replace(
+            run_of(Trial(case, seed), ms, machine={"began": 100.0 * seed + (case != BASE) * 40}),
+            seconds=40.0,
+        )
+        for case, ms in zip(ROWS, (10.0, 5.0))
+        for seed in range(3)
+    ]
+    runs[-1].measured.machine["began"] += later
+    assert summarize(runs)[1].speeds.n == rounds
+
+
 def test_a_row_that_trains_the_same_as_another_and_is_slower_says_so():
     """Of a pair: the slower one, and beside O0."""
     rows = cases(["O0", "O1", "O2"], ["bfloat16"])

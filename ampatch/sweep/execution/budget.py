@@ -31,6 +31,7 @@ SECONDS = 3.0  # training in a short run, which is there for its timing
 LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
 FEWEST_STEPS = 6  # where only O0 has a whole run: one without a time, one to warm up, and four
 _USABLE = 0.95  # share of the budget; the rest is between the runs
+_LITTLE_MORE = 1.25  # budgets, for the third seed once the second has begun
 _HARDLY = 1.1  # times the smallest plan: where processes start slowly, whole runs cost no more
 
 
@@ -75,8 +76,15 @@ class Amounts:
         first = [row for row in rows if row.opt_level != "O3"]
         return rows if self.all_rows or len(first) < 2 else first
 
-    def trials(self, rows: Sequence[Case], **others: Any) -> list[Trial]:
-        return trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
+    def trials(
+        self, rows: Sequence[Case], begun: Collection[Trial] = (), **others: Any
+    ) -> list[Trial]:
+        """The trials in their order, without a second O0 in seeds of which one is over without."""
+        every = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
+        last = max((one.round for one in begun if one.case != BASE), default=(0, 0))
+        is_over = last > (0, 0) and not any(one.again for one in begun)
+        late = {t for t in every if t.again and not t.repeat and (is_over or t.round < last)}
+        return [one for one in every if one in begun or one not in late]
 
     def answers_all(self, wish: Amounts) -> bool:
         """Whether it has the seeds that a verdict on accuracy takes."""
@@ -136,7 +144,7 @@ class Facts:
 
     def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
         """What the whole sweep will have taken, with what has run already."""
-        left = (one for one in plan.trials(rows) if one not in begun)
+        left = (one for one in plan.trials(rows, begun) if one not in begun)
         return self.spent + sum(self.of_trial(one, not plan.seeds) for one in left)
 
     def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
@@ -158,7 +166,7 @@ def plans(wish: Amounts) -> Iterator[Amounts]:
     yield Amounts(enough, few, all_rows=False)
     if few >= TESTED:
         yield Amounts(enough, few, all_rows=False, again=False)
-    yield Amounts(min(enough, 2), few, all_rows=False)
+    yield Amounts(min(enough, 2), min(wish.rounds, max(2, least)), all_rows=False)
     for n in (1, 0):
         yield Amounts(n, wish.rounds)
         for rounds in range(wish.rounds, least - 1, -1):
@@ -171,7 +179,8 @@ def fitting(
     """The best plan that takes no more than `minutes`, or hardly more than the smallest.
 
     A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
-    nothing.
+    nothing.  The third follows on the second where it takes a quarter more than the budget at most:
+    it would be there for nothing.
     """
     whole = (one for one in begun if not one.short and one.case != BASE)
     started = max((trial.seed + 1 for trial in whole), default=0)
@@ -179,7 +188,12 @@ def fitting(
     possible = (dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish))
     times = {one: facts.of_plan(rows, one, begun) for one in possible}
     limit = max(_USABLE * 60 * minutes, _HARDLY * min(times.values()))
-    return next(one for one, taken in times.items() if taken <= limit)
+    fit = next(one for one, taken in times.items() if taken <= limit)
+    if least > 1 and not fit.answers_all(wish):
+        with_answer = [one for one in times if one.answers_all(wish)]
+        if times[with_answer[-1]] <= _LITTLE_MORE * 60 * minutes:
+            return with_answer[-1]
+    return fit
 
 
 def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: float) -> str:
@@ -197,16 +211,18 @@ def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: 
     return said
 
 
-def left_out(wish: Amounts, plan: Amounts, to_answer: int, to_have_all: int) -> str:
+def left_out(
+    wish: Amounts, plan: Amounts, has_again: bool, to_answer: int, to_have_all: int
+) -> str:
     """What a budget has left out, and the budgets that have it; "" for nothing."""
     if not plan.answers_all(wish):
         return (
-            f"This shows how fast the rows are; whether they are as accurate takes {TESTED} seeds: "
-            f"--resume --budget {to_answer} answers both."
+            f"{counted(max(1, plan.seeds), 'seed')} can show how fast the rows are; whether they "
+            f"are as accurate takes {TESTED}: --resume --budget {to_answer} answers both."
         )
     missing = {
         "O3": not plan.all_rows,
-        "a second timing of O0": not plan.again,
+        "a second timing of O0": not has_again,
         counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
         "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
     }

@@ -78,11 +78,6 @@ class Plan:
         is_first = before[0] is None and self._facts is not None
         return is_first or before[1] != self.amounts.answers_all(self.wish)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the number of trials is: with a budget it follows from the first run of O0."""
-        return self._minutes is None or self._facts is not None
-
     def in_words(self) -> str:
         """What is planned and left out; "" before the first run of O0, and in a part of more."""
         is_part = self._options.rows is not None or self._options.side_by_side
@@ -99,7 +94,8 @@ class Plan:
         answers, complete = (
             self._facts.minutes(self.cases, one, self._ended) for one in (self._enough, self.wish)
         )
-        return left_out(self.wish, self.amounts, answers, complete)
+        has_again = any(trial.again for trial in self.trials)
+        return left_out(self.wish, self.amounts, has_again, answers, complete)
 
     def way_on(self) -> str:
         """The options that answer what the plan does not."""
@@ -237,7 +233,9 @@ class Plan:
 
     def _trials(self, amounts: Amounts) -> list[Trial]:
         options = self._options
-        return amounts.trials(self.cases, apart=options.side_by_side, fewer=options.fewer_seeds)
+        begun = self._ended if self.has_budget else ()
+        apart, fewer = options.side_by_side, options.fewer_seeds
+        return amounts.trials(self.cases, begun, apart=apart, fewer=fewer)
 
     def _rows(self) -> list[Case]:
         options = self._options

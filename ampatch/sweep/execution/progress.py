@@ -25,7 +25,7 @@ class Progress(Protocol):
         """The sweep has ended or was interrupted."""
 
     def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        """A trial starts, as the one with this `number` (from 1) of `count`; 0: not known yet.
+        """A trial starts, as the one with this `number` (from 1) of `count`; 0: it may change.
 
         It and those after it take about so many `seconds`, where that is known.
         """

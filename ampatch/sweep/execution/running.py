@@ -109,7 +109,7 @@ class Course:
     def _take(self, event: Event, shown: Progress) -> None:
         if isinstance(event, Started):
             self._begun.add(event.trial)
-            count = self._outcome.planned if self._plan.is_known else 0
+            count = 0 if self._plan.has_budget else self._outcome.planned
             seconds = self._plan.seconds_left(self._begun - {event.trial})
             shown.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Reached):

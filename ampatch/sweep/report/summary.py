@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pandas import DataFrame
@@ -36,6 +37,7 @@ from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 FIRST = "loss at the start"
+NEAR = 2  # rounds, by their seconds: runs further apart are not compared in speed
 ENOUGH_ROUNDS = 3  # to take O0's noise from them, where it ran once in each
 Milliseconds = Callable[[Measured | None, int | None], float | None]
 """Milliseconds of the first N steps."""
@@ -58,9 +60,12 @@ def summarize(
         by_case.setdefault(run.case, []).append(run)
     base, values, given = by_case.get(BASE, []), values_of(runs), better or {}
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
+    of_rounds: Counter[tuple[int, int]] = Counter()
+    for run in runs:
+        of_rounds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, of_case, base, means, samples, starts.get(case, ""), given)
+        _row(case, of_case, base, of_rounds, means, samples, starts.get(case, ""), given)
         for case, of_case in by_case.items()
     ]
     how = judged, given, seeds_matter(base), margin
@@ -141,6 +146,7 @@ def _row(
     case: Case,
     runs: Sequence[Run],
     base: Sequence[Run],
+    of_rounds: Mapping[tuple[int, int], float],
     means: Mapping[tuple[str, str], float],
     samples: Samples,
     start: str,
@@ -150,9 +156,10 @@ def _row(
     trouble = [said for said in map(status, runs) if said != OK]
     runs_alone, base_alone = ([r for r in of if r.alone and r.measured] for of in (runs, base))
     times = DataFrame(filter(None, (step_times(run.measured) for run in runs_alone)))
-    both = step_ms, cpu_ms
-    speeds, cpu_speeds = (spread_of(_ratios(case, runs_alone, base_alone, ms)) for ms in both)
-    reach, cpu_reach = (reach_of(_ratios(BASE, base_alone, base_alone, ms)) for ms in both)
+    pairs = _pairs(case, runs_alone, base_alone, of_rounds)
+    speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
+    pairs = _pairs(BASE, base_alone, base_alone, of_rounds)
+    reach, cpu_reach = (reach_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
     is_paced = case != BASE and not trouble
     pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
     metrics = {name: value for (row, name), value in means.items() if row == case.label}
@@ -215,10 +222,15 @@ def _means(values: DataFrame, by: list[str]) -> DataFrame:
     return values.groupby(by, sort=False)[["value", "steps"]].agg(mean)
 
 
-def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
-    """The speeds relative to O0 of the same round.
+def _pairs(
+    case: Case,
+    runs: Sequence[Run],
+    base: Sequence[Run],
+    of_rounds: Mapping[tuple[int, int], float],
+) -> list[tuple[Run, Run]]:
+    """The runs whose speed counts, each with O0 of the same round.
 
-    For O0 those of its second runs; where there are none, those from round to round.
+    For O0 those of its second runs; where rounds lack one, also those of each round with the next.
     """
     of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
     timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
@@ -229,8 +241,20 @@ def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Millisecon
         for run in compared
         if run.trial.round in of_round and status(run) == OK
     ]
-    if case == BASE and not pairs and len(of_round) >= ENOUGH_ROUNDS:
-        pairs = list(itertools.pairwise(of_round.values()))
+    pairs = [pair for pair in pairs if _apart(*pair) <= NEAR * of_rounds[pair[0].trial.round]]
+    if case == BASE and len(pairs) < len(of_round) >= ENOUGH_ROUNDS:
+        pairs += itertools.pairwise(of_round.values())
+    return pairs
+
+
+def _apart(run: Run, other: Run) -> float:
+    """Seconds between the beginnings of two runs; 0 where these are not known."""
+    began = [one.measured.machine.get("began") for one in (run, other)]
+    return 0.0 if None in began else abs(began[0] - began[1])
+
+
+def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
+    """The speeds of the first of each pair relative to the second."""
     ratios = (_speed(run, beside, ms) for run, beside in pairs)
     return [ratio for ratio in ratios if ratio is not None]
 
