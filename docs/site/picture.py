@@ -35,7 +35,8 @@ def draw(page: Path, picture: Path) -> None:
             f"--force-device-scale-factor={SCALE}", f"--window-size={WIDTH},{HEIGHT}",
             f"--user-data-dir={profile}", f"--screenshot={picture}",
         )  # fmt: skip
-        subprocess.run([browser, *options, page.resolve().as_uri()], check=True)
+        words = [browser, *options, page.resolve().as_uri()]
+        subprocess.run(words, check=True, stderr=subprocess.DEVNULL)
     with Image.open(picture) as image:
         image.convert("RGB").quantize(64).save(picture, optimize=True)
 

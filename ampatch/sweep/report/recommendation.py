@@ -117,10 +117,9 @@ def _so_far(fit: Sequence[Row], more: str) -> str:
     if others:
         speed += f"; {_names(others)} {'is' if len(others) == 1 else 'are'} not told apart from O0"
     good = [row for row in fit if not not_shown(row)[0]]
-    open_rows = faster or ([] if good else [first])
-    what, cure = not_shown(open_rows[0]) if open_rows else ("", "")
+    what, cure = not_shown(first) if faster or not good else ("", "")
     known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
-    accuracy = "; ".join([*known, *([f"{_name(open_rows[0])}: {what}"] if what else [])])
+    accuracy = "; ".join([*known, *([f"{_name(first)}: {what}"] if what else [])])
     rounds = ""
     if first.pace == pace.UNKNOWN:
         rounds = f"--rounds {first.speeds.n + ROUNDS}"

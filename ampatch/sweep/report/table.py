@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.figures import brief
+from ampatch.sweep.report.figures import OK, brief
 from ampatch.sweep.report.judge import UNEVEN, difference_text
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
@@ -83,6 +83,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
+    status = Column("status", lambda row: brief(row.status), right=False, main=False)
     return [
         *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
@@ -99,7 +100,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
-        Column("status", lambda row: brief(row.status), right=False, main=False),
+        *([status] if any(row.status != OK for row in rows) else []),
     ]
 
 
