@@ -55,7 +55,7 @@ def test_the_other_figures_are_there(good):
         assert (run.measured.device, row.memory_kind) == ("cpu", "resident")
     base, *others = good.rows
     assert [row.speed for row in others] == [base.step_ms / row.step_ms for row in others]
-    assert (base.speed, [row.pace for row in others]) == (None, ["one round"] * 2)
+    assert (base.speed, [row.pace for row in others]) == (None, ["too few rounds"] * 2)
 
 
 def test_the_script_ran_at_the_level_asked_for_and_not_its_own(good):

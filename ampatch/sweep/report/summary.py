@@ -109,7 +109,8 @@ def values_of(runs: Iterable[Run]) -> DataFrame:
         for run in whole
         for name, value in _finals(run.measured, window).items()
     ]
-    return DataFrame(lines, columns=["row", "seed", "name", "value", "is_ok", "steps"])
+    columns = ["row", "seed", "name", "value", "is_ok", "steps"]
+    return DataFrame(lines, columns=columns).astype({"is_ok": bool})
 
 
 def samples_of(values: DataFrame) -> Samples:
@@ -120,26 +121,19 @@ def samples_of(values: DataFrame) -> Samples:
 
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
-    """Whether runs with different seeds differ in any measured loss or metric."""
-    first, *others = list(_of_seeds(runs).values()) or [None]
-    return not others or any(other != first for other in others)
+    """Whether runs of O0 with different seeds differ in a loss at the end or start, or a metric."""
+    base = _of_base(runs)
+    return base.seed.nunique() < 2 or bool((base.groupby("name").value.nunique() > 1).any())
 
 
 def says_how_well(runs: Iterable[Run]) -> bool:
     """Whether a loss or a metric was measured at O0."""
-    return any(losses or finals for losses, finals in _of_seeds(runs).values())
+    return not _of_base(runs).empty
 
 
-def _of_seeds(runs: Iterable[Run]) -> dict[int, tuple[list[list[float]], dict[str, float]]]:
-    """Losses and last values of each seed, of whole runs at O0."""
-    return {
-        run.trial.seed: (
-            [series.values for series in run.measured.losses.values()],
-            _finals(run.measured),
-        )
-        for run in runs
-        if status(run) == OK and run.case == BASE and not run.trial.short and run.measured
-    }
+def _of_base(runs: Iterable[Run]) -> DataFrame:
+    values = values_of(run for run in runs if run.case == BASE)
+    return values[values.is_ok]
 
 
 def _row(
