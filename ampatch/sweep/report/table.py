@@ -90,7 +90,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", _speed),
         Column("memory MiB", _mebibytes),
-        *([Column("steps", lambda row: f"{row.steps}")] if _are_uneven(rows) else []),
+        *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _are_uneven(rows) else []),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered(LOSS, lambda row: row.last_loss),
         *(
@@ -106,7 +106,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 def _are_uneven(rows: Sequence[Row]) -> bool:
     """Whether rows that went well took different numbers of steps, as their losses say."""
-    steps = [row.steps for row in rows if row.outcome != "failed"]
+    steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
     is_said = any(one.is_uneven for row in rows for one in row.comparisons)
     return is_said or (bool(steps) and max(steps) > UNEVEN * min(steps))
 
