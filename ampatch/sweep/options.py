@@ -81,6 +81,7 @@ class SweepOptions:
         devices: run a trial on each of these at a time
         jobs: run N trials at a time, for accuracy
         nproc_per_node: start each trial by torchrun
+        cold: import everything anew in each trial
         engine: where trials run: on this machine, on Ray
         address: of a Ray cluster; auto finds one that runs
         gpus_per_trial: asked of Ray (default: 1 a process)
@@ -121,6 +122,7 @@ class SweepOptions:
     )
     jobs: int | None = field(default=None, metadata=_shown("N", parse=int))
     nproc_per_node: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
+    cold: bool = field(default=False, metadata=_shown())
     engine: str = field(default="local", metadata=_shown("|".join(ENGINES)))
     address: str | None = field(default=None, metadata=_shown(only_for=("ray",)))
     gpus_per_trial: float | None = field(

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +39,63 @@ def seed_everything(seed: int) -> None:
         import numpy
 
         numpy.random.seed(seed)
+
+
+class Draws:
+    """What imports draw from `random`, from now on: `rich`, for one, makes its names of a number.
+
+    In a process that starts cold that comes from the trial's seed; `repeat` draws it anew.
+    """
+
+    def __init__(self) -> None:
+        self.calls = calls = []  # type: list[tuple[str, list[Any]]]
+
+        class Noting(random.Random):
+            def _randbelow(self, limit: int) -> int:
+                calls.append(("randrange", [limit]))
+                return super()._randbelow(limit)
+
+        self._generator: Any = random.seed.__self__  # type: ignore[attr-defined]
+        self._originals = {name: getattr(random, name) for name in ("random", "getrandbits")}
+        seed_everything(0)
+        self._generator.__class__ = Noting
+        for name in self._originals:
+            setattr(random, name, self._noting(name))
+
+    def can_be_repeated(self) -> bool:
+        """Look no longer; whether the generators are where `repeat` would have them."""
+        self._generator.__class__ = random.Random
+        for name, original in self._originals.items():
+            setattr(random, name, original)
+        found = _states()
+        seed_everything(0)
+        repeat(self.calls)
+        return found == _states()
+
+    def _noting(self, name: str) -> Callable[..., Any]:
+        def draw(*args: Any) -> Any:
+            self.calls.append((name, [*args]))
+            return self._originals[name](*args)
+
+        return draw
+
+
+def repeat(calls: Iterable[tuple[str, list[Any]]]) -> None:
+    """Draw what these calls of `random` have drawn."""
+    for name, args in calls:
+        getattr(random, name)(*args)
+
+
+def _states() -> list[str]:
+    numpy: Any = sys.modules.get("numpy.random")
+    others = [] if numpy is None else [str(numpy.get_state())]
+    return [str(random.getstate()), str(torch.get_rng_state().tolist()), *others]
+
+
+def replaced() -> list[Any]:
+    """The functions that `OwnSeeds` replaces, but those of devices."""
+    homes = {name: sys.modules.get(modules[0]) for name, modules in _GLOBAL.items()}
+    return [getattr(home, name.rpartition(".")[2]) for name, home in homes.items() if home]
 
 
 class OwnSeeds:

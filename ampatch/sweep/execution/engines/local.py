@@ -10,13 +10,18 @@ from collections.abc import Iterable, Sequence
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
 from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.execution.slot import Slot
+from ampatch.sweep.execution.warm import Warm
 from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`."""
+    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`.
 
-    def __init__(self, slots: Sequence[Slot], timed: Slot) -> None:
+    With `warm` they are forked; they run one at a time.
+    """
+
+    def __init__(self, slots: Sequence[Slot], timed: Slot, warm: Warm | None = None) -> None:
+        self._warm = warm
         self._free = deque(slots)
         self._timed = timed
         self._running: dict[Trial, tuple[Slot, Watch, threading.Thread]] = {}
@@ -35,6 +40,9 @@ class LocalEngine:
                 watch.killed.set()
             self._join()
             raise
+        finally:
+            if self._warm is not None:
+                self._warm.close()
 
     def has_room(self) -> bool:
         return bool(self._free)
@@ -66,7 +74,7 @@ class LocalEngine:
 
     def _work(self, runner: Runner, trial: Trial, watch: Watch, slot: Slot) -> None:
         try:
-            self._news.put(Ended(runner.run(trial, watch, slot)))
+            self._news.put(Ended(runner.run(trial, watch, slot, self._warm)))
         except BaseException as error:  # raised in the sweep's thread
             self._news.put(Failed(trial, error))
 
