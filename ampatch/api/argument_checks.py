@@ -6,9 +6,11 @@ Single numbers and words are checked in `config/validation.py`, settings of an o
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -29,7 +31,34 @@ from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 from .plan import Plan
 
+P, T = ParamSpec("P"), TypeVar("T")
+
 # The arguments
+
+
+def known_names(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function, which names the argument that was meant by a wrong name (`TypeError`)."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: P.args, **named: P.kwargs) -> T:
+        for name in named.keys() - names.keys():
+            raise TypeError(
+                f"ampatch.{function.__name__}({name}=...): there is no such argument."
+                f"{did_you_mean(name, names)}"
+            )
+        return function(*args, **named)
+
+    return called
+
+
+def are_swapped(models: Any, optimizers: Any) -> None:
+    """Raise `TypeError` where the model is in the place of the optimizer."""
+    if _is_optimizer(models) and isinstance(optimizers, nn.Module):
+        raise TypeError(
+            f"ampatch.initialize({type_name(models)}, {type_name(optimizers)}): expected the model "
+            "first, then the optimizer: initialize(model, optimizer)."
+        )
 
 
 def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:

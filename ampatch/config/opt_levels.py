@@ -65,6 +65,14 @@ class Properties:
     allow_banned: bool = True
     patch_scope: str = "model"
 
+    def in_lines(self) -> str:
+        """What the level decides, and what else is not as usual, a line for each."""
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        of_level = ("opt_level", "dtype", *OF_LEVELS)
+        values = {name: value for name, value in vars(self).items() if name in of_level}
+        values |= {name: value for name, value in vars(self).items() if value != usual[name]}
+        return "".join(f"\n  {name:<21} {value}" for name, value in values.items())
+
     @property
     def casts_model(self) -> bool:
         """Whether weights and inputs are converted (O0, O2, O3)."""
@@ -161,9 +169,11 @@ def _call(argument: str, value: Any) -> str:
 def level_name(value: Any) -> str:
     """The name of an opt level.  Raises `ValueError` for anything else."""
     if value not in (*LEVELS, *_BFLOAT16_LEVELS):
+        meant = str(value).upper().replace("0", "O", str(value).startswith("0"))
         raise ValueError(
             f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
             f"Expected {LEVELS_IN_WORDS}."
+            + f' Did you mean "{meant}"?' * (meant in (*LEVELS, *_BFLOAT16_LEVELS))
         )
     return str(value)
 

@@ -37,6 +37,7 @@ SCRIPT = """
     def seen():
         main = sys.modules["__main__"]
         environment = {n: v for n, v in os.environ.items() if not n.startswith("AMPATCH_")}
+        threads = [threading.active_count(), torch.get_num_threads()]
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             worker = pool.map(square, [Own(3)])
         draws = random.random(), random.randint(0, 9), torch.rand(3).tolist()
@@ -61,14 +62,14 @@ SCRIPT = """
             "worker": worker,
             "loader": [b.tolist() for b in DataLoader(Data(), num_workers=2)],
             "draws": [*draws, numpy.random.random(2).tolist()],
-            "threads": [threading.active_count(), torch.get_num_threads()],
+            "threads": threads,
             "parent": repr(multiprocessing.parent_process()),
         }
 
     if __name__ == "__main__":
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, optimizer = ampatch.initialize(model, optimizer, "O1", dtype=torch.bfloat16)
+        model, optimizer = ampatch.initialize(model, optimizer, opt_level="O1", dtype=torch.bfloat16)
         with ampatch.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as loss:
             loss.backward()
         optimizer.step()
