@@ -32,6 +32,18 @@ from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_d
 from .plan import Plan
 
 P, T = ParamSpec("P"), TypeVar("T")
+_matched: set[Any] = set()  # keys of overrides, since the process began
+
+
+class _Unmatched:
+    """Observer: an override from outside that has not matched yet; another `initialize` may."""
+
+    def __init__(self, key: Any, error: ValueError) -> None:
+        self._key, self._error = key, error
+
+    def on_step_begin(self, optimizer: object) -> None:
+        if self._key not in _matched:
+            raise self._error
 
 # The arguments
 
@@ -50,15 +62,6 @@ def known_names(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **named)
 
     return called
-
-
-def are_swapped(models: Any, optimizers: Any) -> None:
-    """Raise `TypeError` where the model is in the place of the optimizer."""
-    if _is_optimizer(models) and isinstance(optimizers, nn.Module):
-        raise TypeError(
-            f"ampatch.initialize({type_name(models)}, {type_name(optimizers)}): expected the model "
-            "first, then the optimizer: initialize(model, optimizer)."
-        )
 
 
 def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
@@ -87,9 +90,10 @@ def _listed(given: Any, is_one: Callable[[Any], bool], call: str, expected: str)
     listed = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in listed:
         if not is_one(one):
+            is_swapped = isinstance(one, (nn.Module, torch.optim.Optimizer))
             raise TypeError(
                 f"{call}...): expected {expected}, or a list or tuple of them, got "
-                f"{type_name(one)}."
+                f"{type_name(one)}." + " The model comes first, then the optimizer." * is_swapped
             )
     if len(set(map(id, listed))) != len(listed):
         raise ValueError(f"{call}[...]): the same object is listed twice. List each once.")
@@ -235,23 +239,23 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
     cannot have the precision.
 
     Overrides from the environment hold for all calls of the script, and each call has some of the
-    modules; a warning says which of them this one has not.
+    modules.  One that no call has named a submodule by ends the run at the first optimizer step.
     """
     rules, properties = plan.overrides, plan.properties
     for key, precision in rules.modules:
-        if not any(matching(model, [(key, precision)]) for model in models):
-            if "overrides" in plan.replaced:
-                logger.warning(
-                    "overrides from outside: no submodule of this initialize matches %r.", key
-                )
-                continue
-            shown = key if isinstance(key, str) else key.__name__
-            names = [name for model in models for name, _ in model.named_modules() if name]
-            raise ValueError(
-                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
-                f"submodule matches {shown!r}. Expected a path such as those of "
-                "model.named_modules()." + did_you_mean(shown, names)
-            )
+        if any(matching(model, [(key, precision)]) for model in models):
+            _matched.add(key)
+            continue
+        shown = key if isinstance(key, str) else key.__name__
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        error = ValueError(
+            f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
+            f"submodule matches {shown!r}. Expected a path such as those of "
+            "model.named_modules()." + did_you_mean(shown, names)
+        )
+        if "overrides" not in plan.replaced:
+            raise error
+        registry.observers.add(_Unmatched(key, error))
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():

@@ -180,7 +180,6 @@ def initialize(
         del settings[name]
     set_verbosity(verbosity)
     registry.state.end_abandoned()
-    argument_checks.are_swapped(models, optimizers)
     plan = plan_of(settings)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)

@@ -108,14 +108,6 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     session = registry.latest(f"ampatch.{call}(...)")
     if not any(one.properties.enabled for one in registry.sessions):
         return session, None
-    groups = getattr(optimizer, "param_groups", ())
-    params = {id(param) for group in groups for param in group["params"]}
-    if any(not params.isdisjoint(one.names()) for one in registry.sessions):
-        raise AmpatchError(
-            f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
-            "ampatch.initialize, but its model was. Pass both, or, where the optimizer is made "
-            "later, write behind it: optimizer = ampatch.add_optimizers(optimizer)"
-        )
     known = [managed.optimizer for managed in registry.optimizers()]
     known += alive(*[session.unmanaged_rows for session in registry.sessions])
     names = Counter(type(one).__name__ for one in known)
@@ -123,7 +115,8 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
         f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
-        "give this one to ampatch.initialize or ampatch.add_optimizers first."
+        "give this one to ampatch.initialize. Where it is made after initialize(model), write "
+        "behind it: optimizer = ampatch.add_optimizers(optimizer)"
     )
 
 

@@ -63,7 +63,7 @@ def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": "store_const", "const": not option.default}
     metavar = option.metadata["metavar"]
     if option.default_factory is dict:
-        return {"action": "append", "type": name_and_value, "metavar": metavar}
+        return {"action": "append", "type": name_and_value(metavar), "metavar": metavar}
     if option.name == "overrides":
         return {"action": "append", "metavar": metavar}
     return {"type": option.metadata["parse"], "metavar": metavar}

@@ -41,6 +41,7 @@ from .opt_levels import (
     half_type,
     level_name,
     loss_scale_value,
+    meant_level,
     properties_for,
 )
 from .overrides import PRECISIONS
@@ -118,7 +119,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, LEVELS_IN_WORDS)
+    return _checked(name, text, level_name, LEVELS_IN_WORDS, meant_level(text.strip()))
 
 
 def dtype(name: str, text: str) -> torch.dtype:
@@ -129,7 +130,7 @@ def dtype(name: str, text: str) -> torch.dtype:
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     check = functools.partial(loss_scale_value, name)
-    return _checked(name, text, check, '"dynamic" or a positive number that FP32 can invert')
+    return _checked(name, text, check, '"dynamic", or a number such as 128 (above 0, FP32 can invert it)')
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
@@ -164,11 +165,11 @@ def _settings(name: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _checked(name: str, text: str, check: Any, expected: str) -> Any:
+def _checked(name: str, text: str, check: Any, expected: str, meant: str = "") -> Any:
     try:
         return check(text.strip())
     except ValueError:
-        raise ValueError(f"{name}={text}: not understood. Expected {expected}.") from None
+        raise ValueError(f"{name}={text}: not understood. Expected {expected}.{meant}") from None
 
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {

@@ -169,13 +169,18 @@ def _call(argument: str, value: Any) -> str:
 def level_name(value: Any) -> str:
     """The name of an opt level.  Raises `ValueError` for anything else."""
     if value not in (*LEVELS, *_BFLOAT16_LEVELS):
-        meant = str(value).upper().replace("0", "O", str(value).startswith("0"))
         raise ValueError(
             f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-            f"Expected {LEVELS_IN_WORDS}."
-            + f' Did you mean "{meant}"?' * (meant in (*LEVELS, *_BFLOAT16_LEVELS))
+            f"Expected {LEVELS_IN_WORDS}.{meant_level(value)}"
         )
     return str(value)
+
+
+def meant_level(value: Any) -> str:
+    """`' Did you mean "O1"?'` for o1 and 01, else ''."""
+    text = str(value)
+    meant = text.upper().replace("0", "O", text.startswith("0"))
+    return f' Did you mean "{meant}"?' if meant in (*LEVELS, *_BFLOAT16_LEVELS) else ""
 
 
 def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -> None:

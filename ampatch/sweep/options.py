@@ -16,6 +16,7 @@ from ampatch.errors import did_you_mean
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
+SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 OF_ONE_CALL = ("out", "resume", "overwrite")  # say nothing of how a sweep runs
 AMOUNTS = ("seeds", "rounds", "budget")  # whose values in force the plan of a sweep keeps
 
@@ -134,6 +135,8 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         self.levels, self.dtypes = _names(self.levels), _names(self.dtypes)
+        if self.dtypes is not None:
+            self.dtypes = [SHORT_DTYPES.get(name, name) for name in self.dtypes]
         self.devices = tuple(_names(self.devices) or ())
         self.overrides = [self.overrides] if isinstance(self.overrides, str) else [*self.overrides]
         self.metrics, self.better = dict(self.metrics or {}), dict(self.better or {})
