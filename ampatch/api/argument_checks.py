@@ -22,7 +22,6 @@ from ..casting.places import NAMESPACES, places_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
-from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching, precisions
 from ..models.sharded_weights import checked_shards
@@ -31,7 +30,8 @@ from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 from .plan import Plan
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _matched: set[Any] = set()  # keys of overrides, since the process began
 
 
@@ -44,6 +44,7 @@ class _Unmatched:
     def on_step_begin(self, optimizer: object) -> None:
         if self._key not in _matched:
             raise self._error
+
 
 # The arguments
 

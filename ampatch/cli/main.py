@@ -98,8 +98,12 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if own[0] in WITH_SEPARATOR:
-        left = list(unknown)
-        of_ampatch = [word for word in own if not (word in left and left.remove(word) is None)]
+        left, of_ampatch = list(unknown), []
+        for word in own:
+            if left[:1] == [word]:
+                left.pop(0)
+            else:
+                of_ampatch.append(word)
         is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
         line = shlex.join([*of_ampatch, "--", *unknown]) if is_behind else ""
         message += "\nPut the script's own arguments behind --: ampatch "

@@ -130,7 +130,9 @@ def dtype(name: str, text: str) -> torch.dtype:
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     check = functools.partial(loss_scale_value, name)
-    return _checked(name, text, check, '"dynamic", or a number such as 128 (above 0, FP32 can invert it)')
+    return _checked(
+        name, text, check, '"dynamic", or a number such as 128 (above 0, FP32 can invert it)'
+    )
 
 
 def overrides(name: str, text: str) -> dict[str, str]:

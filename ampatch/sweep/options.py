@@ -82,6 +82,8 @@ class SweepOptions:
         devices: run a trial on each of these at a time
         jobs: run N trials at a time, for accuracy
         nproc_per_node: start each trial by torchrun
+        in_copy: run each trial in a copy of the current folder, or all in it (default: copies with
+            --jobs and several --devices)
         cold: import everything anew in each trial
         engine: where trials run: on this machine, on Ray
         address: of a Ray cluster; auto finds one that runs
@@ -123,6 +125,7 @@ class SweepOptions:
     )
     jobs: int | None = field(default=None, metadata=_shown("N", parse=int))
     nproc_per_node: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
+    in_copy: bool | None = field(default=None, metadata=_shown(parse=bool, only_for=("local",)))
     cold: bool = field(default=False, metadata=_shown())
     engine: str = field(default="local", metadata=_shown("|".join(ENGINES)))
     address: str | None = field(default=None, metadata=_shown(only_for=("ray",)))
@@ -155,6 +158,12 @@ class SweepOptions:
         if self.engine != "local":
             return self.jobs != 1
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1
+
+    @property
+    def copies(self) -> bool:
+        """Whether each trial runs in a copy of the current folder."""
+        is_usual = self.side_by_side and self.engine == "local"
+        return is_usual if self.in_copy is None else self.in_copy
 
     def kept(self) -> dict[str, Any]:
         """The options that a resumed sweep must share."""
@@ -302,7 +311,9 @@ def in_words(options: Mapping[str, Any]) -> str:
         else:
             values = [] if value is None else [value]
         for text in values:
-            words += [flag(one)] if isinstance(text, bool) else [flag(one), str(text)]
+            no = "no-" * (one.default is None and text is False)
+            shown = flag(one).replace("--", f"--{no}")
+            words += [shown] if isinstance(text, bool) else [shown, str(text)]
     return shlex.join(words)
 
 

@@ -29,7 +29,11 @@ BAD_INITIALIZE = [
     ({"opt_level": 1}, ValueError, "opt_level=1"),
     ({"opt_level": "o1"}, ValueError, '(the letter O, not the digit zero). Did you mean "O1"?'),
     ({"opt_level": "01"}, ValueError, 'Did you mean "O1"?'),
-    ({"optlevel": "O1"}, TypeError, 'ize(optlevel=...): there is no such argument. Did you mean "opt_'),
+    (
+        {"optlevel": "O1"},
+        TypeError,
+        'ize(optlevel=...): there is no such argument. Did you mean "opt_',
+    ),
     ({"dtype": torch.float32}, ValueError, 'torch.bfloat16; for FP32 use opt_level="O0".'),
     ({"dtype": "floaty16"}, ValueError, 'Did you mean "float16"?'),
     ({"dtype": 16}, TypeError, "dtype=16"),

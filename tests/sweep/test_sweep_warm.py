@@ -1,10 +1,9 @@
 """Trials that are forked see of themselves what those see that start cold."""
 
 import json
-import textwrap
 
 import pytest
-from sweep_runs import started, written
+from sweep_runs import written
 from warm_python import environment, python
 
 from ampatch.sweep.execution import warm
@@ -69,7 +68,8 @@ SCRIPT = """
     if __name__ == "__main__":
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, optimizer = ampatch.initialize(model, optimizer, opt_level="O1", dtype=torch.bfloat16)
+        settings = {"opt_level": "O1", "dtype": "bfloat16"}
+        model, optimizer = ampatch.initialize(model, optimizer, **settings)
         with ampatch.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as loss:
             loss.backward()
         optimizer.step()
@@ -88,7 +88,9 @@ def swept(folder, *options, script=SCRIPT, **variables):
     command = ["-m", "ampatch", "sweep", name, "--out", "out", "--overwrite", "--no-autocast"]
     amounts = ["--seeds", "2", "--rounds", "1", "--dtypes", "bfloat16", "--levels", "O0,O1"]
     variables = environment(MY_OWN="yes", **variables)
-    ended = python(*command, *amounts, *options, "--", "--seed", "{seed}", cwd=folder, env=variables)
+    ended = python(
+        *command, *amounts, *options, "--", "--seed", "{seed}", cwd=folder, env=variables
+    )
     found = {}
     for stem in STEMS:
         path = folder / f"out/runs/{stem}.repeat0"
@@ -110,4 +112,7 @@ def test_a_script_sees_of_itself_what_a_cold_start_shows(tmp_path):
         assert not different
         assert rest == cold_rest == ["to the other stream"]
         assert run["exit_code"] == cold_run["exit_code"] == (7 if "O1" in stem else 0)
-        assert run["measured"]["losses"]["0"]["values"] == cold_run["measured"]["losses"]["0"]["values"]
+        assert (
+            run["measured"]["losses"]["0"]["values"]
+            == cold_run["measured"]["losses"]["0"]["values"]
+        )

@@ -38,7 +38,7 @@ from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
+from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Reach, Runner
 from ampatch.sweep.execution.seeding import OwnSeeds, repeat, seed_everything
@@ -177,6 +177,7 @@ class _Watched:
             watch_automatic(self.recorder, environment.read())
         else:
             ampatch.observe(self.recorder)
+            watch_unscaled(self.recorder)
             if "eps" in dict(case.settings):
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import ranks
+from ampatch.sweep.execution import own_files, ranks
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.slot import Slot
 from ampatch.sweep.execution.warm import POLL, Forked, Warm
@@ -29,7 +29,7 @@ from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.plan import SEED_VARIABLE, placeholders
-from ampatch.sweep.trial import Trial
+from ampatch.sweep.trial import BASE, Trial
 
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
 
@@ -88,6 +88,7 @@ class Runner:
     override_seeds: bool = False  # the script's own seeds depend on the trial's
     processes: int | None = None  # torchrun starts so many for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
+    in_copy: bool = False  # each trial runs in a copy of the current folder
 
     def run(self, trial: Trial, watch: Watch, slot: Slot, warm: Warm | None = None) -> Run:
         """Run the script in a fresh process, and write what it measured to a file.
@@ -99,7 +100,13 @@ class Runner:
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
-        with files.own_directory(), self._child(trial, files, slot, watch, warm) as child:
+        here, ours = Path.cwd(), self.directory.parent
+        is_first = trial == Trial(BASE)
+        script = self.program.file().resolve().parent
+        folders = [here] if script.is_relative_to(here) else [here, script]
+        before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
+        copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
+        with copy, files.own_directory(), self._child(trial, files, slot, watch, warm) as child:
             started = time.monotonic()
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
@@ -117,6 +124,8 @@ class Runner:
             alone=slot.alone,
             host=socket.gethostname(),
             devices=slot.devices,
+            wrote=own_files.changed(before, own_files.listed(folders, ours)) if before else [],
+            linked=own_files.large(here, ours) if is_first and self.in_copy else [],
         )
         write_json(files.run, run.to_json())
         if warm is not None:
@@ -148,7 +157,8 @@ class Runner:
         try:
             with files.log.open("wb") as log:
                 # Integrations of frameworks come in before the script imports these.
-                if warm is not None and guard is not None and self.kind.name != FRAMEWORK:
+                is_warm = warm is not None and guard is not None and not self.in_copy
+                if is_warm and self.kind.name != FRAMEWORK:
                     order["imports"] = warm.is_to_learn
                     ends = (log.fileno(), guard)
                     child = warm.start(plain(order), environment, ends, watch.check)
@@ -158,6 +168,7 @@ class Runner:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
+                    cwd=files.copy if self.in_copy else None,
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
