@@ -208,7 +208,7 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
         (
             lambda o: ampatch.log_metrics("accuracy", 0.4),
             TypeError,
-            "log_metrics('accuracy', 0.4): expected numbers by name, such as ampatch.log_metrics(ac",
+            "expected numbers by name, such as ampatch.log_metrics(accuracy=0.9).",
         ),
         (
             lambda o: ampatch.scale_loss(L, training()[1]),
