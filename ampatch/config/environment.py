@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from ..errors import did_you_mean
 from ..log import logger
 from .opt_levels import (
     ARGUMENTS,
@@ -66,6 +67,18 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if found.get("enabled"):
         del found["enabled"]  # 1 leaves it to the script
     return {**found, **settings}
+
+
+def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is said of variables whose names are near ours: a line for each."""
+    known = (*VARIABLES, *OF_THE_PROCESS)
+    others = (name for name in environment if name not in known and name[:1] in "Aa")
+    meant = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
+    return [
+        f"The environment has {name}, which means nothing to ampatch.{variable}"
+        for name, variable in meant.items()
+        if variable
+    ]
 
 
 def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,6 @@ def test_a_script_sees_of_itself_what_a_cold_start_shows(tmp_path):
         assert not different
         assert rest == cold_rest == ["to the other stream"]
         assert run["exit_code"] == cold_run["exit_code"] == (7 if "O1" in stem else 0)
-        assert (
-            run["measured"]["losses"]["0"]["values"]
-            == cold_run["measured"]["losses"]["0"]["values"]
-        )
+        measured, cold_measured = run["measured"], cold_run["measured"]
+        assert measured["losses"]["0"]["values"] == cold_measured["losses"]["0"]["values"]
+        assert measured["memory_bytes"] == pytest.approx(cold_measured["memory_bytes"], rel=0.2)

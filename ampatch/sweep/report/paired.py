@@ -12,8 +12,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
@@ -45,6 +47,13 @@ def available() -> bool:
     return importlib.util.find_spec("scipy") is not None
 
 
+def _quietly(test: Callable[..., Any], *samples: Any) -> Any:
+    """A test without its warning of nearly equal values, which are as they are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        return test(*samples)
+
+
 def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
     """Compare `sample` with `base`, two or more finite values each, pair by pair.  Needs scipy."""
     differences = [value - reference for value, reference in zip(sample, base, strict=True)]
@@ -54,7 +63,7 @@ def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
         return _same_with_each(sample, base, 0.0 if abs(mean) <= nothing else mean)
     from scipy.stats import ttest_1samp
 
-    tested = ttest_1samp(differences, 0.0)
+    tested = _quietly(ttest_1samp, differences, 0.0)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(mean, sd, float(tested.pvalue), float(interval.low), float(interval.high))
 
@@ -92,6 +101,6 @@ def _same_with_each(sample: Sequence[float], base: Sequence[float], difference: 
         return Paired(difference, 0.0, float(not difference), difference, difference)
     from scipy.stats import ttest_ind
 
-    tested = ttest_ind(sample, base)
+    tested = _quietly(ttest_ind, sample, base)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(difference, 0.0, float(tested.pvalue), float(interval.low), float(interval.high))
