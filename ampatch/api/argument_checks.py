@@ -38,12 +38,15 @@ _matched: set[Any] = set()  # keys of overrides, since the process began
 class _Unmatched:
     """Observer: an override from outside that has not matched yet; another `initialize` may."""
 
-    def __init__(self, key: Any, error: ValueError) -> None:
-        self._key, self._error = key, error
+    def __init__(self, key: Any, expected: str) -> None:
+        self._key, self._expected = key, expected
 
     def on_step_begin(self, optimizer: object) -> None:
         if self._key not in _matched:
-            raise self._error
+            raise ValueError(
+                f"overrides from outside (--overrides, AMPATCH_OVERRIDES): no submodule of any "
+                f"ampatch.initialize matches {self._key!r}. {self._expected}"
+            )
 
 
 # The arguments
@@ -249,14 +252,15 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
             continue
         shown = key if isinstance(key, str) else key.__name__
         names = [name for model in models for name, _ in model.named_modules() if name]
-        error = ValueError(
-            f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
-            f"submodule matches {shown!r}. Expected a path such as those of "
-            "model.named_modules()." + did_you_mean(shown, names)
-        )
+        expected = "Expected a path such as those of model.named_modules()."
+        expected += did_you_mean(shown, names)
         if "overrides" not in plan.replaced:
-            raise error
-        registry.observers.add(_Unmatched(key, error))
+            raise ValueError(
+                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
+                f"{shown!r}. {expected}"
+            )
+        logger.warning("overrides from outside: no submodule of this initialize matches %r.", key)
+        registry.observers.add(_Unmatched(key, expected))
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():

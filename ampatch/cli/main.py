@@ -106,7 +106,7 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
                 of_ampatch.append(word)
         is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
         line = shlex.join([*of_ampatch, "--", *unknown]) if is_behind else ""
-        message += "\nPut the script's own arguments behind --: ampatch "
+        message += "\nPut -- before the script's own arguments: ampatch "
         message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
     return message
 

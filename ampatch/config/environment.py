@@ -144,7 +144,7 @@ def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     check = functools.partial(loss_scale_value, name)
     return _checked(
-        name, text, check, '"dynamic", or a number such as 128 (above 0, FP32 can invert it)'
+        name, text, check, '"dynamic" or a positive number, such as 128, that FP32 can invert'
     )
 
 
