@@ -22,6 +22,7 @@ from ..casting.places import NAMESPACES, places_of
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
+from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching, precisions
 from ..models.sharded_weights import checked_shards

@@ -67,7 +67,7 @@ class SweepOptions:
         seeds: run seeds 0 to N-1 (default: by the budget)
         budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
-        margin: the smallest difference from O0 that matters (default: 1%)
+        margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
         resume: go on with the sweep in the folder, as it was
         overwrite: replace the sweep in the folder
@@ -82,8 +82,7 @@ class SweepOptions:
         devices: run a trial on each of these at a time
         jobs: run N trials at a time, for accuracy
         nproc_per_node: start each trial by torchrun
-        in_copy: run each trial in a copy of the current folder, or all in it (default: copies with
-            --jobs and several --devices)
+        in_copy: run each in a copy of the folder, or not
         cold: import everything anew in each trial
         engine: where trials run: on this machine, on Ray
         address: of a Ray cluster; auto finds one that runs
