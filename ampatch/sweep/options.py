@@ -65,7 +65,7 @@ class SweepOptions:
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
         seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
+        budget: plan for so long (default: 10; none with --seeds)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)

@@ -13,9 +13,8 @@ import importlib.util
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
@@ -47,13 +46,6 @@ def available() -> bool:
     return importlib.util.find_spec("scipy") is not None
 
 
-def _quietly(test: Callable[..., Any], *samples: Any) -> Any:
-    """A test without its warning of nearly equal values, which are as they are."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-        return test(*samples)
-
-
 def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
     """Compare `sample` with `base`, two or more finite values each, pair by pair.  Needs scipy."""
     differences = [value - reference for value, reference in zip(sample, base, strict=True)]
@@ -63,7 +55,9 @@ def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
         return _same_with_each(sample, base, 0.0 if abs(mean) <= nothing else mean)
     from scipy.stats import ttest_1samp
 
-    tested = _quietly(ttest_1samp, differences, 0.0)
+    with warnings.catch_warnings():  # of nearly equal values, which are as they are
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        tested = ttest_1samp(differences, 0.0)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(mean, sd, float(tested.pvalue), float(interval.low), float(interval.high))
 
@@ -101,6 +95,8 @@ def _same_with_each(sample: Sequence[float], base: Sequence[float], difference: 
         return Paired(difference, 0.0, float(not difference), difference, difference)
     from scipy.stats import ttest_ind
 
-    tested = _quietly(ttest_ind, sample, base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        tested = ttest_ind(sample, base)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(difference, 0.0, float(tested.pvalue), float(interval.low), float(interval.high))
