@@ -365,7 +365,7 @@ def observe(observer: object) -> Callable[[], None]:
 def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
     """Report numbers of the training (accuracy, ...) to its observers, such as the sweep.
 
-        ampatch.log_metrics(test_accuracy=correct / count)
+        ampatch.log_metrics(test_accuracy=0.93)
 
     Call it after each evaluation, or once at the end: a sweep compares the last value of each name.
     Whether more is better follows from the name (`accuracy`: higher, `val_loss`: lower); for others

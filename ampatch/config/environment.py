@@ -50,6 +50,7 @@ from .overrides import read as read_overrides
 from .validation import word
 
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
+OF_TRIALS = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     """What is said of variables whose names are near ours: a line for each."""
-    known = (*VARIABLES, *OF_THE_PROCESS)
+    known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
     meant = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
     return [

@@ -1,9 +1,10 @@
 """Trials that are forked see of themselves what those see that start cold."""
 
 import json
+import re
 
 import pytest
-from sweep_runs import written
+from sweep_runs import INITIALIZE, TRAINING, is_alive, written
 from warm_python import environment, python
 
 from ampatch.sweep.execution import warm
@@ -115,3 +116,71 @@ def test_a_script_sees_of_itself_what_a_cold_start_shows(tmp_path):
         measured, cold_measured = run["measured"], cold_run["measured"]
         assert measured["losses"]["0"]["values"] == cold_measured["losses"]["0"]["values"]
         assert measured["memory_bytes"] == pytest.approx(cold_measured["memory_bytes"], rel=0.2)
+
+
+ENDS = f"""
+    import sklearn.datasets
+    {TRAINING}
+    {INITIALIZE}
+    print(os.getpid(), os.getppid(), flush=True)
+    step(), step()
+    if level == "O1":
+        os.kill(os.getpid(), 9)
+    if level == "O2":
+        time.sleep(1000)
+"""
+
+
+def test_what_is_forked_ends_as_it_should_and_so_does_the_server(tmp_path):
+    """By a signal, by the sweep at its time limit; and with the sweep the server."""
+    options = ["--levels", "O0,O1,O2,O3", "--dtypes", "bfloat16", "--no-autocast", "--rounds", "1"]
+    command = ["-m", "ampatch", "sweep", written(tmp_path, ENDS), "--out", "out", *options]
+    ended = python(*command, "--timeout", "20", cwd=tmp_path)
+    runs, pids = {}, {}
+    for level in ("O0", "O1-bfloat16", "O2-bfloat16", "O3-bfloat16"):
+        path = tmp_path / f"out/runs/{level}.seed0.repeat0"
+        runs[level] = json.loads(path.with_name(path.name + ".json").read_text())
+        printed = path.with_name(path.name + ".log").read_text()
+        pids[level] = [*map(int, re.search(r"^(\d+) (\d+)$", printed, re.M).groups())]
+    assert [run["exit_code"] for run in runs.values()] == [0, -9, 143, 0], ended.stderr
+    assert runs["O2-bfloat16"]["ended_by"] == "timed out: after 20 s"
+    assert runs["O2-bfloat16"]["measured"]["losses"]["0"]["values"]
+    forked = [pids[level] for level in ("O1-bfloat16", "O2-bfloat16", "O3-bfloat16")]
+    [server] = {parent for _, parent in forked}
+    assert server != pids["O0"][1]
+    assert not any(is_alive(pid) for pid in (server, *(pid for pid, _ in forked)))
+
+
+OBSTACLES = {
+    "'' 4": "import random\nrandom.getrandbits(24), random.getrandbits(64), random.getrandbits(1)",
+    "'' None": "import torch\ntorch.rand(1)",
+    "'' None ": "import numpy\nnumpy.random.rand()",
+    "touched a device, or started a thread' 0": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    ),
+    "imports ampatch or apex, which": "try:\n    import apex\nexcept ImportError:\n    pass",
+    "a library imports ampatch": "from ampatch import initialize",
+    "VARIABLE is set in the script": "",
+}
+
+
+@pytest.mark.parametrize("said", OBSTACLES)
+def test_trials_start_cold_where_a_fork_would_differ(said, tmp_path):
+    """What raises is left out, with all that it has imported."""
+    (tmp_path / "library.py").write_text(OBSTACLES[said])
+    (tmp_path / "broken.py").write_text("import beside\nraise RuntimeError")
+    (tmp_path / "beside.py").write_text("import os\nos.environ['OF_LIBRARY'] = 'yes'")
+    variables = {"OF_LIBRARY": "yes", **({"VARIABLE": "of script"} if "VARIABLE" in said else {})}
+    code = f"""if True:
+        import sys
+        from ampatch.sweep.execution import seeding, server
+        seeding.seed_everything(0)
+        obstacle = server.obstacle(["broken", "library", "of_the_script"], {variables})
+        print(repr(obstacle), seeding.drawn(), "")
+        print("library" in sys.modules, "broken" in sys.modules, "beside" in sys.modules)
+    """
+    path = {"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
+    ended = python("-c", code, cwd=tmp_path, env=environment() | path)
+    shown, imported = ended.stdout.splitlines()
+    assert said in shown, ended.stderr
+    assert imported == "True False False"

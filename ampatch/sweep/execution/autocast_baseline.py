@@ -36,11 +36,6 @@ _HALVES = (torch.float16, torch.bfloat16)
 _PUBLIC = ("init", "initialize", "scale_loss", "step_was_skipped")
 
 
-def replaced() -> list[Any]:
-    """The functions that `install` replaces."""
-    return [getattr(ampatch, name) for name in _PUBLIC]
-
-
 class AutocastBaseline:
     """Implements `ampatch.initialize` and `ampatch.scale_loss` in one process."""
 

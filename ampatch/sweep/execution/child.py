@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Reach, Runner
-from ampatch.sweep.execution.seeding import OwnSeeds, repeat, seed_everything
+from ampatch.sweep.execution.seeding import OwnSeeds, draw, seed_everything
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
@@ -64,8 +64,8 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 """
 
 
-def run(order: dict[str, Any], draws: Sequence[tuple[str, list[Any]]] = ()) -> int:
-    """Be the trial of this order; returns the exit code.  Imports that are done made `draws`."""
+def run(order: dict[str, Any]) -> int:
+    """Be the trial of this order; returns the exit code."""
     runner, trial = restored(Runner, order["runner"]), restored(Trial, order["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
     is_ranked = runner.processes is not None
@@ -78,7 +78,7 @@ def run(order: dict[str, Any], draws: Sequence[tuple[str, list[Any]]] = ()) -> i
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    repeat(draws)
+    draw(order.get("drawn", 0))  # as imports that are done already have
     own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
     own_seeds.watch()
     record = None if rank else _Record(files.record, watched, own_seeds)

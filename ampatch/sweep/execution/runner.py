@@ -51,11 +51,11 @@ class Watch:
     """Handed to `Runner.run`: `reached(reach)` hears of progress; the events end the trial.
 
     `cancelled` lets the script end by itself within a time of grace, `killed` does not; both
-    may be set from another thread.
+    may be set from another thread.  Trials may be forked by `warm`.
     """
 
-    def __init__(self, reached: Callable[[Reach], None]) -> None:
-        self._reached = reached
+    def __init__(self, reached: Callable[[Reach], None], warm: Warm | None = None) -> None:
+        self._reached, self.warm = reached, warm
         self._last: Reach | None = None
         self.cancelled, self.killed = threading.Event(), threading.Event()
 
@@ -90,10 +90,8 @@ class Runner:
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
     in_copy: bool = False  # each trial runs in a copy of the current folder
 
-    def run(self, trial: Trial, watch: Watch, slot: Slot, warm: Warm | None = None) -> Run:
-        """Run the script in a fresh process, and write what it measured to a file.
-
-        The process may be forked from one with its imports, by `warm`.
+    def run(self, trial: Trial, watch: Watch, slot: Slot) -> Run:
+        """Run the script in a process of its own, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
         and also when this process is killed.  Raises `Cancelled` when `watch` says so.
@@ -106,7 +104,7 @@ class Runner:
         folders = [here] if script.is_relative_to(here) else [here, script]
         before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
         copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
-        with copy, files.own_directory(), self._child(trial, files, slot, watch, warm) as child:
+        with copy, files.own_directory(), self._child(trial, files, slot, watch) as child:
             started = time.monotonic()
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
@@ -128,8 +126,8 @@ class Runner:
             linked=own_files.large(here, ours) if is_first and self.in_copy else [],
         )
         write_json(files.run, run.to_json())
-        if warm is not None:
-            warm.learn(read_json(files.imports))
+        if watch.warm is not None:
+            watch.warm.learn(read_json(files.imports))
         files.remove_unfinished()
         return run
 
@@ -143,7 +141,7 @@ class Runner:
 
     @contextmanager
     def _child(
-        self, trial: Trial, files: RunFiles, slot: Slot, watch: Watch, warm: Warm | None
+        self, trial: Trial, files: RunFiles, slot: Slot, watch: Watch
     ) -> Iterator[subprocess.Popen[bytes] | Forked]:
         """The running child; at the end of the block it and all it started are ended.
 
@@ -157,6 +155,7 @@ class Runner:
         try:
             with files.log.open("wb") as log:
                 # Integrations of frameworks come in before the script imports these.
+                warm = watch.warm
                 is_warm = warm is not None and guard is not None and not self.in_copy
                 if is_warm and self.kind.name != FRAMEWORK:
                     order["imports"] = warm.is_to_learn

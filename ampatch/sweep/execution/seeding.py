@@ -15,7 +15,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.own_lines import own_line
 
+_MOST = 64  # words
 _GLOBAL = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
@@ -41,61 +42,29 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-class Draws:
-    """What imports draw from `random`, from now on: `rich`, for one, makes its names of a number.
+def drawn() -> int | None:
+    """How many words of `random` imports have drawn since `seed_everything(0)`: `rich` draws one.
 
-    In a process that starts cold that comes from the trial's seed; `repeat` draws it anew.
+    None where they are too many, or where another generator has moved.
     """
-
-    def __init__(self) -> None:
-        self.calls = calls = []  # type: list[tuple[str, list[Any]]]
-
-        class Noting(random.Random):
-            def _randbelow(self, limit: int) -> int:
-                calls.append(("randrange", [limit]))
-                return super()._randbelow(limit)
-
-        self._generator: Any = random.seed.__self__  # type: ignore[attr-defined]
-        self._originals = {name: getattr(random, name) for name in ("random", "getrandbits")}
-        seed_everything(0)
-        self._generator.__class__ = Noting
-        for name in self._originals:
-            setattr(random, name, self._noting(name))
-
-    def can_be_repeated(self) -> bool:
-        """Look no longer; whether the generators are where `repeat` would have them."""
-        self._generator.__class__ = random.Random
-        for name, original in self._originals.items():
-            setattr(random, name, original)
-        found = _states()
-        seed_everything(0)
-        repeat(self.calls)
-        return found == _states()
-
-    def _noting(self, name: str) -> Callable[..., Any]:
-        def draw(*args: Any) -> Any:
-            self.calls.append((name, [*args]))
-            return self._originals[name](*args)
-
-        return draw
+    found = _states()
+    seed_everything(0)
+    for count in range(_MOST):
+        if _states() == found:
+            return count
+        draw(1)
+    return None
 
 
-def repeat(calls: Iterable[tuple[str, list[Any]]]) -> None:
-    """Draw what these calls of `random` have drawn."""
-    for name, args in calls:
-        getattr(random, name)(*args)
+def draw(words: int) -> None:
+    """Draw so many words of 32 bits, which nobody needs."""
+    random.getrandbits(32 * words)
 
 
 def _states() -> list[str]:
     numpy: Any = sys.modules.get("numpy.random")
     others = [] if numpy is None else [str(numpy.get_state())]
     return [str(random.getstate()), str(torch.get_rng_state().tolist()), *others]
-
-
-def replaced() -> list[Any]:
-    """The functions that `OwnSeeds` replaces, but those of devices."""
-    homes = {name: sys.modules.get(modules[0]) for name, modules in _GLOBAL.items()}
-    return [getattr(home, name.rpartition(".")[2]) for name, home in homes.items() if home]
 
 
 class OwnSeeds:

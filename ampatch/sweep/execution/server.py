@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ampatch.sweep.execution import autocast_baseline, child, seeding
+from ampatch.sweep.execution import child, seeding
 from ampatch.torch_private.devices import is_lost_by_fork
 
 
@@ -27,8 +27,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the sweep has ended; in each forked trial, run it and return its exit status."""
     pipe = Connection(int(argv[0]))
     before = dict(os.environ)
-    draws = seeding.Draws()
-    pipe.send(obstacle(draws, **pipe.recv()))
+    seeding.seed_everything(0)
+    said = obstacle(**pipe.recv())
+    drawn = seeding.drawn()
+    pipe.send(said or "an import draws random numbers" * (drawn is None))
     set_by_imports = child.changes(before)
     while True:
         try:
@@ -49,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
     os.close(log)
     os.environ.clear()
     os.environ.update({**environment, **set_by_imports})
-    return child.run({**order, "guard": guard}, draws.calls)
+    return child.run({**order, "guard": guard, "drawn": drawn})
 
 
-def obstacle(draws: seeding.Draws, modules: Sequence[str], variables: Mapping[str, str]) -> str:
+def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     """Import these modules; returns why a process that is forked then is not as a cold one, or "".
 
     `variables` are those that a cold run had set at its end.
@@ -70,12 +72,10 @@ def obstacle(draws: seeding.Draws, modules: Sequence[str], variables: Mapping[st
     by_script = [name for name in variables if by_imports.get(name) != variables[name]]
     if by_script:
         return f"{by_script[0]} is set in the script, and may be read at an import after that"
-    if not draws.can_be_repeated():
-        return "an import draws random numbers"
-    replaced = {id(one) for one in (*autocast_baseline.replaced(), *seeding.replaced())}
-    globals_of_new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
-    if apex.is_asked or any(id(value) in replaced for one in globals_of_new for value in one):
-        return "a library has taken up what the trials replace"
+    new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
+    homes = (getattr(value, "__module__", None) for values in new for value in values)
+    if apex.is_asked or any(str(home).startswith("ampatch.") for home in homes):
+        return "a library imports ampatch or apex, which the trials change"
     return "" if _survives_fork() else "an import has touched a device, or started a thread"
 
 

@@ -1,8 +1,7 @@
 """Trials that start warm: a process of the sweep has the imports, and forks one after the other.
 
 What a cold run had imported is learned; `server.py` imports it, once, before the next trial.  It
-may find that a fork would not be as a cold start is.  Then, and where the trial's variables or the
-working folder are others than the server's, trials go on to start cold.
+may find that a fork would not be as a cold start is: then trials go on to start cold.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from ampatch.config.environment import OF_THE_PROCESS
-
 IS_POSSIBLE = sys.platform == "linux"  # elsewhere libraries of the system do not survive a fork
 POLL = 0.1  # seconds
 
@@ -27,7 +24,6 @@ class Warm:
 
     def __init__(self) -> None:
         self._learned: dict[str, Any] | None = None
-        self._there: tuple[dict[str, str], str] | None = None  # its variables and its folder
         self._server: Any = None
         self._pipe: Any = None
 
@@ -42,7 +38,7 @@ class Warm:
 
     def start(
         self,
-        order: str,
+        order: dict[str, Any],
         environment: Mapping[str, str],
         files: Sequence[int],
         wait: Callable[[], None],
@@ -53,16 +49,10 @@ class Warm:
         """
         if self._learned is None:
             return None
-        of_all = {
-            name: value
-            for name, value in environment.items()
-            if name in OF_THE_PROCESS or not name.startswith("AMPATCH_")
-        }
         try:
-            if self._there is None:
-                self._there = of_all, os.getcwd()
-                self._begin(of_all, wait)
-            if self._pipe is None or self._there != (of_all, os.getcwd()):
+            if self._server is None:
+                self._begin(environment, wait)
+            if self._pipe is None:
                 return None
             self._pipe.send((order, environment))
             for file in files:
@@ -78,7 +68,7 @@ class Warm:
             self._server.kill()
             self._server.wait()
 
-    def _begin(self, environment: dict[str, str], wait: Callable[[], None]) -> None:
+    def _begin(self, environment: Mapping[str, str], wait: Callable[[], None]) -> None:
         ours, theirs = Pipe()
         with theirs:
             self._server = subprocess.Popen(

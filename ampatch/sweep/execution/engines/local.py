@@ -49,7 +49,7 @@ class LocalEngine:
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         slot = self._timed if alone else self._free.popleft()
-        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)))
+        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)), self._warm)
         thread = threading.Thread(target=self._work, args=(runner, trial, watch, slot), daemon=True)
         self._running[trial] = slot, watch, thread
         self._news.put(Started(trial))
@@ -74,7 +74,7 @@ class LocalEngine:
 
     def _work(self, runner: Runner, trial: Trial, watch: Watch, slot: Slot) -> None:
         try:
-            self._news.put(Ended(runner.run(trial, watch, slot, self._warm)))
+            self._news.put(Ended(runner.run(trial, watch, slot)))
         except BaseException as error:  # raised in the sweep's thread
             self._news.put(Failed(trial, error))
 
