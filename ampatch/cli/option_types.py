@@ -34,9 +34,15 @@ def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
         raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
 
 
-def name_and_value(text: str) -> tuple[str, str]:
-    """`NAME=VALUE`, split at the first `=`."""
-    name, sign, value = text.partition("=")
-    if not (name and sign and value):
-        raise ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
-    return name, value
+def name_and_value(metavar: str) -> Callable[[str], tuple[str, str]]:
+    """`NAME=VALUE`, split at the first `=`; `metavar` is how the help writes it."""
+
+    def parse(text: str) -> tuple[str, str]:
+        name, sign, value = text.partition("=")
+        if not (name and sign and value):
+            example = rf"'{name or 'accuracy'}={name or 'accuracy'}: (\S+)'"
+            such_as = f", such as {example}" if metavar == "NAME=REGEX" else ""
+            raise ArgumentTypeError(f"{text!r}: expected {metavar}{such_as}")
+        return name, value
+
+    return parse

@@ -12,6 +12,7 @@ from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, made
 from ampatch.cli.sweep_output import check_extra
+from ampatch.sweep.options import SHORT_DTYPES
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
@@ -43,9 +44,16 @@ def add_parser(commands: Any) -> None:
     add_program(parser)
     what = parser.add_argument_group("what is tuned")
     what.add_argument(
-        "--opt-level", choices=("O1", "O2", "O3"), required=True, help="the level to bring back"
+        "--opt-level",
+        choices=("O1", "O2", "O3"),
+        help="the level to bring back (with --resume: as it was)",
     )
-    what.add_argument("--dtype", choices=("float16", "bfloat16"), help="(default: float16)")
+    what.add_argument(
+        "--dtype",
+        type=lambda name: SHORT_DTYPES.get(name, name),
+        choices=("float16", "bfloat16"),
+        help="(default: float16)",
+    )
     what.add_argument(
         "--probe-steps",
         type=positive_count,

@@ -13,6 +13,7 @@ from .scale_value import values
 from .step_counts import StepCounts
 
 _SHOWN = 5  # parameters named
+_EACH = 10  # skips in a row from which not each one has a line
 
 
 def say(
@@ -21,18 +22,29 @@ def say(
     new: int,
     limit: int,
     names: Callable[[], dict[int, str]],
-) -> None:
+    loss: Tensor | None,
+) -> bool:
     """Log that `new` more steps were skipped, and an error once a row of them reaches `limit`.
 
-    `names()` maps ids of the model's parameters to their module paths.  The error waits for the
-    device.
+    From the tenth in a row on each doubling has its line.  `names()` maps ids of the model's
+    parameters to their module paths.  Returns whether the last `loss`, where it is still there, is
+    no finite number, which is said.  The error, and the look at the loss, wait for the device.
     """
     kind, row = type(managed.optimizer).__name__, counts.skipped_in_a_row
-    logger.info(
-        "Gradient overflow: %s skipped %s (%d of %d since initialize).",
-        *(kind, "a step" if new == 1 else f"{new} steps"),
-        *(counts.skipped, counts.taken + counts.skipped),
-    )
+    words = "a step" if new == 1 else f"{new} steps"
+    if row >= _EACH:
+        words = f"{row} steps in a row"
+    if row < _EACH or (row // _EACH).bit_length() > (max(0, row - new) // _EACH).bit_length():
+        logger.info(
+            "Gradient overflow: %s skipped %s (%d of %d since initialize).",
+            *(kind, words, counts.skipped, counts.taken + counts.skipped),
+        )
+    is_bad = loss is not None and not _is_finite(loss)
+    if is_bad:
+        logger.warning(
+            "The loss is inf or NaN before it is scaled: the forward makes it, and no loss scale "
+            "cures it. To see where: ampatch run --debug SCRIPT, or ampatch.debug(model)."
+        )
     if row >= limit > row - new:
         logger.error(
             "%d steps of %s in a row were skipped because gradients held inf or NaN. First such "
@@ -42,6 +54,7 @@ def say(
             "rate.",
             *(row, kind, _offenders(managed, names())),
         )
+    return is_bad
 
 
 def _offenders(managed: ManagedOptimizer, names: dict[int, str]) -> str:

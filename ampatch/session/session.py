@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -76,6 +77,8 @@ class Session:
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._was_given = False
+        self._last_loss: Callable[[], Tensor | None] = lambda: None
+        self._has_told_of_loss = False  # that was not finite
 
     def _functions(self) -> dict[Any, Choose]:
         """What functions of torch follow in this session instead of their rows."""
@@ -314,6 +317,7 @@ class Session:
         if scaler.is_one:
             block = PlainBackward(loss)
         else:
+            self._last_loss = weakref.ref(loss)
             managed, others = self._partners(managed)
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
@@ -360,7 +364,9 @@ class Session:
                 model.statistics.after_step(managed.skipped)
         limit = self.properties.max_consecutive_skips
         if (news := managed.counter.news(limit)) is not None:
-            skip_report.say(managed, *news, limit, self.names)
+            loss = None if self._has_told_of_loss else self._last_loss()
+            if skip_report.say(managed, *news, limit, self.names, loss):
+                self._has_told_of_loss = True
         without_block = not (managed.gradients.had_block or self.scales_by_itself)
         if without_block and self.looks_for_overflow():
             managed.warn_without_block()

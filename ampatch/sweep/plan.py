@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ampatch.config.opt_levels import LEVELS, properties_for
+from ampatch.config.opt_levels import LEVELS, meant_level, properties_for
 from ampatch.errors import did_you_mean
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
@@ -27,6 +27,7 @@ from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
+SUBJECT = "The script"  # where no name is known
 SEED_VARIABLE = "AMPATCH_SEED"
 
 
@@ -67,7 +68,7 @@ def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
         raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
     from_outside = {*FROM_OUTSIDE, AUTOCAST}
     if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
-        raise ValueError(f"{kind.in_words()}. {kind.needs}")
+        raise ValueError(f"{SUBJECT} {kind.in_words()}. {kind.needs}")
     return rows
 
 
@@ -154,7 +155,8 @@ def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[
         if name not in expected:
             raise ValueError(
                 f"sweep({argument}={given}): unknown {argument[:-1]} {name!r}.\n"
-                f"Expected some of {', '.join(expected)}.{did_you_mean(name, expected)}"
+                f"Expected some of {', '.join(expected)}."
+                f"{meant_level(name) or did_you_mean(name, expected, 0.6)}"
             )
     if not given:
         raise ValueError(f"sweep({argument}=[]): nothing to run.\nExpected some of {expected}.")

@@ -44,7 +44,7 @@ class Tuning:
     Args:
         script: the script's file, or with `module` in `options` the name of a module.
         arguments: the script's own, as for `Sweep`.
-        opt_level: "O1", "O2" or "O3".
+        opt_level: "O1", "O2" or "O3"; with `resume` it may be left out.
         dtype: "float16" (the default) or "bfloat16".
         probe_steps: optimizer steps of the run in which modules are computed in half as well, by
             default 100.
@@ -63,7 +63,7 @@ class Tuning:
         script: str,
         arguments: Sequence[str] = (),
         *,
-        opt_level: str,
+        opt_level: str | None = None,
         dtype: str | None = None,
         probe_steps: int | None = None,
         candidates: int | None = None,
@@ -92,7 +92,12 @@ class Tuning:
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         own = options["tuning"]
-        self._level = Case(opt_level, own.get("dtype", DTYPE))
+        if "opt_level" not in own:
+            lacking = f" {self.directory} holds no tuning to go on with." if resume else ""
+            raise ValueError(
+                f"--opt-level: expected O1, O2 or O3, the level to bring back.{lacking}"
+            )
+        self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
         self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
         self._most: int | None = own.get("candidates")

@@ -21,6 +21,7 @@ from warm_python import environment, python
 
 import ampatch
 from ampatch.cli.main import main
+from ampatch.sweep import read_results
 
 RUN_ELSEWHERE = {
     "diagnose.md": "docs/test_docs_diagnose.py",
@@ -166,6 +167,16 @@ def test_a_command_runs(page, command, folder, capsys):
     for part in snippets(page):
         if part.language == "console" and command in commands(part):
             assert printed.split() == part.text.partition("\n")[2].split()
+
+
+def test_the_sweep_of_the_tutorial_gives_what_it_promises(folder):
+    """A recommendation, and for each row whether its loss differs from O0's."""
+    [command] = [one for page, one in QUICK if "train_half.py --seeds" in one]
+    run_command(command, folder)
+    results = read_results(folder / "sweep")
+    assert results.recommendation and not results.recommendation.startswith("Not known")
+    assert [row.opt_level for row in results.rows] == ["O0", "O1", "O2", "O3", "autocast"]
+    assert not any(row.outcome == "untested" for row in results.rows)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def script_notes(
         "starts": starts_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
+        "files": _files_note(options, runs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
         "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
@@ -155,6 +156,24 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
         f"{script}: no loss was recorded, as it calls neither scale_loss nor backward(). Rows are "
         "compared by metrics alone: have it print one (--metric), or call "
         "ampatch.log_metrics(loss=...)."
+    )
+
+
+def _files_note(options: SweepOptions, runs: Sequence[Run]) -> str:
+    """What O0 has written into the user's folder, or where trials write that have copies of it."""
+    if options.copies:
+        links = ", ".join(name for run in runs for name in run.linked)
+        linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
+        said = "Each trial runs in a copy of the current folder; what it writes there stays in "
+        return f"{said}runs/*.copy.{linked}" if runs else ""
+    wrote = next((run.wrote for run in runs if run.wrote), [])
+    if not wrote:
+        return ""
+    shown = ", ".join(wrote[:4]) + (f" and {len(wrote) - 4} more" if len(wrote) > 4 else "")
+    return (
+        f"O0 has written {shown}: trials write over one another's files and over yours, and what "
+        "one has left the next may read. Give each its own place, such as -- --out "
+        f"{{trial_dir}}/{Path(wrote[0]).parts[0]}, or a copy of the folder: --in-copy."
     )
 
 

@@ -33,6 +33,13 @@ def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
     recorder.on_initialize(properties_for(asked["opt_level"], asked["dtype"]))
 
 
+def watch_unscaled(recorder: Recorder) -> None:
+    """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
+    plain = PlainTraining(recorder, "")
+    plain.watch_losses()
+    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.stop()))
+
+
 class PlainTraining:
     """Reports backward passes and steps to `recorder`, from `start` to `stop`.
 

@@ -20,6 +20,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.options import SweepOptions
+from ampatch.sweep.plan import SUBJECT
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -100,7 +101,7 @@ class Course:
         try:
             is_new = self._plan.recognize(kind)
         except ValueError as error:
-            raise SweepError(f"{self._program} {error}") from None
+            raise SweepError(str(error).replace(SUBJECT, str(self._program), 1)) from None
         if is_new:
             self._held.keep(self._plan.settings())
             self._outcome.write()  # the record names each trial before it starts

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
         return _same_with_each(sample, base, 0.0 if abs(mean) <= nothing else mean)
     from scipy.stats import ttest_1samp
 
-    tested = ttest_1samp(differences, 0.0)
+    with warnings.catch_warnings():  # of nearly equal values, which are as they are
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        tested = ttest_1samp(differences, 0.0)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(mean, sd, float(tested.pvalue), float(interval.low), float(interval.high))
 
@@ -83,6 +86,8 @@ def _same_with_each(sample: Sequence[float], base: Sequence[float], difference: 
         return Paired(difference, 0.0, float(not difference), difference, difference)
     from scipy.stats import ttest_ind
 
-    tested = ttest_ind(sample, base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        tested = ttest_ind(sample, base)
     interval = tested.confidence_interval(CONFIDENCE)
     return Paired(difference, 0.0, float(tested.pvalue), float(interval.low), float(interval.high))

@@ -26,7 +26,7 @@ MARKS = {
 }
 _MEMORY = {
     "device": "memory: the most that PyTorch allocated on the device",
-    "resident": "memory: the largest resident set, PyTorch itself included",
+    "resident": "memory: the largest resident set, without the code of libraries",
 }
 
 
