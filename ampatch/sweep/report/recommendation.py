@@ -128,7 +128,7 @@ def _so_far(fit: Sequence[Row], more: str) -> str:
         rounds = f"--rounds {first.speeds.n + ROUNDS}"
     elif not faster and not cure.startswith("--seeds"):  # each seed is a round
         rounds = f"--rounds {ROUNDS}"
-    options = " ".join(filter(None, (cure, rounds)))
+    options = " ".join(filter(None, (rounds, cure)))
     said = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
     way_on = more or (options and f"--resume {options}")
     idle = ", on an idle machine" if not faster and first.pace == pace.UNKNOWN else ""
