@@ -177,7 +177,8 @@ class _Watched:
             watch_automatic(self.recorder, environment.read())
         else:
             ampatch.observe(self.recorder)
-            watch_unscaled(self.recorder)
+            if case.engine != AUTOCAST:  # which does so by itself
+                watch_unscaled(self.recorder)
             if "eps" in dict(case.settings):
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
