@@ -203,6 +203,8 @@ class LastForward:
         self._model = model
         # Exchanged as a whole, since several threads may be in forwards of the model.
         self._found: tuple[list[int], list[list[Tensor]], list[dict]] = ([], [], [])
+        self._ids: set[int] = set()  # of all weights that its forwards have cast
+        self._is_apart = False
 
     def note(self, used: dict[int, Tensor]) -> None:
         """A forward has ended that used copies of these weights (by id), in this order."""
@@ -210,6 +212,19 @@ class LastForward:
         if ids != self._found[0]:
             buckets = divide(filter(may_share_node, used.values()))
             self._found = ids, buckets, hook_tables(list(self._model.modules()))
+            self._ids = self._ids.union(ids)
+
+    def cast_apart(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `are_split`.
+
+        Then no weights of a graph are cast together from now on.  Returns whether that is new.
+        """
+        rest = self._ids.difference(wanted)
+        if self._is_apart or len(rest) == len(self._ids) or not rest:
+            return False
+        used = [one for one in self._model.parameters() if id(one) in self._ids]
+        self._is_apart = are_split(used, wanted)
+        return self._is_apart
 
     def buckets(self) -> list[list[Tensor]]:
         """What to cast together as a forward begins; the rest is cast at its use.
@@ -222,7 +237,7 @@ class LastForward:
             return []
         if not torch.is_grad_enabled():  # no graph: no hooks to respect
             return buckets
-        if not self._model.training or not may_use_all(self._model):
+        if self._is_apart or not self._model.training or not may_use_all(self._model):
             return []
         alone = below_hooks(list(self._model.modules())) if any(tables) else ()
         return [part for bucket in buckets for part in alike(bucket, alone)]
@@ -242,6 +257,12 @@ def may_share_node(weight: Tensor) -> bool:
         and weight.layout is torch.strided
         and not any(hooks_of(weight))
     )
+
+
+def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
+    """Whether gradients of some of these weights are wanted (ids), and not of all that can be."""
+    asked = {id(weight) in wanted for weight in weights if weight.requires_grad}
+    return len(asked) == 2
 
 
 def divide(weights: Iterable[Tensor]) -> list[list[Tensor]]:

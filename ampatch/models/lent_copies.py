@@ -32,16 +32,21 @@ from ..torch_private.probes import is_recording
 from .lent_places import Place, StaysFloat, Tree
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module) -> list[Tensor]:
-    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order."""
+def copies_of(
+    tree: Tree, dtype: torch.dtype, model: nn.Module, is_apart: bool
+) -> list[Tensor]:
+    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order.
+
+    `is_apart`: each has a node of its own.
+    """
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, model)
+            return copies_of(tree, dtype, model, is_apart)
     if is_recording():
         return [parameter.to(dtype) for parameter in tree.parameters]
     in_graph = torch.is_grad_enabled()
     alone: Collection[int] = ()
-    if in_graph and not (model.training and may_use_all(model)):
+    if in_graph and (is_apart or not (model.training and may_use_all(model))):
         alone = tree.ids
     elif in_graph and any(tree.hook_tables):
         alone = tree.below_hooks()

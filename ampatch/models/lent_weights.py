@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.batched_casts import are_split
 from ..casting.calls import Call, here, is_running
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values, is_captured
@@ -123,7 +124,7 @@ class HalfCopies:
         self._values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
         if tree.parameters:
-            self.copies = copies_of(tree, lender.dtype, lender.model)
+            self.copies = copies_of(tree, lender.dtype, lender.model, lender.is_apart)
             self.parameters = list(tree.parameters)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
@@ -281,6 +282,7 @@ class LentWeights:
         self._excluded_ids: Collection[int] = ()
         self._at_change = at_change
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
+        self.is_apart = False  # each weight has a node of its own
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
@@ -324,6 +326,17 @@ class LentWeights:
         if not self.lendings:
             self.tree_of(self.model)
         return self.known
+
+    def cast_apart(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `batched_casts.are_split`.
+
+        Then each has a node of its own from the next forward on.  Returns whether that is new.
+        """
+        trees = list(self._trees.values())
+        if self.is_apart or not any(are_split(tree.parameters, wanted) for tree in trees):
+            return False
+        self.is_apart = True
+        return True
 
     # Around a call
 

@@ -188,6 +188,11 @@ class ManagedModel:
         """Whether the forward computes with half copies of this weight."""
         return self.lent is not None and id(parameter) in self.lent.ids()
 
+    def cast_apart(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for; see `LastForward` and `LentWeights`."""
+        several = filter(None, (self._last_forward, self.lent))
+        return any([one.cast_apart(wanted) for one in several])
+
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..casting import weight_cache
 from ..casting.calls import here
 from ..casting.cast_state import CastState
-from ..models.lent_weights import note_values
+from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.gradients import skip_together
 from ..scaling.optimizer import ManagedOptimizer
@@ -68,6 +68,13 @@ class TorchEvents:
                 given |= managed.give_back(own)
         for optimizer in self._members.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
+
+    def cast_apart(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: models whose weights are among them, though
+        not all, cast each by itself from now on.  Returns whether one did not do so.
+        """
+        wanted = {id(one if one.is_leaf else parameter_behind(one)) for one in tensors}
+        return any([managed.cast_apart(wanted) for managed in self._members.models()])
 
     # Gradients and loss scales
 

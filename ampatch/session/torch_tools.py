@@ -14,6 +14,7 @@ from ..interop import (
     clip_grad,
     data_loading,
     ddp,
+    gradient_requests,
     module_dtype,
     state_dicts,
     tensor_methods,
@@ -104,6 +105,11 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
             lambda: context_propagation.functions(state),
+        ),
+        Tool(
+            "autograd.grad, backward(inputs=...): weights asked for have nodes of their own",
+            lambda needs: needs.tables or needs.half_models,
+            lambda: gradient_requests.replacements(events.cast_apart),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
