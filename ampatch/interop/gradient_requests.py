@@ -1,6 +1,6 @@
 """`torch.autograd.grad` and `backward(inputs=...)`: gradients of single weights are asked for.
 
-Such a pass goes through all layers whose weights are cast by one node with a weight that it asks
+Such a pass goes through all layers whose weights are cast by one node with a weight that is asked
 for.  So each weight of that model is cast by a node of its own from the next forward on.
 """
 
@@ -16,17 +16,21 @@ from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.patches import Replacement
+from ..torch_private.nodes import leads_to_compiled
 
-_ONE = (Tensor, GradientEdge)
 
-
-def replacements(is_new: Callable[[list[Tensor]], bool]) -> list[Replacement]:
+def replacements(note_request: Callable[[list[Tensor]], bool]) -> list[Replacement]:
     """What to replace.
 
-    `is_new(tensors)`: gradients of these are asked for; whether the graph that is there has nodes
-    which they share with others.  It then outlives the pass, which would free the buffers of layers
-    that torch's own graph does not reach.
+    `note_request(tensors)`: gradients of these are asked for; whether graphs that are there may
+    have nodes in common for them and others.  Then the pass retains the graph: under torch.autocast
+    it would not free the buffers of those others.
     """
+
+    def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
+        if note_request([one for one in map(_leaf, _listed(inputs)) if isinstance(one, Tensor)]):
+            return not any(map(leads_to_compiled, map(_node, _listed(outputs)))) or retain_graph
+        return retain_graph
 
     def of_grad(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -39,8 +43,8 @@ def replacements(is_new: Callable[[list[Tensor]], bool]) -> list[Replacement]:
             **kwargs: Any,
         ) -> Any:
             if not is_dynamo_compiling():
-                inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
-                retain_graph = is_new(_tensors(inputs)) or retain_graph
+                outputs, inputs = _kept(outputs), _kept(inputs)
+                retain_graph = retained(outputs, inputs, retain_graph)
             return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
 
         return grad
@@ -56,8 +60,8 @@ def replacements(is_new: Callable[[list[Tensor]], bool]) -> list[Replacement]:
             inputs: Any = None,
         ) -> None:
             if inputs is not None and not is_dynamo_compiling():
-                inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
-                retain_graph = is_new(_tensors(inputs)) or retain_graph
+                tensors, inputs = _kept(tensors), _kept(inputs)
+                retain_graph = retained(tensors, inputs, retain_graph)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
         return backward
@@ -65,10 +69,22 @@ def replacements(is_new: Callable[[list[Tensor]], bool]) -> list[Replacement]:
     return [(torch.autograd, "grad", of_grad), (torch.autograd, "backward", of_backward)]
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
-    """The tensors among what gradients are asked of; what is none torch refuses by itself."""
-    if isinstance(inputs, Mapping):
-        inputs = inputs.values()
-    listed = inputs if isinstance(inputs, Iterable) and not isinstance(inputs, _ONE) else [inputs]
-    leaves = (getattr(one.node, "variable", one) if isinstance(one, GradientEdge) else one for one in listed)
-    return [one for one in leaves if isinstance(one, Tensor)]
+def _kept(given: Any) -> Any:
+    """An iterator, such as `model.parameters()`, can be read once."""
+    return tuple(given) if isinstance(given, Iterator) else given
+
+
+def _listed(given: Any) -> Iterable[Any]:
+    """What a script passes as outputs or inputs, one by one; what is wrong torch refuses."""
+    if isinstance(given, (Tensor, GradientEdge)) or not isinstance(given, Iterable):
+        return [given]
+    return given.values() if isinstance(given, Mapping) else given
+
+
+def _leaf(given: Any) -> Any:
+    """The tensor whose gradient is asked for: of an edge to a leaf's accumulator, that leaf."""
+    return getattr(given.node, "variable", None) if isinstance(given, GradientEdge) else given
+
+
+def _node(given: Any) -> Any:
+    return given.node if isinstance(given, GradientEdge) else getattr(given, "grad_fn", None)

@@ -124,7 +124,8 @@ class HalfCopies:
         self._values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
         if tree.parameters:
-            self.copies = copies_of(tree, lender.dtype, lender.model, lender.is_apart)
+            self.copies = copies_of(tree, lender.dtype, lender.model, lender.wants_own_nodes)
+            lender.has_own_nodes = lender.wants_own_nodes
             self.parameters = list(tree.parameters)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
@@ -282,7 +283,8 @@ class LentWeights:
         self._excluded_ids: Collection[int] = ()
         self._at_change = at_change
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
-        self.is_apart = False  # each weight has a node of its own
+        self.wants_own_nodes = False  # one for each weight
+        self.has_own_nodes = False  # the last forward made them
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
@@ -327,16 +329,14 @@ class LentWeights:
             self.tree_of(self.model)
         return self.known
 
-    def cast_apart(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: see `batched_casts.are_split`.
-
-        Then each has a node of its own from the next forward on.  Returns whether that is new.
-        """
-        trees = list(self._trees.values())
-        if self.is_apart or not any(are_split(tree.parameters, wanted) for tree in trees):
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """As `LastForward.note_request`."""
+        if self.has_own_nodes:
             return False
-        self.is_apart = True
-        return True
+        trees = list(self._trees.values())
+        is_split = any(are_split(tree.parameters, wanted) for tree in trees)
+        self.wants_own_nodes |= is_split
+        return is_split
 
     # Around a call
 

@@ -188,10 +188,11 @@ class ManagedModel:
         """Whether the forward computes with half copies of this weight."""
         return self.lent is not None and id(parameter) in self.lent.ids()
 
-    def cast_apart(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for; see `LastForward` and `LentWeights`."""
-        several = filter(None, (self._last_forward, self.lent))
-        return any([one.cast_apart(wanted) for one in several])
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
+        last, lent = self._last_forward, self.lent
+        may_share = last is not None and last.note_request(wanted)
+        return (lent is not None and lent.note_request(wanted)) or may_share
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""

@@ -69,12 +69,15 @@ class TorchEvents:
         for optimizer in self._members.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
 
-    def cast_apart(self, tensors: list[Tensor]) -> bool:
-        """Gradients of these tensors are asked for: models whose weights are among them, though
-        not all, cast each by itself from now on.  Returns whether one did not do so.
-        """
-        wanted = {id(one if one.is_leaf else parameter_behind(one)) for one in tensors}
-        return any([managed.cast_apart(wanted) for managed in self._members.models()])
+    def note_request(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: see `LastForward.note_request`."""
+        if here.stack:
+            behind = map(parameter_behind, tensors)
+            tensors = tensors + [weight for weight in behind if weight is not None]
+        wanted, may_share = set(map(id, tensors)), False
+        for managed in self._members.models():
+            may_share |= managed.note_request(wanted)
+        return may_share
 
     # Gradients and loss scales
 

@@ -109,7 +109,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "autograd.grad, backward(inputs=...): weights asked for have nodes of their own",
             lambda needs: needs.tables or needs.half_models,
-            lambda: gradient_requests.replacements(events.cast_apart),
+            lambda: gradient_requests.replacements(events.note_request),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
