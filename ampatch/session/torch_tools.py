@@ -11,16 +11,17 @@ from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
 from ..interop import (
+    backward_passes,
     clip_grad,
     data_loading,
     ddp,
-    gradient_requests,
     module_dtype,
     state_dicts,
     tensor_methods,
     torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
+from ..scaling.scaled_backward import pass_begins
 from ..torch_private import dynamo_inputs
 from . import ranks
 from .torch_events import TorchEvents
@@ -107,9 +108,9 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             lambda: context_propagation.functions(state),
         ),
         Tool(
-            "autograd.grad, backward(inputs=...): weights asked for have nodes of their own",
-            lambda needs: needs.tables or needs.half_models,
-            lambda: gradient_requests.replacements(events.note_request),
+            "autograd.grad, backward: weights asked for get nodes of their own, blocks look on",
+            lambda needs: needs.tables or needs.half_models or needs.optimizers,
+            lambda: backward_passes.replacements(events.note_request, pass_begins),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
