@@ -138,7 +138,7 @@ class ScaledBackward:
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
         self._together = together and len(self._several) > 1
-        self._scale: Any = None
+        self.scale: Any = None
         self._blocks: list[Block] = []  # one for each of the optimizers
         self.scaled_loss: Tensor | None = None
 
@@ -147,9 +147,9 @@ class ScaledBackward:
             for one in self._several:
                 one.gather(self._scaler)
             held = [with_grads(one.parameters()) for one in self._several]
-            scaled, self._scale = self._scaler.scale(self._loss)
+            scaled, self.scale = self._scaler.scale(self._loss)
             waits = (one.state for one in self._several if isinstance(one.state, Scaled))
-            self._scaled = next(waits, None) or Scaled(self._scaler, self._scale)
+            self._scaled = next(waits, None) or Scaled(self._scaler, self.scale)
             for one, params in zip(self._several, held, strict=True):
                 self._blocks.append(one.begin(params, self._scaled, self._unscalers))
             if self._passed is not None and scaled.requires_grad:
@@ -207,7 +207,7 @@ class ScaledBackward:
 
         Raises `AmpatchError` unless all of them have its scale.
         """
-        own, scales = float(self._scale), [float(one._scale) for one in through]
+        own, scales = float(self.scale), [float(one.scale) for one in through]
         if not scales and own != 1.0:
             raise AmpatchError(_UNSCALED % self._names())
         for scale in scales:
@@ -218,7 +218,7 @@ class ScaledBackward:
 
     def check_once(self, through: list[ScaledBackward]) -> None:
         """Its scaled loss is the root of a pass, which came through these other blocks' too."""
-        if any(float(one._scale) != 1.0 for one in through):
+        if any(float(one.scale) != 1.0 for one in through):
             raise AmpatchError(_TWICE % self._names())
 
     def _abandon(self) -> None:
@@ -230,7 +230,7 @@ class ScaledBackward:
         if self._passed is None or self._passed.times:
             return False
         if any(one.has_new() for one in self._several):
-            return float(self._scale) != 1.0
+            return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._several[0].has_logged_no_backward:
             self._several[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
@@ -255,7 +255,7 @@ class ScaledBackward:
             return
         flags = []
         for one, block in blocks:
-            found = one.after_backward(block, self._scaler, self._scale, self._delay_check)
+            found = one.after_backward(block, self._scaler, self.scale, self._delay_check)
             if found is not None:
                 flags.append(found)
         update_scaler(
