@@ -41,7 +41,7 @@ from torch import Tensor
 from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import share_flag, sharers, trains_with_others, world_size
-from .scale_value import Flag, either
+from .scale_value import Flag, either, is_set
 from .tensor_lists import drop_grads, grads_of, put_back
 
 _grad_of = operator.attrgetter("grad")
@@ -61,6 +61,8 @@ class Check:
     found_inf: Flag | None
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
+    earlier: Flag | None = None  # of it: in gradients that were there at an earlier step
+    new: Flag | None = None  # of it: in gradients that have come since
 
 
 class Seen(NamedTuple):
@@ -246,12 +248,13 @@ class Gradients:
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
-        before = self.check
+        before, earlier, new = self.check, None, found
         if before is not None and before.found_inf is not None:
             scaler = before.scaler if before.found_inf is True else scaler
             found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
-        self.check = Check(found, scaler, is_everyones)
+            earlier, new = before.earlier, new if before.new is None else either(before.new, new)
+        self.check = Check(found, scaler, is_everyones, earlier, new)
 
     def finish(self) -> None:
         """Unscale what `delay_unscale` left scaled, unless a block is open."""
@@ -274,8 +277,21 @@ class Gradients:
             if check.found_inf is None:
                 self.check = None
             return None
-        scale = check.scaler.peek()
-        return self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
+        scale, is_used = check.scaler.peek(), check.found_inf is None
+        found = self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
+        if is_used and self.check is not None:
+            self.check.earlier, self.check.new = found, None
+        return found
+
+    def is_left_over(self) -> bool:
+        """Whether the last look has found an overflow of an earlier step alone: it was not zeroed.
+
+        Several ranks cannot tell: there gradients add up in place.  Waits for the device.
+        """
+        check = self.check
+        if check is None or check.earlier is None or not is_set(check.earlier):
+            return False
+        return check.new is None or not is_set(check.new)
 
     # Steps and zeroes
 
