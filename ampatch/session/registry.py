@@ -175,8 +175,8 @@ class Registry(Generic[Session]):
             if needs.tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
-        of_handles = [policy for session, policy in casting if session.handle is not None]
-        self.state.in_half_models = of_handles[-1] if of_handles else None
+        by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
+        self.state.in_half_models = by_init[-1] if by_init else None
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True

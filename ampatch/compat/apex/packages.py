@@ -128,7 +128,8 @@ class Loader:
 
 def _refuse(name: str) -> None:
     """Raise `ImportError` where it is known what to use instead; a mere question gets None."""
-    hint, asks = replacement(name), sys._getframe(3).f_globals.get("__name__") == "importlib.util"
+    hint, caller = replacement(name), sys._getframe(2).f_back
+    asks = caller is not None and caller.f_globals.get("__name__") == "importlib.util"
     if hint is not None and not asks:
         raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
 
