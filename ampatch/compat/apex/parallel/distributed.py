@@ -63,15 +63,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "apex.parallel.DistributedDataParallel(shared_param=...): not an option any more; "
                 "pass delay_allreduce=True for parameters shared between modules."
             )
-        bucket = {}
+        options = {"find_unused_parameters": bool(delay_allreduce), _SENDS_BUFFERS: False}
         if message_size != _MESSAGE_SIZE:
-            bucket["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
-        super().__init__(
-            module,
-            find_unused_parameters=bool(delay_allreduce),
-            **{_SENDS_BUFFERS: False},
-            **bucket,
-        )
+            options["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
+        super().__init__(module, **options)
         if not gradient_average:
             self.register_comm_hook((self.process_group, gradient_predivide_factor), _add_up)
 
