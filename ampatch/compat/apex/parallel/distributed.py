@@ -93,14 +93,11 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        self.module: nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            for param in self.module.parameters():
-                dist.broadcast(param.data, 0)
-        else:
-            self.grads = list(module_or_grads_list)
+        is_module = isinstance(module_or_grads_list, nn.Module)
+        self.module: Any = module_or_grads_list if is_module else None
+        self.grads: list[Tensor] = [] if is_module else list(module_or_grads_list)
+        for param in self.module.parameters() if is_module else ():
+            dist.broadcast(param.data, 0)
 
     def reduce(self) -> None:
         """Average in place.  Every rank must have gradients for the same tensors."""
