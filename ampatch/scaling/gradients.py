@@ -24,6 +24,7 @@ These facts go with each state, but `left_scaled` is false in a Block:
 
     check    the last look at complete gradients.  None: there was none since they were zeroed.
              `check.found_inf` None: a step has used what was found
+             `check.new`: of it, what has come since
     held     findings that wait for the script (`delay_overflow_check`), until `release`
     waiting  updates of loss scalers that wait for the step
 """
@@ -61,8 +62,7 @@ class Check:
     found_inf: Flag | None
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
-    earlier: Flag | None = None  # of it: in gradients that were there at an earlier step
-    new: Flag | None = None  # of it: in gradients that have come since
+    new: Flag | None = None  # of it: in gradients that have come since the last step
 
 
 class Seen(NamedTuple):
@@ -248,13 +248,13 @@ class Gradients:
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
-        before, earlier, new = self.check, None, found
+        before, new = self.check, found
         if before is not None and before.found_inf is not None:
             scaler = before.scaler if before.found_inf is True else scaler
             found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
-            earlier, new = before.earlier, new if before.new is None else either(before.new, new)
-        self.check = Check(found, scaler, is_everyones, earlier, new)
+            new = new if before.new is None else either(before.new, new)
+        self.check = Check(found, scaler, is_everyones, new)
 
     def finish(self) -> None:
         """Unscale what `delay_unscale` left scaled, unless a block is open."""
@@ -280,18 +280,16 @@ class Gradients:
         scale, is_used = check.scaler.peek(), check.found_inf is None
         found = self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
         if is_used and self.check is not None:
-            self.check.earlier, self.check.new = found, None
+            self.check.new = None
         return found
 
     def is_left_over(self) -> bool:
-        """Whether the last look has found an overflow of an earlier step alone: it was not zeroed.
+        """Whether a step was skipped for gradients of an earlier one alone, which were not zeroed.
 
         Several ranks cannot tell: there gradients add up in place.  Waits for the device.
         """
         check = self.check
-        if check is None or check.earlier is None or not is_set(check.earlier):
-            return False
-        return check.new is None or not is_set(check.new)
+        return check is not None and (check.new is None or not is_set(check.new))
 
     # Steps and zeroes
 
