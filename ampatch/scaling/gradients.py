@@ -24,7 +24,7 @@ These facts go with each state, but `left_scaled` is false in a Block:
 
     check    the last look at complete gradients.  None: there was none since they were zeroed.
              `check.found_inf` None: a step has used what was found
-             `check.new`: of it, what has come since
+             `check.is_old`: they were not zeroed since.  `check.new`: an overflow that came since
     held     findings that wait for the script (`delay_overflow_check`), until `release`
     waiting  updates of loss scalers that wait for the step
 """
@@ -62,7 +62,8 @@ class Check:
     found_inf: Flag | None
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
-    new: Flag | None = None  # of it: in gradients that have come since the last step
+    is_old: bool = False  # gradients that a step has used are among them
+    new: Flag | None = None  # of it: in gradients that have come since
 
 
 class Seen(NamedTuple):
@@ -248,13 +249,13 @@ class Gradients:
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
-        before, new = self.check, found
+        before, is_old, new = self.check, False, found
         if before is not None and before.found_inf is not None:
             scaler = before.scaler if before.found_inf is True else scaler
             found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
-            new = new if before.new is None else either(before.new, new)
-        self.check = Check(found, scaler, is_everyones, new)
+            is_old, new = before.is_old, new if before.new is None else either(before.new, new)
+        self.check = Check(found, scaler, is_everyones, is_old, new)
 
     def finish(self) -> None:
         """Unscale what `delay_unscale` left scaled, unless a block is open."""
@@ -280,7 +281,7 @@ class Gradients:
         scale, is_used = check.scaler.peek(), check.found_inf is None
         found = self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
         if is_used and self.check is not None:
-            self.check.new = None
+            self.check.is_old, self.check.new = True, None
         return found
 
     def is_left_over(self) -> bool:
@@ -289,7 +290,9 @@ class Gradients:
         Several ranks cannot tell: there gradients add up in place.  Waits for the device.
         """
         check = self.check
-        return check is not None and (check.new is None or not is_set(check.new))
+        if check is None or not check.is_old:  # before a wait
+            return False
+        return check.new is None or not is_set(check.new)
 
     # Steps and zeroes
 
