@@ -11,6 +11,7 @@ from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
 from ..interop import (
+    backward_passes,
     clip_grad,
     data_loading,
     ddp,
@@ -20,6 +21,7 @@ from ..interop import (
     torchscript,
 )
 from ..scaling.optimizers.all_steps import NotifyOfSteps
+from ..scaling.scaled_backward import pass_begins
 from ..torch_private import dynamo_inputs
 from . import ranks
 from .torch_events import TorchEvents
@@ -104,6 +106,11 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
             lambda: context_propagation.functions(state),
+        ),
+        Tool(
+            "autograd.grad, backward: weights asked for get nodes of their own, blocks look on",
+            lambda needs: needs.tables or needs.half_models or needs.optimizers,
+            lambda: backward_passes.replacements(events.note_request, pass_begins),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
