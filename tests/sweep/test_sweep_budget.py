@@ -111,6 +111,18 @@ def test_a_third_seed_follows_on_the_second_for_a_little_more(ms, third, monkeyp
     assert not third or seconds(runs) <= 1.25 * 60 * 2.5 + START + STEPS * ms / 1000
 
 
+def test_a_first_run_that_started_cold_is_no_guess_for_the_others(monkeypatch):
+    """It imports what the others find in memory, as on a slow disk: 40 seconds against 4."""
+    machine = Machine(monkeypatch, FAST, 50)
+    plan = machine.plan(budget=4)
+    cold = dataclasses.replace(machine.run(plan.trials[0], None), seconds=40 + START)
+    plan.fit([cold])
+    assert not plan.amounts.answers_all(plan.wish)
+    runs = machine.sweep(plan, [cold])
+    assert set(whole(runs).values()) == {3} and len(whole(runs)) == 5
+    assert seconds(runs) <= 4 * 60 * 1.25
+
+
 def test_no_second_o0_is_run_of_a_round_that_is_over(monkeypatch):
     """It would measure what became of the machine since, and not its noise."""
     machine = Machine(monkeypatch, FAST, 260)  # a wrong guess: the plan begins without it

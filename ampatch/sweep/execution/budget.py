@@ -97,7 +97,7 @@ class Facts:
 
     spent: float
     start: float  # a process without its training
-    beside: float  # a whole run of O0 without its steps
+    beside: float  # a whole run without its steps, the quickest
     steps: int  # in a whole run
     short: int  # steps of a timed run
     step: Mapping[Case, float]  # for rows that have run
@@ -113,14 +113,19 @@ class Facts:
         if not bases:
             return None
         trained = [run for run in runs if run.steps]
+        good = [run for run in runs if not run.trial.short and status(run) == OK]
         return cls(
             spent=sum(run.seconds for run in runs),
             start=min(map(_beside_steps, trained)),
-            beside=statistics.mean(map(_beside_steps, bases)),
+            beside=min(map(_beside_steps, good)),
             steps=bases[0].steps,
             short=short_steps(bases) or FEWEST_STEPS,
             step=_means((run.case, _step(run)) for run in trained if _step(run)),
-            whole=_means((run.case, run.seconds) for run in runs if not run.trial.short),
+            whole=_means(
+                (run.case, run.seconds)
+                for run in runs
+                if not run.trial.short and run is not bases[0]  # it started cold
+            ),
             lowest=lowest,
         )
 
