@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ..casting import context_propagation, weight_cache
+from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
@@ -104,6 +104,11 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             "autograd Functions: a backward has the forward's casts and half copies",
             lambda needs: needs.tables or needs.half_models,
             lambda: context_propagation.functions(state),
+        ),
+        Tool(
+            "operators with a kernel for autocast: they run inside torch's own",
+            lambda needs: needs.tables or needs.half_models,
+            lambda: autocast_kernels.replacements(state),
         ),
         Tool(
             "replicas of DataParallel: they have the casts of the call",
