@@ -17,6 +17,7 @@ from torch import nn
 
 from ..casting.autocast_interop import silence
 from ..casting.cast_observers import CastObserver, observers
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
@@ -79,11 +80,13 @@ def scaling_sessions() -> list[Session]:
 def open_automatic_session(properties: Properties) -> Session:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    The caller scales each backward pass with `session.scaled_backward`.  Calls are cast on
-    accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
+    The caller scales each backward pass with `session.scaled_backward`, and replaces
+    `nn.Module.__call__` by `session.forwards.around`.  Calls are cast on accelerators, and on the
+    devices of the optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
     session.scales_by_itself = True
+    session.forwards = OutermostForwards(session.policies.tables, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..casting.cast_state import CastState
 from ..casting.install import Installation
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
@@ -32,6 +34,7 @@ class OpenSession(Protocol):
     optimizer_rows: Rows[ManagedOptimizer]
     is_open: bool
     may_cast: bool
+    forwards: OutermostForwards | None
 
     def is_alive(self) -> bool: ...
 
@@ -203,7 +206,9 @@ class Registry(Generic[Session]):
             return None
         session, policy = casting[-1]
         newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
-        if session is not newest or session.properties.patch_scope != "process":
+        if session is newest and session.forwards is not None:
+            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+        elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[one.model_rows for one, _ in casting])
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
