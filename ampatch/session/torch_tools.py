@@ -138,7 +138,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "module.to(dtype): refused",
             lambda needs: needs.models,
-            lambda: module_dtype.replacements(events.model_with),
+            lambda: module_dtype.replacements(events.model_with, events.is_relied_on),
         ),
     ]
 
