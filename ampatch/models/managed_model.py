@@ -31,6 +31,7 @@ from ..casting.calls import (
 )
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
+from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
@@ -117,6 +118,7 @@ class ManagedModel:
         self._handles: list[Any] = []
         self.places: Places = {}  # parameters whose calls are cast outside forwards
         self._first: Places = {}  # the parameters and buffers that it came with
+        self.held = HeldFunctions(model)
         self._copies: ModelCopies | None = None
         self.statistics: RunningStatistics | None = None
         self._answers_forward = answers_forward
@@ -250,6 +252,7 @@ class ManagedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.held.take_out()
         if self._parts is not None:
             self._parts.forget()
             self._parts = None
@@ -411,7 +414,9 @@ class ManagedModel:
         if self._step is not None and self._step.leaves():
             return None
         if output is None:  # perhaps because the forward raised
-            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
+            dtype_errors.note(
+                sys.exc_info()[1], self._why_half(), self._remedy(), self.held.name_of
+            )
         if here.stack and self.properties.cast_model_outputs is None:
             to = computes_in() or to
         return None if to is None else cast_tensors(output, to)

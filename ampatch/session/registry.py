@@ -170,14 +170,15 @@ class Registry(Generic[Session]):
         self.state.process = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
-            self._tools.take_out_over_tables()
-            installed.undo()
+            self._take_out_tables()
             if has_rows:
                 installed.install(needs.tables, overridden)
             if needs.tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
         self._tools.put_in(needs)
+        for managed in self.models() if has_rows else ():
+            managed.held.put_in(installed.replacements)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True
             dynamo_inputs.when_imported(self._refresh_tools)
@@ -251,6 +252,11 @@ class Registry(Generic[Session]):
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            self._tools.take_out_over_tables()
-            self.installation.undo()
+            self._take_out_tables()
             self.refresh()
+
+    def _take_out_tables(self) -> None:
+        self._tools.take_out_over_tables()
+        for managed in self.models():
+            managed.held.take_out()
+        self.installation.undo()
