@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..session.facade import ManagedOptimizer, Session
+from ..session.facade import ManagedOptimizer, OutermostForwards, Session
 from ..torch_private.probes import current_backward_pass
 from .graph import OtherGradients, leaves
 
@@ -36,8 +36,8 @@ class _Plan(NamedTuple):
 class Passes:
     """The backward passes of a process, one at a time."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, forwards: OutermostForwards) -> None:
+        self._session, self._forwards = session, forwards
         self._scaler = session.scalers[0]
         self._one_at_a_time = threading.RLock()
         self._warned = False
@@ -80,8 +80,7 @@ class Passes:
 
     def _warn_uncast(self) -> None:
         """Say once that a backward pass begins, and that nothing has been cast before it."""
-        forwards = self._session.forwards
-        if self._has_told or forwards.has_cast or is_dynamo_compiling():
+        if self._has_told or self._forwards.has_cast or is_dynamo_compiling():
             return
         self._has_told = True
         logger.warning(
@@ -108,7 +107,7 @@ class Passes:
         return None
 
     def _warn_unscaled(self) -> None:
-        if not self._warned and self._session.forwards.has_cast:
+        if not self._warned and self._forwards.has_cast:
             self._warned = True
             logger.warning(
                 "ampatch run --auto: a backward() reached no parameter of a torch.optim.Optimizer. "

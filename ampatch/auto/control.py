@@ -54,10 +54,10 @@ def start(asked: dict[str, Any]) -> Session | None:
     properties = properties_for(
         level, half, loss_scale=asked.get("loss_scale"), patch_scope="model"
     )
-    session = facade.open_automatic_session(properties)
+    session, forwards = facade.open_automatic_session(properties)
     patches = PatchSet()
-    passes = Passes(session)
-    patches.replace(nn.Module, "__call__", session.forwards.around)
+    passes = Passes(session, forwards)
+    patches.replace(nn.Module, "__call__", forwards.around)
     patches.replace(torch.autograd, "grad", passes.noting)
     refusals.put(patches)
     arrays.put(patches, properties.dtype)

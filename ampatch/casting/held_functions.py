@@ -1,4 +1,4 @@
-"""Functions of torch that modules of a managed model hold: `self.f = partial(torch.fft.fftn, dim=1)`.
+"""Functions of torch that modules of a managed model hold: `self.f = partial(torch.exp)`.
 
 They were taken before the patches, so no name of torch leads to them.  While patches are in, the
 modules' attributes have the replacements, in partials, lists, tuples and dicts too.

@@ -33,6 +33,7 @@ from .session import Session, registry
 
 __all__ = [
     "ManagedOptimizer",
+    "OutermostForwards",
     "PatchSet",
     "Scaler",
     "Session",
@@ -77,12 +78,12 @@ def scaling_sessions() -> list[Session]:
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
-def open_automatic_session(properties: Properties) -> Session:
+def open_automatic_session(properties: Properties) -> tuple[Session, OutermostForwards]:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    The caller scales each backward pass with `session.scaled_backward`, and replaces
-    `nn.Module.__call__` by `session.forwards.around`.  Calls are cast on accelerators, and on the
-    devices of the optimizers that `manage_optimizer` adds.
+    The caller scales each backward pass with `session.scaled_backward`, and puts in what is
+    returned beside it: `nn.Module.__call__` is to be `forwards.around(nn.Module.__call__)`.  Calls
+    are cast on accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
     session.scales_by_itself = True
@@ -90,7 +91,7 @@ def open_automatic_session(properties: Properties) -> Session:
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
-    return session
+    return session, session.forwards
 
 
 @contextlib.contextmanager
