@@ -58,6 +58,7 @@ class Measured:
     error: str = ""  # the exception that ended the script
     own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
+    casts_nothing: bool = False  # O1 of a plain script, which trains tensors of no module
     kind: Kind = UNKNOWN  # the script's, where this run was to recognize it
 
 
