@@ -144,7 +144,14 @@ def test_a_block_of_disable_casts_and_an_override_hold_for_operators_too(level):
         with ampatch.disable_casts():
             return OPS.in_half(x.float(), hidden.float())
 
+    def recomputed(model, x):
+        hidden = model.layer(x).float()
+        with ampatch.disable_casts():
+            return checkpoint(OPS.in_half, x.float(), hidden, use_reentrant=False)
+
     assert trained(level, off)[2][0][:2] == (FP32, FP32)
+    saw = [one[:2] for one in trained(level, recomputed)[2] if len(one) == 3]
+    assert saw == [(FP32, FP32)] * 2
 
     model = nn.Sequential(Net(FORMS["half"]), Net(FORMS["by its name"]))
     ampatch.initialize(

@@ -206,6 +206,15 @@ def test_what_has_come_into_the_model_since_takes_its_neighbours_dtype(opt_level
     step(model(X).float().sum(), optimizer)
 
 
+@HALF_LEVELS
+def test_within_the_forward_a_dtype_is_refused_too(level):
+    model, _ = start(
+        level, model=Made(lambda self, x: self.layer.double()(x), layer=nn.Linear(4, 4))
+    )
+    with pytest.raises(ampatch.AmpatchError, match="Linear is to be converted"):
+        model(X)
+
+
 def test_a_weight_of_the_model_in_another_module_is_still_the_models(opt_level):
     model, _ = start(opt_level)
     other = nn.Linear(4, 4)
