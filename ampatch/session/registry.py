@@ -35,6 +35,7 @@ class OpenSession(Protocol):
     is_open: bool
     may_cast: bool
     forwards: OutermostForwards | None
+    handle: Any
 
     def is_alive(self) -> bool: ...
 
@@ -167,7 +168,7 @@ class Registry(Generic[Session]):
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, needs.tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process = None
+        self.state.process = self.state.in_half_models = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
             self._take_out_tables()
@@ -176,6 +177,8 @@ class Registry(Generic[Session]):
             if needs.tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
+        by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
+        self.state.in_half_models = by_init[-1] if by_init else None
         self._tools.put_in(needs)
         for managed in self.models() if has_rows else ():
             managed.held.put_in(installed.replacements)
