@@ -31,6 +31,7 @@ from ..casting.calls import (
 )
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
+from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
@@ -79,8 +80,9 @@ class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
-    that floating inputs and outputs are cast to; None: they are left as they are.
+    None (no casting) at O0, and at O2 and O3, where `CastState.in_half_models` stands
+    for None.  `in_dtype` and `out_dtype` are the dtypes that floating inputs and
+    outputs are cast to; None: they are left as they are.
     `answers_forward`: at a level with half weights `model.forward(...)` is a call of the model.
     """
 
@@ -116,6 +118,8 @@ class ManagedModel:
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
         self.places: Places = {}  # parameters whose calls are cast outside forwards
+        self._first: Places = {}  # the parameters and buffers that it came with
+        self.held = HeldFunctions(model)
         self._copies: ModelCopies | None = None
         self.statistics: RunningStatistics | None = None
         self._answers_forward = answers_forward
@@ -188,6 +192,12 @@ class ManagedModel:
         """Whether the forward computes with half copies of this weight."""
         return self.lent is not None and id(parameter) in self.lent.ids()
 
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
+        last, lent = self._last_forward, self.lent
+        may_share = last is not None and last.note_request(wanted)
+        return (lent is not None and lent.note_request(wanted)) or may_share
+
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)
@@ -223,16 +233,20 @@ class ManagedModel:
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
+    def came_with(self, tensor: Tensor) -> bool:
+        """Whether the model had this parameter or buffer when the session began, and still has."""
+        place = self._first.get(id(tensor))
+        return place is not None and getattr(place[0](), place[1], None) is tensor
+
     def _note_places(self) -> None:
-        if self.policy is None:
-            return
-        self.places.update(
-            {
-                id(parameter): (weakref.ref(module), name)
-                for module in self.model.modules()
-                for name, parameter in module.named_parameters(recurse=False)
-            }
-        )
+        for module in self.model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            places = {id(param): (weakref.ref(module), name) for name, param in own.items()}
+            self._first.update(places)
+            if self.policy is not None:
+                self.places.update(places)
+            for name, buffer in module.named_buffers(recurse=False):
+                self._first[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
         """Take hooks and conversions out.  No reference to the model stays in a cycle.
@@ -245,6 +259,7 @@ class ManagedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.held.take_out()
         if self._parts is not None:
             self._parts.forget()
             self._parts = None
@@ -315,6 +330,8 @@ class ManagedModel:
                 if self._parts is not None and inputs is self._inputs:  # the whole model is called
                     call.removed_hooks = self._parts
                     self._parts.step_aside()
+            if policy is None and lent is not None and state.in_half_models is not None:
+                policy = state.in_half_models.in_type(lent.dtype)
             if len(here.stack) > 1:
                 if self._parts is not None and not self._has_warned_of_block:
                     self._warn_of_settings()
@@ -363,6 +380,8 @@ class ManagedModel:
         places = None
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
             places = self.lent.lend_traced(root)
+        if policy is None and self.lent is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_type(self.lent.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if places is not None or not (policy is KEEP or policy is state.current()):
@@ -406,7 +425,9 @@ class ManagedModel:
         if self._step is not None and self._step.leaves():
             return None
         if output is None:  # perhaps because the forward raised
-            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
+            dtype_errors.note(
+                sys.exc_info()[1], self._why_half(), self._remedy(), self.held.name_of
+            )
         if here.stack and self.properties.cast_model_outputs is None:
             to = computes_in() or to
         return None if to is None else cast_tensors(output, to)

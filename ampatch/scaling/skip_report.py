@@ -14,6 +14,10 @@ from .step_counts import StepCounts
 
 _SHOWN = 5  # parameters named
 _EACH = 10  # skips in a row from which not each one has a line
+_LEFT_OVER = (
+    "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
+    "step, also after a skipped one"
+)
 
 
 def say(
@@ -31,13 +35,15 @@ def say(
     no finite number, which is said.  The error, and the look at the loss, wait for the device.
     """
     kind, row = type(managed.optimizer).__name__, counts.skipped_in_a_row
+    is_left_over = row > 1 and managed.gradients.is_left_over()
     words = "a step" if new == 1 else f"{new} steps"
     if row >= _EACH:
         words = f"{row} steps in a row"
     if row < _EACH or (row // _EACH).bit_length() > (max(0, row - new) // _EACH).bit_length():
         logger.info(
-            "Gradient overflow: %s skipped %s (%d of %d since initialize).",
+            "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
             *(kind, words, counts.skipped, counts.taken + counts.skipped),
+            f": {_LEFT_OVER}" if is_left_over else "",
         )
     is_bad = loss is not None and not _is_finite(loss)
     if is_bad:
@@ -45,7 +51,13 @@ def say(
             "The loss is inf or NaN before it is scaled: the forward makes it, and no loss scale "
             "cures it. To see where: ampatch run --debug SCRIPT, or ampatch.debug(model)."
         )
-    if row >= limit > row - new:
+    if row >= limit > row - new and is_left_over:
+        logger.error(
+            "%d steps of %s in a row were skipped. The last one had finite new gradients, but %s. "
+            "First such gradients: %s.",
+            *(row, kind, _LEFT_OVER, _offenders(managed, names())),
+        )
+    elif row >= limit > row - new:
         logger.error(
             "%d steps of %s in a row were skipped because gradients held inf or NaN. First such "
             "gradients: %s. Where ampatch.loss_scale() is small, float16 does not overflow: look "
