@@ -34,15 +34,10 @@ def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
         raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
 
 
-def name_and_value(metavar: str) -> Callable[[str], tuple[str, str]]:
+def name_and_value(metavar: str, text: str) -> tuple[str, str]:
     """`NAME=VALUE`, split at the first `=`; `metavar` is how the help writes it."""
-
-    def parse(text: str) -> tuple[str, str]:
-        name, sign, value = text.partition("=")
-        if not (name and sign and value):
-            example = rf"'{name or 'accuracy'}={name or 'accuracy'}: (\S+)'"
-            such_as = f", such as {example}" if metavar == "NAME=REGEX" else ""
-            raise ArgumentTypeError(f"{text!r}: expected {metavar}{such_as}")
-        return name, value
-
-    return parse
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        such_as = rf", such as '{name or 'acc'}={name or 'acc'}: (\S+)'"
+        raise ArgumentTypeError(f"{text!r}: expected {metavar}{such_as * ('REGEX' in metavar)}")
+    return name, value

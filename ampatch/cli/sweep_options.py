@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
     if option.metadata["parse"] is bool:
         return {"action": argparse.BooleanOptionalAction}
     if option.default_factory is dict:
-        return {"action": "append", "type": name_and_value(metavar), "metavar": metavar}
+        return {"action": "append", "type": partial(name_and_value, metavar), "metavar": metavar}
     if option.name == "overrides":
         return {"action": "append", "metavar": metavar}
     return {"type": option.metadata["parse"], "metavar": metavar}

@@ -43,11 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     add_program(parser)
     what = parser.add_argument_group("what is tuned")
-    what.add_argument(
-        "--opt-level",
-        choices=("O1", "O2", "O3"),
-        help="the level to bring back (with --resume: as it was)",
-    )
+    what.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to bring back")
     what.add_argument(
         "--dtype",
         type=lambda name: SHORT_DTYPES.get(name, name),

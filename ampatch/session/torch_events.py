@@ -44,6 +44,14 @@ class TorchEvents:
                 return managed.model
         return None
 
+    def is_relied_on(self, tensor: Tensor) -> bool:
+        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
+        if parameter_behind(tensor) is not None:  # within the forward
+            return True
+        return any(managed.came_with(tensor) for managed in self._members.models()) or any(
+            param is tensor for one in self._members.optimizers() for param in one.parameters()
+        )
+
     def sessions_of(self, module: nn.Module) -> list[Any]:
         """The enabled sessions that manage weights of a module, or that have no models."""
         own = set(map(id, module.parameters()))

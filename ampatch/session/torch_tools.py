@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ..casting import context_propagation, weight_cache
+from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
@@ -113,6 +113,11 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             lambda: backward_passes.replacements(events.note_request, pass_begins),
         ),
         Tool(
+            "operators with a kernel for autocast: they run inside torch's own",
+            lambda needs: needs.tables or needs.half_models,
+            lambda: autocast_kernels.replacements(state),
+        ),
+        Tool(
             "replicas of DataParallel: they have the casts of the call",
             lambda needs: needs.tables,
             lambda: context_propagation.replicas(state),
@@ -140,7 +145,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "module.to(dtype): refused",
             lambda needs: needs.models,
-            lambda: module_dtype.replacements(events.model_with),
+            lambda: module_dtype.replacements(events.model_with, events.is_relied_on),
         ),
     ]
 
