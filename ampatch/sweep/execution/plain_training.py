@@ -37,7 +37,7 @@ def watch_unscaled(recorder: Recorder) -> None:
     """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
     plain = PlainTraining(recorder, "")
     plain.watch_losses()
-    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.stop()))
+    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.mute()))
 
 
 class PlainTraining:
@@ -51,6 +51,7 @@ class PlainTraining:
     ) -> None:
         self._recorder, self._name, self._first_step = recorder, name, first_step
         self._patches = PatchSet()
+        self._is_mute = False
         self._hooks: list[Any] = []
         self._steps = 0
         self._given: Any = None
@@ -80,6 +81,10 @@ class PlainTraining:
         """Report the backward passes alone."""
         self._patches.replace(torch.autograd, "backward", self._reporting)
 
+    def mute(self) -> None:
+        """Report no more losses; the patch stays, as a session may have put one around it."""
+        self._is_mute = True
+
     def stop(self) -> None:
         self._patches.undo()
         for hook in self._hooks:
@@ -89,7 +94,8 @@ class PlainTraining:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            self._recorder.on_loss(self._before_scaling(first))
+            if not self._is_mute:
+                self._recorder.on_loss(self._before_scaling(first))
             return original(tensors, *args, **kwargs)
 
         return backward
