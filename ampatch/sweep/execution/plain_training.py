@@ -37,7 +37,7 @@ def watch_unscaled(recorder: Recorder) -> None:
     """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
     plain = PlainTraining(recorder, "")
     plain.watch_losses()
-    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.stop()))
+    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.mute()))
 
 
 class PlainTraining:
@@ -82,6 +82,11 @@ class PlainTraining:
         self._patches.replace(torch.autograd, "backward", self._reporting)
 
     def stop(self) -> None:
+        """Report nothing more, and put back what was there before."""
+        self.mute()
+        self._patches.undo()
+
+    def mute(self) -> None:
         """Report nothing more; the patches stay, as a session may have put its own around them."""
         self._is_over = True
         for hook in self._hooks:
