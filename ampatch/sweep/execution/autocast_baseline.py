@@ -87,7 +87,7 @@ class AutocastBaseline:
             return
         self._update_after_step()
         listed = _listed(optimizers)
-        self._unscaled_losses.stop()
+        self._unscaled_losses.mute()
         self._recorder.on_loss(loss, loss_id)
         for optimizer in listed:
             self._scale_again(optimizer)

@@ -39,7 +39,7 @@ def script_notes(
         "starts": starts_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
-        "files": _files_note(options, runs),
+        "files": _files_note(runs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
         "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
@@ -61,7 +61,8 @@ def other_notes(
     """How the runs were timed, tested and ended."""
     said = plan.left_out() if is_complete else plan.in_words()
     planned = [plan.speeds_in_words(), said] if plan.has_budget else []
-    notes = [*planned, *_timing_notes(plan, runs)]
+    copies = [_copies_note(runs)] if options.copies else []
+    notes = [*planned, *_timing_notes(plan, runs), *filter(None, copies)]
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
@@ -171,13 +172,16 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
     )
 
 
-def _files_note(options: SweepOptions, runs: Sequence[Run]) -> str:
-    """What O0 has written into the user's folder, or where trials write that have copies of it."""
-    if options.copies:
-        links = ", ".join(name for run in runs for name in run.linked)
-        linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
-        said = "Each trial runs in a copy of the current folder; what it writes there stays in "
-        return f"{said}runs/*.copy.{linked}" if runs else ""
+def _copies_note(runs: Sequence[Run]) -> str:
+    """Where trials write that run in copies of the folder."""
+    links = ", ".join(name for run in runs for name in run.linked)
+    linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
+    said = "Each trial ran in a copy of the current folder; what it wrote there stays in"
+    return f"{said} runs/*.copy.{linked}" if runs else ""
+
+
+def _files_note(runs: Sequence[Run]) -> str:
+    """What O0 has written into the user's folder."""
     wrote = next((run.wrote for run in runs if run.wrote), [])
     if not wrote:
         return ""

@@ -53,7 +53,7 @@ class Recognition:
             self._name = AMPATCH
             modules = {name: [one.integration] for name, one in FRAMEWORKS.items()}
             self._framework = _running(sys._getframe(), modules)
-            self._plain.stop()
+            self._plain.mute()
             watch_unscaled(self._recorder)
             return
         raise AmpatchError(
