@@ -124,11 +124,8 @@ def in_step(model: nn.Module, step: FrameworkStep) -> AbstractContextManager[Non
 
 def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
-    is_first = not session.optimizers
     managed = session.manage_optimizer(optimizer)
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
-    if is_first:
-        registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
 
 

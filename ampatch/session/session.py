@@ -246,7 +246,7 @@ class Session:
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
-            registry.events.give_back_shared(model)
+            registry.give_back_shared(model)
         managed.convert(stays_float)
         managed.warn_of_half_weights()
         managed.install()
@@ -340,7 +340,7 @@ class Session:
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
-        return registry.events.is_lent(parameter)
+        return registry.is_lent(parameter)
 
     def casts_on(self) -> AbstractContextManager[None]:
         """The policy in force around the step that is running, for the forward in a closure."""

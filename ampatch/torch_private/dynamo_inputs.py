@@ -18,18 +18,19 @@ _CLASS = "VariableBuilder"
 _MODULES = (MODULE, "torch._subclasses.meta_utils")
 
 
-def is_imported() -> bool:
-    """Whether there is anything to replace yet."""
-    return hasattr(sys.modules.get(MODULE), _CLASS)  # defined after the functions
-
-
 def when_imported(call: Callable[[], None]) -> None:
     """Have `call()` run once Dynamo's part is imported."""
     wrapt.register_post_import_hook(lambda module: call(), MODULE)
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace: `(module, name, make)`; nothing where torch has other functions."""
+    """What to replace: `(module, name, make)`.
+
+    Nothing while Dynamo's part is not imported (to the end: a class is defined after the functions,
+    which it binds), or where torch has other functions.
+    """
+    if not hasattr(sys.modules.get(MODULE), _CLASS):
+        return []
     return [
         (module, name, make)
         for module in filter(None, map(sys.modules.get, _MODULES))

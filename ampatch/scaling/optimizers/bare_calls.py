@@ -12,10 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...torch_private.optimizers import CODE_AROUND_STEPS, hooks_of_steps
 from ...torch_private.probes import is_profiling
-from .all_steps import NotifyOfSteps
+
+
+class _Notify:
+    """A hook after every step of a `torch.optim.Optimizer`, of those that nobody manages too."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+
+    def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        self._notify()
+
+
+def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
+    """Have `notify()` called after every step of any optimizer; returns what ends it."""
+    return register_optimizer_step_post_hook(_Notify(notify)).remove
 
 
 def bare_step(original: Any, optimizer: Any) -> Callable | None:
@@ -33,7 +48,7 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
     ):
         return None
     for hook in hooks_of_steps(optimizer):
-        if type(hook) is not NotifyOfSteps:
+        if type(hook) is not _Notify:
             return None
     return function.__wrapped__
 
