@@ -16,20 +16,6 @@ bool are_lists(PyObject* const* args, Py_ssize_t count) {
   return true;
 }
 
-// entries_are(tables, names, values): whether each table has this very value under the name.
-PyObject* entries_are(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 3 && are_lists(args, 3), "entries_are(tables: list, names: list, values: list)");
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
-    PyObject* found = PyDict_GetItemWithError(item(args[0], i), item(args[1], i));
-    if (found == nullptr && PyErr_Occurred()) return nullptr;
-    if ((found == nullptr ? Py_None : found) != item(args[2], i)) Py_RETURN_FALSE;
-  }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-
 // The item of a list at the index that a Python number gives; a borrowed reference.
 PyObject* chosen(PyObject* list, PyObject* number) {
   const Py_ssize_t place = PyLong_AsSsize_t(number);
@@ -80,22 +66,6 @@ PyObject* take_entries_out(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const int is_there = PyDict_Contains(item(args[0], i), item(args[1], i));
     if (is_there < 0) return nullptr;
     if (is_there == 1 && PyObject_DelItem(item(args[0], i), item(args[1], i)) != 0) return nullptr;
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// share_attributes(tensors, attributes): tensors[i].__dict__ = attributes[i] of plain tensors.
-PyObject* share_attributes(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 2 && are_lists(args, 2), "share_attributes(tensors: list, attributes: list)");
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
-    PyObject* tensor = item(args[0], i);
-    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == THPVariableClass &&
-        PyObject_GenericSetDict(tensor, item(args[1], i), nullptr) != 0) {
-      return nullptr;
-    }
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

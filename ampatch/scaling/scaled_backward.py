@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..errors import AmpatchError
 from ..log import logger
-from .gradients import Block, Gradients, Scaled, unscalers_among, update_scaler
-from .loss_scaler import Scaler
+from .delayed import leave_scaled, settle, update
+from .gradients import Block, Gradients, Scaled, State, unscalers_among
+from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
-from .tensor_lists import with_grads
+from .process_group import trains_with_others
 
 _RIGHT = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -116,13 +117,16 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
+            earlier = []
             for one in self._several:
-                one.gather(self._scaler)
-            held = [with_grads(one.parameters()) for one in self._several]
+                if one.state is State.SCALED:
+                    settle(one, self._scaler)
+                earlier.append(one.gather())
             scaled, self._scale = self._scaler.scale(self._loss)
-            waits = (one.state for one in self._several if isinstance(one.state, Scaled))
-            self._scaled = next(waits, None) or Scaled(self._scaler, self._scale)
-            for one, params in zip(self._several, held, strict=True):
+            self._scaled = Scaled(self._scaler, self._scale, self._scaler.generation)
+            for one in reversed(self._several):  # what waits scaled is at the same scale
+                self._scaled = one.scaled or self._scaled
+            for one, params in zip(self._several, earlier, strict=True):
                 self._blocks.append(one.begin(params, self._scaled, self._unscalers))
             if self._passed is not None and scaled.requires_grad:
                 scaled.register_hook(self._passed)
@@ -172,7 +176,7 @@ class ScaledBackward:
     def _complete(self) -> None:
         blocks = list(zip(self._several, self._blocks, strict=True))
         for one, block in blocks:
-            if one.state is not block:
+            if one.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer has begun inside this one, so its "
@@ -181,16 +185,22 @@ class ScaledBackward:
                 )
         if self._delay_unscale:
             for one, block in blocks:
-                one.leave_scaled(block, self._scaled)
+                leave_scaled(one, block, self._scaled)
             return
-        flags = []
+        scaler, held, flags = self._scaler, [], []
         for one, block in blocks:
-            found = one.after_backward(block, self._scaler, self._scale, self._delay_check)
-            if found is not None:
-                flags.append(found)
-        update_scaler(
-            self._scaler, flags, self._several, at_step=self._delay_check, together=self._together
-        )
+            check = one.after_backward(block, scaler, self._scale, is_held=self._delay_check)
+            if check is not None and check.found_inf is not None:
+                held.append((one, check))
+                flags.append(check.found_inf)
+        if not isinstance(scaler, DynamicScaler):
+            return
+        others_wait = [True for one in self._several if one.waiting]
+        if others_wait or self._delay_check or self._together or trains_with_others():
+            held_here = held if self._delay_check else None
+            update(scaler, self._several, flags, held=held_here, together=self._together)
+        else:
+            scaler.update(flags)
 
 
 def with_sharers(

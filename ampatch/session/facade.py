@@ -23,7 +23,7 @@ from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors, tensors_within
-from ..scaling import gradients
+from ..scaling import delayed
 from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
@@ -130,8 +130,8 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
 
 
 def drop_findings(session: Session, scaler: Scaler) -> None:
-    """As `gradients.drop_findings`, of the session's optimizers: the script decides about steps."""
-    gradients.drop_findings(scaler, [one.gradients for one in session.optimizers])
+    """As `delayed.drop_findings`, of the session's optimizers: the script decides about steps."""
+    delayed.drop_findings(scaler, [one.gradients for one in session.optimizers])
 
 
 # Casting

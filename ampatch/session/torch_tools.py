@@ -27,10 +27,10 @@ from ..interop import (
 )
 from ..models.lent_weights import note_values
 from ..models.managed_model import ManagedModel
-from ..scaling.gradients import skip_together
+from ..scaling.delayed import ready, skip_together
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers.bare_calls import notify_of_steps
 from ..torch_private import dynamo_inputs
+from ..torch_private.optimizers import notify_of_steps
 from . import ranks
 
 
@@ -134,8 +134,8 @@ class TorchTools:
     def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
         wanted = {id(tensor) for tensor in tensors}
-        ready = [one.gradients for one in self._members.optimizers()]
-        clipped = [one for one in ready if one.ready(wanted)]
+        managed = [one.gradients for one in self._members.optimizers()]
+        clipped = [gradients for gradients in managed if ready(gradients, wanted)]
         if by_norm:
             skip_together(clipped)
 
