@@ -49,6 +49,7 @@ class CastState:
 
     def __init__(self) -> None:
         self.process: Policy | None = None
+        self.in_half_models: Policy | None = None  # `init` has functions of the user cast there too
         self.per_thread = False  # whether functions look at their own thread: see `watch`
         self.reasons = 0  # why they do
         self.lock = threading.RLock()

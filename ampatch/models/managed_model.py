@@ -79,8 +79,9 @@ class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
-    that floating inputs and outputs are cast to; None: they are left as they are.
+    None (no casting) at O0, and at O2 and O3, where `CastState.in_half_models` stands
+    for None.  `in_dtype` and `out_dtype` are the dtypes that floating inputs and
+    outputs are cast to; None: they are left as they are.
     `answers_forward`: at a level with half weights `model.forward(...)` is a call of the model.
     """
 
@@ -315,6 +316,8 @@ class ManagedModel:
                 if self._parts is not None and inputs is self._inputs:  # the whole model is called
                     call.removed_hooks = self._parts
                     self._parts.step_aside()
+            if policy is None and lent is not None and state.in_half_models is not None:
+                policy = state.in_half_models.in_type(lent.dtype)
             if len(here.stack) > 1:
                 if self._parts is not None and not self._has_warned_of_block:
                     self._warn_of_settings()
@@ -363,6 +366,8 @@ class ManagedModel:
         places = None
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
             places = self.lent.lend_traced(root)
+        if policy is None and self.lent is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_type(self.lent.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if places is not None or not (policy is KEEP or policy is state.current()):

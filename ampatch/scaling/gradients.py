@@ -36,7 +36,7 @@ from torch import Tensor
 from ..log import logger
 from .loss_scaler import Scaler
 from .process_group import share_flag, sharers, trains_with_others, world_size
-from .scale_value import Flag, either
+from .scale_value import Flag, either, is_set
 from .unscaling import add_back
 
 _grad_of = operator.attrgetter("grad")
@@ -65,14 +65,18 @@ class Check:
     found_inf: Flag | None  # None: a step has used it
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
+    new: Flag | None  # of it: in gradients that have come since the last step
+    left: Flag | None = None  # of it: in gradients that were there at that step
 
-    def joined(self, earlier: Check | None) -> Check:
-        """This and an earlier look at the same gradients, as one."""
-        if earlier is None or earlier.found_inf is None or self.found_inf is None:
+    def joined(self, before: Check) -> Check:
+        """This and the look before, at the same gradients, as one."""
+        if before.found_inf is None or self.found_inf is None:
             return self
-        scaler = earlier.scaler if earlier.found_inf is True else self.scaler
-        is_everyones = self.is_everyones and earlier.is_everyones
-        return Check(either(earlier.found_inf, self.found_inf), scaler, is_everyones)
+        scaler = before.scaler if before.found_inf is True else self.scaler
+        is_everyones = self.is_everyones and before.is_everyones
+        new = self.new if before.new is None or self.new is None else either(before.new, self.new)
+        found_inf = either(before.found_inf, self.found_inf)
+        return Check(found_inf, scaler, is_everyones, new, before.left)
 
 
 class Seen(NamedTuple):
@@ -260,7 +264,7 @@ class Gradients:
         groups, are_all = sharers(self._process_group, grads)
         if groups:
             found_inf = share_flag(found_inf, groups, grads)
-        return Check(found_inf, scaler, are_all)
+        return Check(found_inf, scaler, are_all, new=found_inf)
 
     def _own(self, params: Sequence[Tensor], unscalers: dict[int, Gradients]) -> list[Tensor]:
         """The `params` whose gradients this optimizer scales and unscales."""
@@ -272,7 +276,7 @@ class Gradients:
 
     def note(self, found_inf: Flag, scaler: Scaler) -> None:
         """The same for a flag that not all processes have shared."""
-        self.keep(Check(found_inf, scaler, is_everyones=False))
+        self.keep(Check(found_inf, scaler, is_everyones=False, new=found_inf))
 
     def look_again(self) -> Flag | None:
         """Look for overflow once more, where gradients may have changed since their block ended.
@@ -295,8 +299,20 @@ class Gradients:
         check = self.unscale(earlier.scaler, scale / scale, {})  # 1, where the scale lives
         if check is None:
             return None
+        if is_used:
+            check.new, check.left = None, check.found_inf
         self.keep(check)
         return check.found_inf
+
+    def is_left_over(self) -> bool:
+        """Whether the last look has found an overflow of an earlier step alone: it was not zeroed.
+
+        Several ranks cannot tell: there gradients add up in place.  Waits for the device.
+        """
+        check = self.check
+        if check is None or check.left is None or not is_set(check.left):
+            return False
+        return check.new is None or not is_set(check.new)
 
     # Steps and zeroes
 

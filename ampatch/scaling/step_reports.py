@@ -14,6 +14,10 @@ from .step_counts import StepCounter, StepCounts
 from .unscaling import values
 
 _SHOWN = 5  # parameters named
+_LEFT_OVER = (
+    "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
+    "step, also after a skipped one"
+)
 
 
 class Known(Protocol):
@@ -61,12 +65,20 @@ class StepReports:
     def _say_skipped(self, counts: StepCounts, new: int, known: Known) -> None:
         """`new` more steps were skipped; an error about a row of them waits for the device."""
         row = counts.skipped_in_a_row
+        is_left_over = row > 1 and self._gradients.is_left_over()
         logger.info(
-            "Gradient overflow: %s skipped %s (%d of %d since initialize).",
+            "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
             *(self._name, "a step" if new == 1 else f"{new} steps"),
             *(counts.skipped, counts.taken + counts.skipped),
+            f": {_LEFT_OVER}" if is_left_over else "",
         )
-        if row >= known.max_skips > row - new:
+        if row >= known.max_skips > row - new and is_left_over:
+            logger.error(
+                "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
+                "%s. First such gradients: %s.",
+                *(row, self._name, _LEFT_OVER, self._offenders(known.names())),
+            )
+        elif row >= known.max_skips > row - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. Where ampatch.loss_scale() is small, float16 does not "

@@ -33,6 +33,7 @@ class OpenSession(Protocol):
     optimizer_rows: Rows[ManagedOptimizer]
     is_open: bool
     may_cast: bool
+    handle: Any
 
     @property
     def models(self) -> list[ManagedModel]: ...
@@ -193,7 +194,7 @@ class Registry(Generic[Session]):
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process = None
+        self.state.process = self.state.in_half_models = None
         if self.sessions:
             self._tools.put_in()
         if tables_change:
@@ -203,6 +204,8 @@ class Registry(Generic[Session]):
             if has_tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
+        by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
+        self.state.in_half_models = by_init[-1] if by_init else None
         if not self.sessions:
             self._tools.take_out()
 

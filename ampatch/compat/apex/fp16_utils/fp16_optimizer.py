@@ -46,26 +46,22 @@ class FP16_Optimizer:  # apex's name
 
     Args:
         init_optimizer: a `torch.optim.Optimizer`.
-        static_loss_scale: the loss scale, unless it is dynamic.
+        static_loss_scale: the loss scale; not looked at where that is dynamic.
         dynamic_loss_scale: start at 2**16 and look for overflow.
         dynamic_loss_args: arguments of `apex.amp.scaler.LossScaler`, such as `init_scale`.
         verbose: print skipped steps.
     """
 
     def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict | None = None,
-        verbose: bool = True,
-    ) -> None:
+        self, init_optimizer: Any, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict | None = None, verbose: bool = True,
+    ) -> None:  # fmt: skip
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler = scaler.LossScaler(static_loss_scale)
-        if dynamic_loss_scale:
-            self.loss_scaler = scaler.LossScaler("dynamic", **(dynamic_loss_args or {}))
+        scale = "dynamic" if dynamic_loss_scale else static_loss_scale
+        options = dynamic_loss_args or {} if dynamic_loss_scale else {}
+        self.loss_scaler = scaler.LossScaler(scale, **options)
         self.overflow = False
         self.first_closure_call_this_step = True  # checkpoints have it
         self.fp16_groups: list[list[Tensor]] = []

@@ -98,8 +98,8 @@ class Fused:
 
 
 def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
-    """apex counts steps by group, torch by tensor."""
-    step = group.pop("step", 0)
+    """apex counts steps by group, torch by tensor.  Classes of scripts count as apex."""
+    step = group.get("step", 0)
     for key in group["params"]:
         if key in state:
             state[key].setdefault("step", torch.as_tensor(step, dtype=torch.float32))

@@ -51,21 +51,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        message_size: int = _MESSAGE_SIZE,
-        delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Any = None,
-        retain_allreduce_buffers: bool = False,
-        allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
-        gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: float | None = None,
-        prof: bool = False,
-    ) -> None:
+        self, module: nn.Module, message_size: int = _MESSAGE_SIZE, delay_allreduce: bool = False,
+        shared_param: bool | None = None, allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False, allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1, allreduce_communicators: Any = None,
+        gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None, prof: bool = False,
+    ) -> None:  # fmt: skip
         if shared_param is not None:
             raise ValueError(
                 "apex.parallel.DistributedDataParallel(shared_param=...): not an option any more; "
