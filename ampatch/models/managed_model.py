@@ -189,6 +189,12 @@ class ManagedModel:
         """Whether the forward computes with half copies of this weight."""
         return self.lent is not None and id(parameter) in self.lent.ids()
 
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
+        last, lent = self._last_forward, self.lent
+        may_share = last is not None and last.note_request(wanted)
+        return (lent is not None and lent.note_request(wanted)) or may_share
+
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)

@@ -20,12 +20,13 @@ from ..interop import (
     clip_grad,
     data_loading,
     ddp,
+    gradient_requests,
     module_dtype,
     state_dicts,
     tensor_methods,
     torchscript,
 )
-from ..models.lent_weights import note_values
+from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import ready, skip_together
 from ..scaling.optimizer import ManagedOptimizer
@@ -111,6 +112,8 @@ class TorchTools:
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.functions(state),
+            # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own
+            *gradient_requests.replacements(self._note_request),
             # replicas of DataParallel have the casts of the call
             *context_propagation.replicas(state),
             # data are prepared without casts
@@ -130,6 +133,16 @@ class TorchTools:
             if not own.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
+
+    def _note_request(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: see `LastForward.note_request`."""
+        if here.stack:
+            behind = map(parameter_behind, tensors)
+            tensors = tensors + [weight for weight in behind if weight is not None]
+        wanted, may_share = set(map(id, tensors)), False
+        for managed in self._members.models():
+            may_share |= managed.note_request(wanted)
+        return may_share
 
     def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
