@@ -13,8 +13,7 @@ from torch import Tensor
 from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
-from ..torch_private.optimizers import bare_step, is_bare_zero_grad, note_skipped_step
-from ..torch_private.zero_redundancy import is_zero
+from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, note_skipped_step
 from .delayed import finish, make_updates
 from .gradients import Gradients, State
 from .optimizers import closures, zero

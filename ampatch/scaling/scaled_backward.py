@@ -117,11 +117,11 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
-            earlier = []
             for one in self._several:
                 if one.state is State.SCALED:
                     settle(one, self._scaler)
-                earlier.append(one.gather())
+                one.gather()
+            earlier = [one.with_gradients() for one in self._several]
             scaled, self._scale = self._scaler.scale(self._loss)
             self._scaled = Scaled(self._scaler, self._scale, self._scaler.generation)
             for one in reversed(self._several):  # what waits scaled is at the same scale

@@ -30,7 +30,7 @@ from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import ready, skip_together
 from ..scaling.optimizer import ManagedOptimizer
-from ..torch_private import dynamo_inputs
+from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
 
@@ -65,11 +65,11 @@ class TorchTools:
         self._patches.on_undo(notify_of_steps(weight_cache.forget_all))
         FunctionModes(self._members.state).watch(self._patches)
         if self._awaits_dynamo:
-            self._replace([*self._replacements(), *dynamo_inputs.replacements()])
+            self._replace([*self._replacements(), *dynamo.gradient_readers()])
         else:
             self._replace(self._replacements())
             self._awaits_dynamo = True
-            dynamo_inputs.when_imported(self._put_in_dynamo)
+            dynamo.when_imported(self._put_in_dynamo)
 
     def take_out(self) -> None:
         """Give them back.  Harmless when they are out."""
@@ -79,7 +79,7 @@ class TorchTools:
 
     def _put_in_dynamo(self) -> None:
         if len(self._patches):
-            self._replace(dynamo_inputs.replacements())
+            self._replace(dynamo.gradient_readers())
 
     def _replace(self, replacements: list[Replacement]) -> None:
         """Replace them, names bound early too: one search of all modules takes milliseconds."""

@@ -8,6 +8,7 @@ torch's is called as it is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,3 +101,28 @@ def forget_unscaling(scaler: Any, optimizer: Any) -> None:
     Where that cannot be done it refuses the second `unscale_` by an error of its own.
     """
     getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
+
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`.  While nothing has imported the class, none is."""
+    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def zero_steps_in_backward(optimizer: Any) -> bool:
+    """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
+    return getattr(optimizer, "_overlap_with_ddp", False)
+
+
+def build_zero_buckets(optimizer: Any) -> None:
+    """Make its parameters views of buckets once more, if it has buckets at all."""
+    optimizer._build_param_buckets()
+
+
+def is_zero_in_join(optimizer: Any) -> bool:
+    """Whether a `Join` context has it, whose ranks may have no data any more."""
+    config = getattr(optimizer, "_join_config", None)
+    return config is not None and config.enable
