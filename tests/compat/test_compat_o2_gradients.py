@@ -14,11 +14,7 @@ from torch import nn
 
 import ampatch
 
-SCALES = {
-    "dynamic": {"loss_scale": "dynamic"},
-    "static": {"loss_scale": 128.0},
-    "one": {"loss_scale": 1.0},
-}
+SCALES = {"dynamic": "dynamic", "static": 128.0, "one": 1.0}
 
 
 class Net(nn.Module):
@@ -46,7 +42,7 @@ def loss_of(model, factor=1.0):
 
 def begin(amp, model, optimizers, **options):
     """A dynamic scale begins where nothing overflows."""
-    amp.initialize(model, optimizers, opt_level="O2", verbosity=0, **options)
+    amp.initialize(model, optimizers, opt_level="O2", **{"verbosity": 0, **options})
     if ampatch.loss_scale() == 2.0**16:
         ampatch.set_loss_scale(256.0)
 
@@ -84,7 +80,7 @@ def close(model, other):
 @pytest.mark.parametrize("delay", [False, True], ids=["unscaled", "delay_unscale"])
 def test_half_weights_begin_anew_and_fp32_ones_accumulate(amp, scale, accumulate, delay):
     model, optimizer = made()
-    begin(amp, model, optimizer, **SCALES[scale])
+    begin(amp, model, optimizer, loss_scale=SCALES[scale])
     for _ in range(6):
         for part in range(accumulate):
             backward(amp, model, optimizer, delay_unscale=delay and part + 1 < accumulate)
@@ -233,10 +229,9 @@ def test_a_gan_whose_losses_reach_both_models(amp):
 
 def test_norms_that_hold_an_inf_say_what_to_do(amp, caplog):
     """As in apex they are not dropped; a step with them is skipped, and names `zero_grad`."""
+    caplog.set_level("INFO", "ampatch")
     model, optimizer = made()
-    begin(amp, model, optimizer)
-    amp._amp_state.verbosity = 1
-    ampatch.log.set_verbosity(1)
+    begin(amp, model, optimizer, verbosity=1)
     backward(amp, model, optimizer, math.inf)
     optimizer.step()
     assert "zero_grad" not in caplog.text

@@ -8,6 +8,7 @@ tensors, `Tensor.cpu()` returns FP32, and so on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -170,6 +171,8 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
     """The scalers in use by their names, with their names within their sessions."""
+    if len(engine.open_sessions()) > 1:
+        gc.collect()  # optimizers of earlier folds are in cycles with what manages them
     sessions = scaling_sessions() or ampatch.state_dict()  # an error: there is none
     found = [(one, f"loss_scaler{n}") for own in sessions for n, one in enumerate(own.scalers)]
     return {f"loss_scaler{n}": pair for n, pair in enumerate(found)}

@@ -88,9 +88,8 @@ class _Mixed:
         """Computed in FP32."""
         params = [param.float() for param in self._parameters.values()]
         norm = getattr(F, self._name)
-        return norm(input.float(), self.normalized_shape, *params, eps=self.eps).to(
-            self.weight.dtype
-        )
+        output = norm(input.float(), self.normalized_shape, *params, eps=self.eps)
+        return output.to(self.weight.dtype)
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):

@@ -175,6 +175,3 @@ class Finder:
         """For `importlib.metadata`."""
         if getattr(context, "name", None) in (None, "apex"):
             yield importlib.metadata.Distribution.at(_METADATA)
-
-    def invalidate_caches(self) -> None:
-        """There are no caches."""

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError
 
+from ....config.validation import positive_number
 from .. import scaler
 from .loss_scaler import DynamicLossScaler, LossScaler
 
@@ -59,9 +60,13 @@ class FP16_Optimizer:  # apex's name
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
-        scale = "dynamic" if dynamic_loss_scale else static_loss_scale
-        options = dynamic_loss_args or {} if dynamic_loss_scale else {}
-        self.loss_scaler = scaler.LossScaler(scale, **options)
+        if dynamic_loss_scale:
+            self.loss_scaler = scaler.LossScaler("dynamic", **(dynamic_loss_args or {}))
+        else:
+            what = f"FP16_Optimizer(static_loss_scale={static_loss_scale!r})"
+            expected = "a positive number, or dynamic_loss_scale=True"
+            scale = positive_number(what, static_loss_scale, expected, or_text=True)
+            self.loss_scaler = scaler.LossScaler(scale)
         self.overflow = False
         self.first_closure_call_this_step = True  # checkpoints have it
         self.fp16_groups: list[list[Tensor]] = []

@@ -93,13 +93,8 @@ def convert_syncbn_model(
     converted = module
     if isinstance(module, BATCH_NORMS) and not isinstance(module, INSTANCE_NORMS):
         converted = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            channel_last=channel_last,
+            *(module.num_features, module.eps, module.momentum, module.affine),
+            *(module.track_running_stats, process_group, channel_last),
         )
         converted._parameters.update(module._parameters)
         converted._buffers.update(module._buffers)
