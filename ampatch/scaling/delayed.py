@@ -55,7 +55,7 @@ def finish(gradients: Gradients) -> None:
         for one in several:
             one.scaled = None
             check = one.unscale(scaled.scaler, scaled.scale, unscalers)
-            if check is not None and check.found_inf is not None:
+            if check is not None:
                 one.keep(check)
                 flags.append(check.found_inf)
     except BaseException:  # some are unscaled and some not
@@ -190,10 +190,9 @@ def skip_together(several: Sequence[Gradients]) -> None:
 
     Else the norm, which is inf or NaN, would reach finite gradients, whose step is taken.
     """
-    checks = [one.check for one in several if one.check is not None]
-    flags = [check.found_inf for check in checks if check.found_inf is not None]
-    if len(several) > 1 and flags:
-        _skip_together(several, checks[0].scaler, flags)
+    checks = [one.check for one in several if one.check is not None and not one.check.is_used]
+    if len(several) > 1 and checks:
+        _skip_together(several, checks[0].scaler, [check.found_inf for check in checks])
 
 
 def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:

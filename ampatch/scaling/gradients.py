@@ -62,15 +62,16 @@ class State(enum.Enum):
 class Check:
     """What a look for overflow has found in complete gradients."""
 
-    found_inf: Flag | None  # None: a step has used it
+    found_inf: Flag
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
     new: Flag | None  # of it: in gradients that have come since the last step
     left: Flag | None = None  # of it: in gradients that were there at that step
+    is_used: bool = False  # by a step
 
     def joined(self, before: Check) -> Check:
         """This and the look before, at the same gradients, as one."""
-        if before.found_inf is None or self.found_inf is None:
+        if before.is_used:
             return self
         scaler = before.scaler if before.found_inf is True else self.scaler
         is_everyones = self.is_everyones and before.is_everyones
@@ -140,8 +141,8 @@ class Gradients:
             return State.SCALED
         if self.check is None:
             return State.READY
-        found_inf = self.check.found_inf
-        return State.UNSCALED if found_inf is None or found_inf is False else State.FOUND_INF
+        is_over = self.check.is_used or self.check.found_inf is False
+        return State.UNSCALED if is_over else State.FOUND_INF
 
     def parameters(self) -> Sequence[Tensor]:
         """The tensors the optimizer updates.  A single group's own list: do not change it."""
@@ -164,7 +165,7 @@ class Gradients:
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
-        if self.check is not None and self.check.found_inf is None:
+        if self.check is not None and self.check.is_used:
             self.look_again()
 
     def with_gradients(self) -> list[Tensor]:
@@ -291,18 +292,17 @@ class Gradients:
         earlier = self.check
         if earlier is None or self.block is not None or self.scaled is not None:
             return None
-        is_used = earlier.found_inf is None
-        if not is_used and (earlier.is_everyones or not trains_with_others()):
+        if not earlier.is_used and (earlier.is_everyones or not trains_with_others()):
             return None
         if not self.has_gradients():
-            if is_used:
+            if earlier.is_used:
                 self.check = None
             return None
         scale = earlier.scaler.peek()
         check = self.unscale(earlier.scaler, scale / scale, {})  # 1, where the scale lives
         if check is None:
             return None
-        if is_used:
+        if earlier.is_used:
             check.new, check.left = None, check.found_inf
         self.keep(check)
         return check.found_inf
@@ -321,10 +321,11 @@ class Gradients:
 
     def take_found_inf(self) -> Flag | None:
         """The overflow flag of the present gradients, for a step; None: nothing was checked."""
-        if self.check is None:
+        check = self.check
+        if check is None or check.is_used:
             return None
-        found_inf, self.check.found_inf = self.check.found_inf, None
-        return found_inf if self.has_gradients() else None  # set to None: no overflow either
+        check.is_used = True
+        return check.found_inf if self.has_gradients() else None  # set to None: no overflow either
 
     def zeroed(self) -> None:
         """All gradients were zeroed: nothing waits, no overflow is remembered."""

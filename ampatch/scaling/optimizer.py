@@ -163,15 +163,16 @@ class ManagedOptimizer:
         if self._is_zero and self.session.looks_for_overflow():
             zero.refuse_join(self.optimizer)
         gradients = self.gradients
-        if gradients.block is not None:
-            raise AmpatchError(
-                f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of "
-                "this optimizer: its gradients are still scaled. Call step() after the block."
-            )
         if gradients.left_scaled:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
         if gradients.state is State.SCALED:
+            if gradients.block is not None:
+                raise AmpatchError(
+                    f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block "
+                    "of this optimizer: its gradients are still scaled. Call step() after the "
+                    "block."
+                )
             finish(gradients)
         if gradients.waiting:
             make_updates(gradients)

@@ -187,18 +187,18 @@ class ScaledBackward:
             for one, block in blocks:
                 leave_scaled(one, block, self._scaled)
             return
-        scaler, held, flags = self._scaler, [], []
+        scaler, found = self._scaler, []
         for one, block in blocks:
             check = one.after_backward(block, scaler, self._scale, is_held=self._delay_check)
-            if check is not None and check.found_inf is not None:
-                held.append((one, check))
-                flags.append(check.found_inf)
+            if check is not None:
+                found.append((one, check))
         if not isinstance(scaler, DynamicScaler):
             return
-        others_wait = [True for one in self._several if one.waiting]
-        if others_wait or self._delay_check or self._together or trains_with_others():
-            held_here = held if self._delay_check else None
-            update(scaler, self._several, flags, held=held_here, together=self._together)
+        flags = [check.found_inf for _, check in found]
+        waiting = [one for one in self._several if one.waiting]
+        if waiting or self._delay_check or self._together or trains_with_others():
+            held = found if self._delay_check else None
+            update(scaler, self._several, flags, held=held, together=self._together)
         else:
             scaler.update(flags)
 
