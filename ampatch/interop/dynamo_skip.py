@@ -18,7 +18,7 @@ from ..torch_private import dynamo
 
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED = {
-    "interop": "gradient_requests",
+    "interop": "backward_passes",
     "casting": "arguments autocast_interop dynamo_tables recording rules special_ops "
     "user_functions wrapper",
     "models": "lookups",

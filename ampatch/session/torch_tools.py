@@ -17,10 +17,10 @@ from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
 from ..interop import (
+    backward_passes,
     clip_grad,
     data_loading,
     ddp,
-    gradient_requests,
     module_dtype,
     state_dicts,
     tensor_methods,
@@ -30,6 +30,7 @@ from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import ready, skip_together
 from ..scaling.optimizer import ManagedOptimizer
+from ..scaling.scaled_backward import pass_begins
 from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
@@ -112,8 +113,9 @@ class TorchTools:
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.functions(state),
-            # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own
-            *gradient_requests.replacements(self._note_request),
+            # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
+            # scale_loss blocks look on
+            *backward_passes.replacements(self._note_request, pass_begins),
             # replicas of DataParallel have the casts of the call
             *context_propagation.replicas(state),
             # data are prepared without casts

@@ -1,7 +1,9 @@
-"""`torch.autograd.grad` and `backward(inputs=...)`: gradients of single weights are asked for.
+"""Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
-Such a pass goes through all layers whose weights are cast by one node with a weight that is asked
-for.  So each weight of that model is cast by a node of its own from the next forward on.
+* A pass that is asked for gradients of single weights goes through all layers whose weights are
+  cast by one node with these.  So each weight of that model is cast by a node of its own from the
+  next forward on.
+* A pass in a `scale_loss` block is looked at: gradients that it brings must be scaled.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from ..casting.patches import Replacement
 from ..torch_private.nodes import leads_to_compiled
 
 
-def replacements(note_request: Callable[[list[Tensor]], bool]) -> list[Replacement]:
+def replacements(
+    note_request: Callable[[list[Tensor]], bool],
+    pass_begins: Callable[[Any], Callable[[], None] | None],
+) -> list[Replacement]:
     """What to replace.
 
     `note_request(tensors)`: gradients of these are asked for; whether graphs that are there may
     have nodes in common for them and others.  Then the pass retains the graph: under torch.autocast
     it would not free the buffers of those others.
+    `pass_begins(tensors)`: a pass from these begins that adds to gradients; what it returns is
+    called when the pass has ended.
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
@@ -59,10 +66,15 @@ def replacements(note_request: Callable[[list[Tensor]], bool]) -> list[Replaceme
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if inputs is not None and not is_dynamo_compiling():
-                tensors, inputs = _kept(tensors), _kept(inputs)
-                retain_graph = retained(tensors, inputs, retain_graph)
+            ended = None
+            if not is_dynamo_compiling():
+                if inputs is not None:
+                    tensors, inputs = _kept(tensors), _kept(inputs)
+                    retain_graph = retained(tensors, inputs, retain_graph)
+                ended = pass_begins(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            if ended is not None:
+                ended()
 
         return backward
 
