@@ -66,8 +66,8 @@ class Check:
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
     new: Flag | None  # of it: in gradients that have come since the last step
-    left: Flag | None = None  # of it: in gradients that were there at that step
-    is_used: bool = False  # by a step
+    is_old: bool = False  # gradients that a step has used are among them
+    is_used: bool = False  # a step has used them since
 
     def joined(self, before: Check) -> Check:
         """This and the look before, at the same gradients, as one."""
@@ -77,7 +77,7 @@ class Check:
         is_everyones = self.is_everyones and before.is_everyones
         new = self.new if before.new is None or self.new is None else either(before.new, self.new)
         found_inf = either(before.found_inf, self.found_inf)
-        return Check(found_inf, scaler, is_everyones, new, before.left)
+        return Check(found_inf, scaler, is_everyones, new, before.is_old)
 
 
 class Seen(NamedTuple):
@@ -303,17 +303,17 @@ class Gradients:
         if check is None:
             return None
         if earlier.is_used:
-            check.new, check.left = None, check.found_inf
+            check.new, check.is_old = None, True
         self.keep(check)
         return check.found_inf
 
     def is_left_over(self) -> bool:
-        """Whether the last look has found an overflow of an earlier step alone: it was not zeroed.
+        """Whether a step was skipped for gradients of an earlier one alone, which were not zeroed.
 
         Several ranks cannot tell: there gradients add up in place.  Waits for the device.
         """
         check = self.check
-        if check is None or check.left is None or not is_set(check.left):
+        if check is None or not check.is_old:  # before a wait
             return False
         return check.new is None or not is_set(check.new)
 

@@ -290,7 +290,8 @@ def test_init_beside_initialize_casts_in_its_models_too(amp, registered, level, 
         assert model.made.dtype is dtype
     assert losses[-1] < 0.5 * losses[0]
     assert model.criterion(SINGLE.half()).dtype is torch.float32
-    compiled = torch.compile(model, backend="eager")
+    model.criterion.seen = {}
+    compiled = torch.compile(lambda x: model(x), backend="eager")
     compiled(torch.ones(4, 2) + torch.arange(4.0)[:, None])
     assert model.criterion.seen == {"single": single, "half": dtype}
     handle._deactivate()

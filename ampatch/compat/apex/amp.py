@@ -129,8 +129,6 @@ def scale_loss(
     that: the scale is as it has left it, and what it returns says whether the next step is skipped.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for stash in [one._amp_stash for one in given if hasattr(one, "_amp_stash")]:
-        stash.begin_block()
     scaler = scaler_in_use(engine.session_of(given[0]) if given else None, loss_id)
     asks = None if scaler is None else getattr(scaler.update_scale, "__func__", None)
     is_asked = scaler is not None and asks is not UPDATE_SCALE and not delay_unscale
@@ -138,6 +136,8 @@ def scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
         delay_overflow_check=delay_overflow_check or is_asked,
     )
+    for stash in [one._amp_stash for one in given if hasattr(one, "_amp_stash")]:
+        stash.begin_block()
     if scaler is None:
         return block
     scaler.begin_block()
