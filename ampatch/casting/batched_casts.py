@@ -2,8 +2,9 @@
 
 `cast_together` is the node: FP32 weights in, their half copies out, one batched copy
 each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
-accumulators, as from any other cast, so that hooks, DDP, `torch.autograd.grad`,
-retained graphs and double backward see what they see in FP32 training.
+accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
+see what they see in FP32 training.  Who asks for gradients of single weights would go through
+all layers behind the node: then each weight has a node of its own (`cast_apart`).
 
 Casts are made in buckets of bounded size (the idea is that of DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 of all weights that are lent, at O1 of those that the
