@@ -138,7 +138,7 @@ class ScaledBackward:
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
         self._together = together and len(self._several) > 1
-        self._scale: Any = None
+        self.scale: Any = None
         self._blocks: list[Block] = []  # one for each of the optimizers
         self.scaled_loss: Tensor | None = None
 
@@ -149,8 +149,8 @@ class ScaledBackward:
                     settle(one, self._scaler)
                 one.gather()
             earlier = [one.with_gradients() for one in self._several]
-            scaled, self._scale = self._scaler.scale(self._loss)
-            self._scaled = Scaled(self._scaler, self._scale, self._scaler.generation)
+            scaled, self.scale = self._scaler.scale(self._loss)
+            self._scaled = Scaled(self._scaler, self.scale, self._scaler.generation)
             for one in reversed(self._several):  # what waits scaled is at the same scale
                 self._scaled = one.scaled or self._scaled
             for one, params in zip(self._several, earlier, strict=True):
@@ -209,7 +209,7 @@ class ScaledBackward:
 
         Raises `AmpatchError` unless all of them have its scale.
         """
-        own, scales = float(self._scale), [float(one._scale) for one in through]
+        own, scales = float(self.scale), [float(one.scale) for one in through]
         if not scales and own != 1.0:
             raise AmpatchError(_UNSCALED % self._names())
         for scale in scales:
@@ -220,7 +220,7 @@ class ScaledBackward:
 
     def check_once(self, through: list[ScaledBackward]) -> None:
         """Its scaled loss is the root of a pass, which came through these other blocks' too."""
-        if any(float(one._scale) != 1.0 for one in through):
+        if any(float(one.scale) != 1.0 for one in through):
             raise AmpatchError(_TWICE % self._names())
 
     def _abandon(self) -> None:
@@ -232,7 +232,7 @@ class ScaledBackward:
         if self._passed is None or self._passed.times:
             return False
         if any(one.has_new() for one in self._several):
-            return float(self._scale) != 1.0
+            return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._several[0].has_logged_no_backward:
             self._several[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
@@ -257,7 +257,7 @@ class ScaledBackward:
             return
         scaler, found = self._scaler, []
         for one, block in blocks:
-            check = one.after_backward(block, scaler, self._scale, is_held=self._delay_check)
+            check = one.after_backward(block, scaler, self.scale, is_held=self._delay_check)
             if check is not None:
                 found.append((one, check))
         if not isinstance(scaler, DynamicScaler):
