@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "call.h"
-#include "entries.h"
 #include "gradients.h"
 
 namespace {
@@ -27,8 +26,6 @@ PyMethodDef methods[] = {
     {"copies", fast(copies), METH_FASTCALL, nullptr},
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
-    {"put_entries_in", fast(put_entries_in), METH_FASTCALL, nullptr},
-    {"take_entries_out", fast(take_entries_out), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"watch", watch, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
