@@ -244,7 +244,7 @@ class Criterion(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
         self.head, self.criterion = nn.Linear(4, 2), Criterion()
 
     def forward(self, x):
