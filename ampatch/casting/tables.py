@@ -354,7 +354,7 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds"
         " up the gradients of half weights over all rows in half: in bfloat16 the sum stops at"
         " 256 times an addend.", only_gradient=True),
-    Row("torch", ("batch_norm", "instance_norm", "native_batch_norm"),
+    Row("torch", ("batch_norm", "instance_norm"),
         Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "Beside half weights the CPU keeps the mean of a batch in"
         " half, and its error is in the gradient of each row; FP32 statistics are an error there."),
     Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,

@@ -30,7 +30,7 @@ PLACES = {
 OUT_OF_BOUNDS = {"grid_sampler", "grid_sampler_2d", "grid_sampler_3d"}
 """Their values are right, for images that 16 bits can count."""
 
-REFUSED = {"batch_norm", "instance_norm", "native_batch_norm"}
+REFUSED = {"batch_norm", "instance_norm"}
 """Their values are right, and where statistics are FP32 torch refuses half weights."""
 
 

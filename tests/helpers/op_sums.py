@@ -264,10 +264,6 @@ WRONG: dict[str, Case] = {
         lambda x, w, b: F.batch_norm(like(x, FAR), None, None, w, b, True),
         ((ADDED, 4), (4,), (4,)),
     ),
-    "native_batch_norm": (
-        lambda x, w, b: torch.native_batch_norm(like(x, FAR), w, b, None, None, True, 0.1, 1e-5)[0],
-        ((ADDED, 4), (4,), (4,)),
-    ),
     "instance_norm": (
         lambda x, w, b: F.instance_norm(like(x, FAR.T[None]), None, None, w, b),
         ((1, 4, ADDED), (4,), (4,)),
