@@ -5,7 +5,8 @@ This module calls the functions that torch had when it was imported, not their r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,25 @@ from ..torch_private.devices import device_types
 is_enabled = torch.is_autocast_enabled
 set_enabled = torch.set_autocast_enabled
 half_type = torch.get_autocast_dtype
+
+
+def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any) -> Any:
+    """Call a function with torch's own autocast on.  It is not a region: nobody sees it entered.
+
+    The cache is off: it would outlive the call where there is a region around it.
+    """
+    before = is_enabled(device), half_type(device), torch.is_autocast_cache_enabled()
+    try:
+        _set(device, True, half, False)
+        return function(*args, **kwargs)
+    finally:
+        _set(device, *before)
+
+
+def _set(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None:
+    torch.set_autocast_cache_enabled(has_cache)
+    torch.set_autocast_dtype(device, half)
+    set_enabled(device, enabled)
 
 
 def devices_on() -> list[str]:

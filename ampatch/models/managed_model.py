@@ -31,6 +31,7 @@ from ..casting.calls import (
 )
 from ..casting.cast_state import CastState
 from ..casting.handlers import unseen
+from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
@@ -117,6 +118,8 @@ class ManagedModel:
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self._handles: list[Any] = []
         self.places: Places = {}  # parameters whose calls are cast outside forwards
+        self._first: Places = {}  # the parameters and buffers that it came with
+        self.held = HeldFunctions(model)
         self._copies: ModelCopies | None = None
         self.statistics: RunningStatistics | None = None
         self._answers_forward = answers_forward
@@ -230,16 +233,20 @@ class ManagedModel:
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
+    def came_with(self, tensor: Tensor) -> bool:
+        """Whether the model had this parameter or buffer when the session began, and still has."""
+        place = self._first.get(id(tensor))
+        return place is not None and getattr(place[0](), place[1], None) is tensor
+
     def _note_places(self) -> None:
-        if self.policy is None:
-            return
-        self.places.update(
-            {
-                id(parameter): (weakref.ref(module), name)
-                for module in self.model.modules()
-                for name, parameter in module.named_parameters(recurse=False)
-            }
-        )
+        for module in self.model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            places = {id(param): (weakref.ref(module), name) for name, param in own.items()}
+            self._first.update(places)
+            if self.policy is not None:
+                self.places.update(places)
+            for name, buffer in module.named_buffers(recurse=False):
+                self._first[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
         """Take hooks and conversions out.  No reference to the model stays in a cycle.
@@ -252,6 +259,7 @@ class ManagedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.held.take_out()
         if self._parts is not None:
             self._parts.forget()
             self._parts = None
@@ -417,7 +425,9 @@ class ManagedModel:
         if self._step is not None and self._step.leaves():
             return None
         if output is None:  # perhaps because the forward raised
-            dtype_errors.note(sys.exc_info()[1], self._why_half(), self._remedy())
+            dtype_errors.note(
+                sys.exc_info()[1], self._why_half(), self._remedy(), self.held.name_of
+            )
         if here.stack and self.properties.cast_model_outputs is None:
             to = computes_in() or to
         return None if to is None else cast_tensors(output, to)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ..casting.cast_state import CastState
 from ..casting.install import Installation
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
 from ..casting.registered_functions import RegisteredFunctions
@@ -34,6 +36,7 @@ class OpenSession(Protocol):
     is_open: bool
     may_cast: bool
     handle: Any
+    forwards: OutermostForwards | None
 
     @property
     def models(self) -> list[ManagedModel]: ...
@@ -198,7 +201,7 @@ class Registry(Generic[Session]):
         if self.sessions:
             self._tools.put_in()
         if tables_change:
-            installed.undo()
+            self._take_out_tables()
             if has_rows:
                 installed.install(has_tables, overridden)
             if has_tables:
@@ -206,6 +209,8 @@ class Registry(Generic[Session]):
         self.state.process = self._outside(casting)
         by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
         self.state.in_half_models = by_init[-1] if by_init else None
+        for managed in self.models() if has_rows else ():
+            managed.held.put_in(installed.replacements)
         if not self.sessions:
             self._tools.take_out()
 
@@ -220,7 +225,9 @@ class Registry(Generic[Session]):
             return None
         session, policy = casting[-1]
         newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
-        if session is not newest or session.properties.patch_scope != "process":
+        if session is newest and session.forwards is not None:
+            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+        elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[one.model_rows for one, _ in casting])
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
@@ -259,5 +266,10 @@ class Registry(Generic[Session]):
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            self.installation.undo()
+            self._take_out_tables()
             self.refresh()
+
+    def _take_out_tables(self) -> None:
+        for managed in self.models():
+            managed.held.take_out()
+        self.installation.undo()

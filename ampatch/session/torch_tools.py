@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..casting import context_propagation, weight_cache
+from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.calls import here
 from ..casting.cast_state import CastState
 from ..casting.handlers import FunctionModes
@@ -116,6 +116,8 @@ class TorchTools:
             # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
             # scale_loss blocks look on
             *backward_passes.replacements(self._note_request, pass_begins),
+            # operators with a kernel for autocast run inside torch's own
+            *autocast_kernels.replacements(state),
             # replicas of DataParallel have the casts of the call
             *context_propagation.replicas(state),
             # data are prepared without casts
@@ -124,7 +126,7 @@ class TorchTools:
             *tensor_methods.copies(),
             *state_dicts.replacements(state.end_abandoned),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_with),
+            *module_dtype.replacements(self._model_with, self._is_relied_on),
         ]
 
     def _model_with(self, module: nn.Module) -> nn.Module | None:
@@ -135,6 +137,14 @@ class TorchTools:
             if not own.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
+
+    def _is_relied_on(self, tensor: Tensor) -> bool:
+        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
+        if parameter_behind(tensor) is not None:  # within the forward
+            return True
+        return any(managed.came_with(tensor) for managed in self._members.models()) or any(
+            param is tensor for one in self._members.optimizers() for param in one.parameters()
+        )
 
     def _note_request(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `LastForward.note_request`."""
