@@ -27,8 +27,8 @@ from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
-from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
+from ..torch_private.optimizers import is_zero, zero_steps_in_backward
 from .plan import Plan
 
 P = ParamSpec("P")
@@ -338,8 +338,8 @@ def optimizers_can_train(
             )
         if (
             properties.loss_scale != 1.0
-            and zero_redundancy.is_zero(optimizer)
-            and zero_redundancy.steps_in_backward(optimizer)
+            and is_zero(optimizer)
+            and zero_steps_in_backward(optimizer)
         ):
             raise AmpatchError(
                 f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("

@@ -24,7 +24,6 @@ import torch.fx
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from .. import native
 from ..casting.calls import Call, calling_frame, computes_in, here, innermost
 from ..casting.cast_state import CastState
 from ..config.opt_levels import HALF_TYPES, Properties
@@ -225,7 +224,3 @@ def put_in(tables: list[OrderedDict], ids: list[int], hooks: list[Any]) -> None:
 def take_out(tables: list[OrderedDict], ids: list[int]) -> None:
     """Remove hooks, where they are there."""
     deque(map(OrderedDict.pop, tables, ids, repeat(None)), maxlen=0)
-
-
-if native.part is not None:
-    put_in, take_out = native.part.put_entries_in, native.part.take_entries_out

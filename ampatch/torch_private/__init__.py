@@ -10,11 +10,11 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?): `probes`; which kinds
   of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
-* several ranks: `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
+* each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * the order of autograd's nodes: `nodes`;
 * the look-up with its fallback: `lookup`;
-* compilers: `dynamo`, `dynamo_inputs` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
+* compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
 * activation checkpoints: `checkpoints`; threads that drop objects late: `late_threads`;
