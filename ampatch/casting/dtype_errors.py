@@ -24,8 +24,10 @@ _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
     *("HalfType", "BFloat16Type", "ScalarType", "tensors of type", "types other than"),
-    *("cdouble types", "Float or Double tensors"),
+    *("cdouble types", "Float or Double tensors", "Type promoting"),
 )
+_HALF_WEIGHT = "expect parameter to have scalar type of Float"
+"""In torch's message about FP32 values in a norm on the CPU whose weight is half."""
 _SUPPORTED = re.compile(r"\bfloat,? (or |and )?double\b")
 """In messages that say what there is a kernel for, and not always what was given."""
 _FOR_WHOLE_NUMBERS = re.compile(r'"(bitwise|gcd|lcm|lshift|rshift)')
@@ -85,7 +87,7 @@ def _is_due_to_half(error: BaseException) -> bool:
     text = str(error)
     if not any(word in text for word in _ABOUT) or _FOR_WHOLE_NUMBERS.search(text):
         return False
-    if _SUPPORTED.search(text.lower()):
+    if _SUPPORTED.search(text.lower()) or _HALF_WEIGHT in text:
         return True
     text = re.sub(r"complex<\w+>", "complexfloat", text)
     words = re.findall(r"[a-z]+\d*", re.sub(r"Tensor|Type|CPU|CUDA", "", text).lower())

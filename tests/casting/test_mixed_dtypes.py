@@ -129,6 +129,8 @@ ABOUT_HALF = {
     "two types named": lambda y: torch.dot(y[0], torch.zeros(4)),
     "named as classes": lambda y: nn.GRU(4, 4)(y),
     "none named": lambda y: torch.zeros(3, 4).scatter_(0, torch.zeros(3, 4).long(), y),
+    "FP32 named alone": lambda y: F.layer_norm(y.float(), [4], torch.ones(4, dtype=y.dtype)),
+    "without a word of dtypes": lambda y: F.prelu(y.float(), torch.ones(1, dtype=y.dtype)),
 }
 
 
