@@ -42,8 +42,7 @@ from ..log import logger
 from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
-from .calls import BACKWARD, REGION, here
-from .cast_state import CastState
+from .calls import BACKWARD, REGION, CastState, here
 from .policy import Policy
 from .torch_autocast import is_enabled, set_enabled
 
@@ -99,7 +98,7 @@ class AutocastInterop:
             try:
                 if here.stack:
                     self._state.leave(region)
-            except BaseException:  # Ctrl-C: no frame tells later that the region has ended
+            except BaseException:  # Ctrl-C: nothing else ends the region
                 self._state.leave(region)
                 raise
             finally:
@@ -111,7 +110,6 @@ class AutocastInterop:
     def _put_under(self, region: torch.autocast) -> None:
         """Push the policy that holds in a region, for tensors on its type of device."""
         state, device = self._state, region.device
-        state.end_abandoned()
         policy, is_on = state.current(), is_enabled(device)
         is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
@@ -123,7 +121,7 @@ class AutocastInterop:
             policy = policy.in_type(region.fast_dtype)
         else:
             policy = without(policy, device)
-        state.enter(policy, REGION, begun_by=region)
+        state.enter(policy, REGION, region)
 
     # The switch
 

@@ -9,43 +9,33 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.compiler import is_dynamo_compiling
-
 from ..types import Called
-from .calls import BLOCK, USER
-from .cast_state import CastState
+from .calls import USER, CastState
 from .policy import Policy
 
 
 class PolicyContext:
     """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
-    `call`: the user's call that has made it, as written.  Such a block holds inside managed models
-    too, and torch's own autocast is off meanwhile.  None: it is a block of ampatch's own.
+    `call`: the user's call that has made it, as written.  The block holds inside managed models
+    too, and torch's own autocast is off meanwhile.
     """
 
     __slots__ = ("_call", "_choose", "_state")
 
-    def __init__(
-        self, state: CastState, choose: Callable[[], Policy | None], call: str | None = None
-    ) -> None:
+    def __init__(self, state: CastState, choose: Callable[[], Policy | None], call: str) -> None:
         self._state = state
         self._choose = choose
         self._call = call
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        if self._call is None:
-            caller = None if is_dynamo_compiling() else sys._getframe(1)
-            state.enter(policy, BLOCK, begun_by=self, caller=caller)
-            return
         off = state.instead_of_torch() if state.casts_here() else ()
-        try:  # the user's may be suspended, or entered by an `ExitStack`: it has no caller
-            state.enter(policy, USER, begun_by=self, off=off)
+        try:
+            state.enter(policy, USER, self, off)
         except BaseException:
             state.leave(self)
             raise
@@ -53,7 +43,7 @@ class PolicyContext:
     def __exit__(self, *exception: object) -> None:
         try:
             self._state.leave(self)
-        except BaseException:  # Ctrl-C: no frame tells later that the block has ended
+        except BaseException:  # Ctrl-C: nothing else ends the block
             self._state.leave(self)
             raise
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import wrapt
 
-from .cast_state import CastState
+from .calls import CastState
 from .patches import PatchSet
 from .recording import is_opaque_call
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import special_ops, user_functions
 from .autocast_interop import AutocastInterop
-from .cast_state import CastState
+from .calls import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import fresh_tables
 from .patches import PatchSet

@@ -1,7 +1,6 @@
 """State dicts have parameters, also where half copies stand in their places.
 
-One may be made within a forward at O2, beside one in another thread, or after one that Ctrl-C has
-ended.  What such a forward has left is taken back before a module loads.
+One may be made within a forward at O2, or beside one in another thread.
 """
 
 from __future__ import annotations
@@ -18,10 +17,25 @@ from ..config.opt_levels import HALF_TYPES
 from ..models.lent_weights import parameter_behind
 
 
-def replacements(before: Callable[[], None]) -> list[Replacement]:
-    """What to replace; `before()` is called before a module loads."""
+def loading(after: Callable[[nn.Module], None]) -> list[Replacement]:
+    """What to replace, so that `after(module)` is called when a module has loaded."""
 
-    def saving(original: Callable) -> Callable:
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            loaded = original(self, *args, **kwargs)
+            after(self)
+            return loaded
+
+        return load_state_dict
+
+    return [(nn.Module, "load_state_dict", make)]
+
+
+def saving() -> list[Replacement]:
+    """What to replace, so that state dicts have parameters."""
+
+    def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             saved = original(self, *args, **kwargs)  # it calls this for each part
@@ -33,15 +47,7 @@ def replacements(before: Callable[[], None]) -> list[Replacement]:
 
         return state_dict
 
-    def loading(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before()
-            return original(self, *args, **kwargs)
-
-        return load_state_dict
-
-    return [(nn.Module, "state_dict", saving), (nn.Module, "load_state_dict", loading)]
+    return [(nn.Module, "state_dict", make)]
 
 
 def _save_parameter(saved: dict, key: str, table: dict[str, Any], name: str) -> None:

@@ -8,7 +8,6 @@ Half copies (`HalfCopies`) are kept by nodes of the graph and by checkpoints.  A
 in place for one `Call`.  Its states:
 
     state      in `lendings`   `is_lent`   `is_in_place`   the tables hold     left by
-    waiting    no              no          no              parameters          `take_turn`
     begun      yes             no          no              parameters          `put`, `end`
     lent       yes             yes         no              copies in part      `put`, `end`
     in place   yes             yes         yes             copies              `end`
@@ -16,9 +15,8 @@ in place for one `Call`.  Its states:
 
 An exception may strike between any two of them: `is_lent` is set before the first copy is put in
 place and reset after the last parameter is back, and `end` may be called in each state, and again.
-The tables are there for all threads, so the lendings of one model take turns: those in `lendings`
-belong to one thread.  A thread that waits ends what another one has left.  At O3 there are no
-copies: nobody waits, and `is_lent` stays False.
+The tables are there for all threads, so those in `lendings` belong to one thread, and a forward in
+another one is refused meanwhile.  At O3 there are no copies, and `is_lent` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -29,18 +27,16 @@ import operator
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, here, is_running
+from ..casting.calls import Call, here
 from ..errors import AmpatchError
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
@@ -60,11 +56,6 @@ from .lent_places import (
 from .lent_writes import LentWrites
 from .lookups import Lookup
 from .sharded_weights import sharded_parameters
-
-PATIENCE = 300.0
-"""Seconds that a forward waits for one of the same model in another thread."""
-_BETWEEN_LOOKS = 0.05  # seconds until it looks again at what that thread does
-_LOOKS = 10  # at which that thread itself waits for another one
 
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
 """By the ids of their models.  A lender holds its model, so the id stays the model's own."""
@@ -178,12 +169,12 @@ class HalfCopies:
     def lend_again(self, call: Call) -> None:
         """They are in place until `call` ends, for a recompute or a backward pass."""
         are_in_place = any(one.half is self and one.is_in_place for one in self.lender.lendings)
-        call.lending = lending = Lending(self.lender, call.caller)
+        call.lending = lending = Lending(self.lender)
         lending.tree, lending.half = self.tree, self
         if are_in_place:  # their forward runs, in this thread or in one that waits for this pass
             lending.is_in_place = lending.is_borrowed = True
             return
-        self.lender.take_turn(lending, self.tree.root)
+        self.lender.claim(lending)
         if self.tree.ids:
             lending.put(self, found=self.tree.found())
         else:
@@ -191,16 +182,14 @@ class HalfCopies:
 
 
 class Lending:
-    """What one call has in the places of weights; `caller` is the frame that made the call."""
+    """What one call has in the places of weights."""
 
     half: HalfCopies | None = None
     tree: Tree
     is_borrowed = False  # another call has them in place, and takes them back
 
-    def __init__(self, lender: LentWeights, caller: FrameType | None) -> None:
+    def __init__(self, lender: LentWeights) -> None:
         self.lender = lender
-        self.thread = get_ident()
-        self.caller = caller
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
         self._found: list[Any] | None = None  # what lies under copies that are in place again
@@ -224,38 +213,28 @@ class Lending:
         self.half.note_copy(parameter, copy)
 
     def end(self) -> None:
-        """Take back what is lent.  May be called again, also by a thread that waits for it."""
+        """Take back what is lent.  May be called again."""
         lender, half, found = self.lender, self.half, self._found
-        with lender.lock:
-            self.is_in_place = False
-            try:
-                if self.is_lent and half is not None:
-                    if found is None:
-                        self.tree.put(self.tree.parameters, instead_of=half.copies)
-                    else:
-                        self.tree.put_found(found)
-                    for lookup in self._lookups:
-                        lookup.take_back(self._note_copy)
-                    if self._parametrized is not None:  # what it has made of FP32 parameters
-                        exchange_parametrized(self._parametrized)
-                    self.is_lent = False
-                if half is not None and half.copies and found is None and not self.is_borrowed:
-                    half.carry()
-            finally:
-                if not self.is_lent:
-                    lender.has_ended(self)
-
-    def is_abandoned(self) -> bool:
-        """Whether its call runs no longer, in this thread or in another one."""
-        frame = sys._current_frames().get(self.thread)
-        return frame is None or (self.caller is not None and not is_running(self.caller, frame))
-
-    def waits_for(self, part: nn.Module) -> bool:
-        """Whether its thread waits for another one, which may be that of a part in its tree."""
-        if self.half is None or part is self.tree.root or id(part) not in self.tree.modules:
-            return False
-        frame = sys._current_frames().get(self.thread)
-        return frame is not None and frame.f_globals.get("__name__") == threading.__name__
+        self.is_in_place = False
+        try:
+            if self.is_lent and half is not None:
+                if found is None:
+                    self.tree.put(self.tree.parameters, instead_of=half.copies)
+                else:
+                    self.tree.put_found(found)
+                for lookup in self._lookups:
+                    lookup.take_back(self._note_copy)
+                if self._parametrized is not None:  # what it has made of FP32 parameters
+                    exchange_parametrized(self._parametrized)
+                self.is_lent = False
+            if half is not None and half.copies and found is None and not self.is_borrowed:
+                half.carry()
+        finally:
+            if not self.is_lent:
+                if self in lender.lendings:
+                    lender.lendings.remove(self)
+                if not lender.lendings and lender.thread.get("in") == get_ident():
+                    lender.thread.clear()
 
 
 class LentWeights:
@@ -284,9 +263,7 @@ class LentWeights:
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
-        self.lock = threading.RLock()  # held for moments
-        self._turns = threading.Condition(self.lock)
-        self.waiting = 0
+        self.thread: dict[str, int] = {}  # that of `lendings`: an entry, which one thread can make
 
     def open(self) -> None:
         """Forwards of the model lend copies of what is FP32 now, until `close`."""
@@ -296,12 +273,14 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing is lent any more."""
-        with self.lock:  # a thread that waits must not lend between the end of these and the rest
-            for lending in reversed(list(self.lendings)):
-                lending.end()
-            self._trees.clear()
-            if lenders.get(id(self.model)) is self:
-                del lenders[id(self.model)]
+        self._end_all()
+        self._trees.clear()
+        if lenders.get(id(self.model)) is self:
+            del lenders[id(self.model)]
+
+    def _end_all(self) -> None:
+        for lending in reversed(list(self.lendings)):
+            lending.end()
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
@@ -332,8 +311,8 @@ class LentWeights:
         if REPLICA in vars(root):
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
-        call.lending = lending = Lending(self, call.caller)
-        self.take_turn(lending, root)
+        call.lending = lending = Lending(self)
+        self.claim(lending)
         lending.tree = tree = self.tree_of(root)
         lending.half = half = HalfCopies(self, tree)
         if tree.ids:
@@ -352,56 +331,33 @@ class LentWeights:
         put_in_traced(places, self.dtype)
         return TracedPlaces(places)
 
-    def take_turn(self, lending: Lending, root: nn.Module) -> None:
-        """Wait for lendings of this model in other threads, which share the modules' tables."""
-        with self.lock:
-            if self.known and self.lendings and self.lendings[-1].thread != lending.thread:
-                self._wait(lending.thread, root)
-                if lenders.get(id(self.model)) is not self:
-                    name = type(self.model).__name__
-                    raise AmpatchError(f"{name}: its session ended while a forward waited for one.")
-            self.lendings.append(lending)
+    def claim(self, lending: Lending) -> None:
+        """A forward begins, or what repeats it, in this thread.
 
-    def _wait(self, thread: int, root: nn.Module) -> None:
-        latest, looks = time.monotonic() + PATIENCE, 0
-        self.waiting += 1
-        try:
-            while self.lendings and (last := self.lendings[-1]).thread != thread:
-                if last.is_abandoned():
-                    last.end()
-                    continue
-                looks = looks + 1 if last.waits_for(root) else 0
-                if looks == _LOOKS:
-                    raise AmpatchError(self._hopeless(root, last.tree.root))
-                if time.monotonic() > latest:
-                    raise AmpatchError(self._too_long())
-                self._turns.wait(_BETWEEN_LOOKS)
-        finally:
-            self.waiting -= 1
+        Raises `AmpatchError` while another thread is in one: they share the modules' tables.
+        """
+        this = get_ident()
+        other = self.thread.setdefault("in", this)
+        if other != this:
+            if other in sys._current_frames():
+                raise AmpatchError(self._refusal())
+            self.take_over()
+        self.lendings.append(lending)
 
-    def _hopeless(self, part: nn.Module, whole: nn.Module) -> str:
+    def take_over(self) -> None:
+        """The thread of the lendings is no more: this is theirs now, and has none."""
+        self._end_all()
+        self.thread["in"] = get_ident()
+
+    def _refusal(self) -> str:
+        name = type(self.model).__name__
         return (
-            f"{type(part).__name__} is called in thread {threading.current_thread().name!r}, "
-            f"while a call of {type(whole).__name__}, of which it is a part, waits in another "
-            f"thread: at O2 parts that {type(self.model).__name__} computes in threads of their "
-            "own have its half copies only in a forward of the whole model. Call the model "
-            f"instead of its part {type(whole).__name__}, or compute its parts in one thread."
+            f"{name}: a forward, or a part of one, begins in thread "
+            f"{threading.current_thread().name!r} while one of the same model runs in another "
+            "thread. At O2 and O3 a model serves one thread at a time. Give each thread a model of "
+            'its own, copy.deepcopy(model), or take opt_level="O1", which threads may share. '
+            "Submodules may be computed in threads within a forward of the whole model."
         )
-
-    def _too_long(self) -> str:
-        return (
-            f"{type(self.model).__name__}: a forward in thread "
-            f"{threading.current_thread().name!r} has waited {PATIENCE:g} seconds for one in "
-            "another thread, which does not end: at O2 the forwards of one model in several "
-            "threads take turns. Call the model in one thread, or a copy.deepcopy of it in each."
-        )
-
-    def has_ended(self, lending: Lending) -> None:
-        """The parameters are back, for the next one that waits; to be called with the lock."""
-        if lending in self.lendings:
-            self.lendings.remove(lending)
-        if self.waiting:
-            self._turns.notify_all()
 
 
 class TracedPlaces:
@@ -416,23 +372,13 @@ class TracedPlaces:
             table[name] = parameter
 
 
-_held: list[LentWeights] = []
-
-
-def _hold_locks() -> None:
-    """Before a fork: no other thread is about to put or take back, as it would be for ever."""
+def _forget_other_threads() -> None:
+    """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
     for lender in list(lenders.values()):
-        lender.lock.acquire()
-        _held.append(lender)
-
-
-def _release_locks() -> None:
-    while _held:
-        _held.pop().lock.release()
+        if lender.thread.get("in") not in (None, get_ident()):
+            lender.take_over()
+            lender.thread.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    # In the child the threads that it does not have end, and with them what they have lent.
-    os.register_at_fork(
-        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
-    )
+    os.register_at_fork(after_in_child=_forget_other_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.install import Installation
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy

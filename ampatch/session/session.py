@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import weight_cache
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.policy import Policy
 from ..casting.rules import OVERRIDES, Choose
 from ..config.opt_levels import Properties
@@ -68,7 +68,7 @@ class Session:
         self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
-        self.casts_off = registry.state.casts_off
+        self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
@@ -176,7 +176,6 @@ class Session:
         """Take everything out again.  Harmless when closed."""
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
-        undo.do(registry.state.end_abandoned)
         changed: set[int] = set()
         for managed in self.models:
             changed |= managed.converted()
@@ -242,7 +241,6 @@ class Session:
                 self.policies.module_override(module, precision)
                 for module, precision in found.items()
             ],
-            answers_forward=self.has_apex_tables,
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
@@ -304,8 +302,10 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
-        registry.state.end_abandoned()
         scaler, observers = self.scalers[loss_id], registry.observers
+        for model in self.models:
+            if model.frame is not None and not model.frame.is_in_place():
+                model.look_for_frame()
         if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
@@ -342,10 +342,6 @@ class Session:
         """Whether a model computes with half copies of this weight."""
         return registry.events.is_lent(parameter)
 
-    def casts_on(self) -> AbstractContextManager[None]:
-        """The policy in force around the step that is running, for the forward in a closure."""
-        return registry.state.casts_on()
-
     def before_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers begins."""
         if registry.observers.all:
@@ -354,7 +350,6 @@ class Session:
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
         weight_cache.forget_all()
-        registry.state.end_abandoned()
         for model in self.models:
             if model.statistics is not None:
                 model.statistics.after_step(managed.skipped)

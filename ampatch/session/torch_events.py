@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..casting import weight_cache
-from ..casting.calls import here
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState, here
 from ..models.lent_weights import note_values
 from ..models.managed_model import ManagedModel
 from ..scaling.gradients import skip_together
@@ -68,6 +67,12 @@ class TorchEvents:
                 given |= managed.give_back(own)
         for optimizer in self._members.optimizers() if given else ():
             fit_state(optimizer.optimizer, given)
+
+    def has_loaded(self, module: nn.Module) -> None:
+        """`module.load_state_dict` has loaded values."""
+        for managed in self._members.models():
+            if managed.statistics is not None:
+                managed.statistics.loaded(module)
 
     # Gradients and loss scales
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ..casting import context_propagation, weight_cache
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.rebind import give_back, rebind
@@ -19,6 +19,7 @@ from ..interop import (
     tensor_methods,
     torchscript,
 )
+from ..models import own_frame
 from ..scaling.optimizers.all_steps import NotifyOfSteps
 from ..torch_private import dynamo_inputs
 from . import ranks
@@ -63,9 +64,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "clipping and zero_grad: gradients are complete, an overflow is forgotten",
             lambda needs: needs.optimizers,
-            lambda: clip_grad.replacements(
-                state.end_abandoned, events.ready_gradients, events.forget_overflow
-            ),
+            lambda: clip_grad.replacements(events.ready_gradients, events.forget_overflow),
             is_over_tables=True,
         ),
         Tool(
@@ -91,8 +90,8 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             lambda: tensor_methods.data(events.note_data_access),
         ),
         Tool(
-            "torch.jit.script: a warning",
-            lambda needs: needs.tables,
+            "torch.jit.script: it compiles the classes' forwards; a warning",
+            lambda needs: needs.models or needs.tables,
             lambda: torchscript.replacements(state),
         ),
         Tool(
@@ -123,7 +122,17 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "state dicts: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
-            lambda: state_dicts.replacements(state.end_abandoned),
+            state_dicts.saving,
+        ),
+        Tool(
+            "load_state_dict: running statistics are noted anew",
+            lambda needs: needs.models,
+            lambda: state_dicts.loading(events.has_loaded),
+        ),
+        Tool(
+            "copies, pickles and replicas of modules: with frames of their own, or none",
+            lambda needs: needs.models,
+            own_frame.copies,
         ),
         Tool(
             "torch.compile: half copies of weights go into graphs, without a warning",
