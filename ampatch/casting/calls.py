@@ -171,25 +171,29 @@ class CastState:
         self.set_policy(call, policy, off)
 
     def leave(self, owner: object) -> None:
-        """End the innermost block that `owner` has begun, if it has one in this thread.
-
-        Calls that run in it go on as they began: a generator may be left in any order.
-        """
+        """End the innermost block that `owner` has begun, if it has one in this thread."""
         call = innermost(owner)
         if call is not None:
             self.remove(call)
 
     def remove(self, call: Call) -> None:
-        """End a call that lends nothing, and none of those that have begun in it."""
+        """End a call that lends nothing, and the blocks that have begun in it.
+
+        Generators leave blocks in any order.  Where a call with a frame runs in it, this one alone
+        is ended, and all others go on.
+        """
         stack = here.stack
-        if stack and stack[-1] is call:
+        if call not in stack:
+            return
+        above = stack[stack.index(call) + 1 :]
+        if all(one.kind in (USER, REGION) for one in above):
             self.end(call)
-        elif call in stack:
-            if call.autocast_off:
-                switch_on(call.autocast_off)
-            stack.remove(call)
-            if call.counted_by is not None:
-                self.release(call)
+            return
+        if call.autocast_off:
+            switch_on(call.autocast_off)
+        stack.remove(call)
+        if call.counted_by is not None:
+            self.release(call)
 
     def end(self, call: Call) -> None:
         """End a call, and what has begun in it and has not ended.  May be called again."""

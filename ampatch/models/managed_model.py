@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -369,12 +369,14 @@ class ManagedModel:
         finally:
             state.end(call)
 
-    def look_for_frame(self) -> None:
-        """A block of `scale_loss` begins, and the script has replaced `model.forward`.
+    def look_for_frame(self, trained: Iterable[Tensor]) -> None:
+        """A block of `scale_loss` begins for these parameters; the script has replaced `forward`.
 
-        Say once that the casts are gone if the model's own frame was not called since the last
-        block.
+        Say once that the casts are gone if what it has put there does not call the model's frame:
+        that was not called since the last block which trains the model.
         """
+        if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
+            return
         if self._was_called or self._has_warned_of_forward:
             self._was_called = False
             return

@@ -65,7 +65,7 @@ class OwnFrame:
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         own = vars(module)
-        frames = own.setdefault(_FRAMES, [])
+        frames = own[_FRAMES] = own.get(_FRAMES) or _Frames()
         self.module: nn.Module | None = module
         self.scope: Scope | None = scope
         self.covered: Any = own.get(_FORWARD, _NOTHING)
@@ -87,7 +87,7 @@ class OwnFrame:
         """
         self.scope = None
         own = {} if self.module is None else vars(self.module)
-        frames = own.get(_FRAMES, [])
+        frames = own.get(_FRAMES)
         while frames and frames[-1].scope is None:  # some were taken out beneath another one
             last = frames[-1]
             if last.is_in_place():
@@ -97,10 +97,14 @@ class OwnFrame:
         if not frames:
             own.pop(_FRAMES, None)
 
-    def __deepcopy__(self, memo: dict) -> None:
-        """A copy that a class makes of its attributes has no frames, nor has a pickle."""
 
-    def __reduce__(self) -> tuple:
+class _Frames(list[OwnFrame]):
+    """In a copy or a pickle that a class makes of its attributes there is None in its place."""
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         return type(None), ()
 
 
@@ -248,7 +252,7 @@ def _give_own(twin: Any, module: nn.Module) -> None:
     """Give a shallow copy or a replica the frames of its module, bound to itself."""
     frames, forward = vars(module).get(_FRAMES), vars(module).get(_FORWARD)
     if frames and isinstance(twin, nn.Module):
-        vars(twin)[_FRAMES] = list(frames)
+        vars(twin)[_FRAMES] = _Frames(frames)
         if _is_of(forward, frames):
             vars(twin)[_FORWARD] = MethodType(forward.__func__, twin)
 
@@ -263,7 +267,7 @@ def copies() -> list[Replacement]:
         @functools.wraps(original)
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
             reduced, frames = original(self, protocol), vars(self).get(_FRAMES)
-            return reduced if frames is None else _without(frames, reduced)
+            return _without(frames, reduced) if frames else reduced
 
         return __reduce_ex__
 
@@ -295,7 +299,7 @@ def copies() -> list[Replacement]:
 @contextlib.contextmanager
 def aside(root: nn.Module) -> Iterator[None]:
     """Context manager: a module and those in it have no frames, for what compiles their source."""
-    owns = [vars(module) for module in root.modules() if _FRAMES in vars(module)]
+    owns = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
     found = [{name: own[name] for name in (_FRAMES, _FORWARD) if name in own} for own in owns]
     try:
         for own in owns:

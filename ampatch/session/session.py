@@ -305,7 +305,7 @@ class Session:
         scaler, observers = self.scalers[loss_id], registry.observers
         for model in self.models:
             if model.frame is not None and not model.frame.is_in_place():
-                model.look_for_frame()
+                model.look_for_frame(param for one in managed for param in one.parameters())
         if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
