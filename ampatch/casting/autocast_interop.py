@@ -82,14 +82,17 @@ class AutocastInterop:
 
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
-            entered = original(region)
-            if not hasattr(region, _IGNORED) and not is_compiling():
-                try:
-                    self._put_under(region)
-                except BaseException:  # whose `with` statement does not begin
+            if hasattr(region, _IGNORED) or is_compiling():
+                return original(region)
+            entered = None
+            try:
+                entered = original(region)
+                self._put_under(region)
+                return entered
+            except BaseException:  # whose `with` statement does not begin
+                if entered is not None:
                     region.__exit__(None, None, None)
-                    raise
-            return entered
+                raise
 
         return enter
 

@@ -62,6 +62,7 @@ class ModuleOverride:
     def install(self) -> None:
         """Give the submodule its frame."""
         self._frame = OwnFrame(self.module, self)
+        self._frame.put()
 
     def uninstall(self) -> None:
         """Take it out."""

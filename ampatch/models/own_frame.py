@@ -61,18 +61,26 @@ class Scope(Protocol):
 
 
 class OwnFrame:
-    """The `forward` of one module, until `take_out`."""
+    """The `forward` of one module, from `put` to `take_out`."""
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
-        own = vars(module)
-        frames = own[_FRAMES] = own.get(_FRAMES) or _Frames()
         self.module: nn.Module | None = module
         self.scope: Scope | None = scope
-        self.covered: Any = own.get(_FORWARD, _NOTHING)
-        self.beneath = self.covered.__func__ if _is_of(self.covered, frames) else None
-        if self.beneath is None:
+        self.covered: Any = _NOTHING
+        self.beneath: Callable | None = None
+        self.method: Any = _NOTHING
+
+    def put(self) -> None:
+        """Put it over what the module has."""
+        module: Any = self.module
+        own = vars(module)
+        frames = own[_FRAMES] = own.get(_FRAMES) or _Frames()
+        self.covered = own.get(_FORWARD, _NOTHING)
+        if _is_of(self.covered, frames):
+            self.beneath = self.covered.__func__
+        else:
             self.beneath = _beneath(module, self.covered)
-        self.method: Any = _method(self, module)
+        self.method = _method(self, module)
         frames.append(self)  # first: Ctrl-C may strike at any moment
         own[_FORWARD] = self.method
 
@@ -192,6 +200,7 @@ class FramesOfSubmodules:
         """Give one more module a frame."""
         frame = OwnFrame(module, scope)
         self._frames.append(frame)
+        frame.put()
         if frame.covered is _NOTHING:
             self._tables.append(vars(module))
             self._methods.append(frame.method)
