@@ -9,8 +9,7 @@ import torch
 
 from ..casting import user_functions
 from ..casting.calls import KEEP
-from ..casting.contexts import PolicyContext
-from ..casting.policy import Policy
+from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..casting.torch_autocast import devices_on, half_type

@@ -61,7 +61,9 @@ class PatchSet:
         except AttributeError:
             if not (inspect.isclass(owner) and name.startswith("__")):
                 raise
-            original = _INHERITED  # None would be looked for in the modules' globals, and found
+            original: Any = (
+                _INHERITED  # None would be looked for in the modules' globals, and found
+            )
         replacement = make(original)
         # Noted before it is put in, and forgotten after it is back: Ctrl-C may strike anywhere.
         self._covered.append(_Covered(owner, name, found, replacement))

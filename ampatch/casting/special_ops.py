@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
-from ..torch_private import attention
-from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
+from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
 from ..torch_private.probes import is_recording, is_tracing
 from .arguments import tensors_in
 from .calls import FOLLOW, Call, CastState, here
 from .cast_observers import observers
+from .dynamo_tables import opaque_call
 from .handlers import unseen_where_modes_are
 from .policy import Policy
-from .recording import opaque_call
 from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
 from .tables import Row, Rule
 
@@ -211,7 +210,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
     def get_fastpath_enabled() -> bool:
         if is_dynamo_compiling():
-            return state.current() is None and attention.is_fast_path_enabled()
+            return state.current() is None and is_fast_path_enabled()
         policy = state.current()
         if policy is None or not original():
             return original()

@@ -21,9 +21,9 @@ from .. import native
 from ..torch_private.torch_functions import is_mode_on
 from .calls import FOLLOW, CastState, here
 from .cast_observers import ObservedCall, observers
+from .dynamo_tables import opaque_call
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
-from .recording import opaque_call
 from .rules import SCALARS, TENSORS, Choose, cast_call
 
 if native.part is None:

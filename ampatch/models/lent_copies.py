@@ -27,8 +27,7 @@ from ..casting.batched_casts import (
     may_use_all,
 )
 from ..torch_private.modules import list_weights
-from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_recording, run_when_ready
 from .lent_places import Place, StaysFloat, Tree
 
 

@@ -259,7 +259,8 @@ def _without(frames: list[OwnFrame], value: Any) -> Any:
 
 def _give_own(twin: Any, module: nn.Module) -> None:
     """Give a shallow copy or a replica the frames of its module, bound to itself."""
-    frames, forward = vars(module).get(_FRAMES), vars(module).get(_FORWARD)
+    frames: Any = vars(module).get(_FRAMES)
+    forward: Any = vars(module).get(_FORWARD)
     if frames and isinstance(twin, nn.Module):
         vars(twin)[_FRAMES] = _Frames(frames)
         if _is_of(forward, frames):
@@ -301,6 +302,7 @@ def copies() -> list[Replacement]:
 
         return _replicate_for_data_parallel
 
+    found: list[Replacement]
     found = [(nn.Module, "__reduce_ex__", reduce), (nn.Module, "__copy__", copy)]
     return [*found, (nn.Module, REPLICATE, replicate)] if hasattr(nn.Module, REPLICATE) else found
 

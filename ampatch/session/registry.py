@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..casting.calls import CastState
-from ..casting.install import Installation
+from ..casting.install import Installation, RegisteredFunctions
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
-from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll

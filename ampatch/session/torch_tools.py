@@ -9,13 +9,12 @@ from ..casting import context_propagation, weight_cache
 from ..casting.calls import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.rebind import give_back, rebind
+from ..casting.places import give_back, rebind
 from ..interop import (
     clip_grad,
     data_loading,
     ddp,
     module_dtype,
-    state_dicts,
     tensor_methods,
     torchscript,
 )
@@ -122,12 +121,12 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "state dicts: of the parameters, not of lent copies",
             lambda needs: needs.half_models,
-            state_dicts.saving,
+            tensor_methods.saving,
         ),
         Tool(
             "load_state_dict: running statistics are noted anew",
             lambda needs: needs.models,
-            lambda: state_dicts.loading(events.has_loaded),
+            lambda: tensor_methods.loading(events.has_loaded),
         ),
         Tool(
             "copies, pickles and replicas of modules: with frames of their own, or none",

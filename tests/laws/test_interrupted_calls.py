@@ -26,14 +26,14 @@ FILES = (
     "casting/autocast_interop.py",
     "casting/calls.py",
     "casting/context_propagation.py",
-    "casting/contexts.py",
+    "casting/policy.py",
     "models/lent_weights.py",
     "models/managed_model.py",
     "models/module_overrides.py",
     "models/own_frame.py",
     "models/submodule_calls.py",
 )
-WITH_BLOCKS = ("autocast_interop.py", "contexts.py")
+WITH_BLOCKS = ("autocast_interop.py", "policy.py")
 MOMENTS = [15, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 STATE = ampatch.session.session.registry.state
 

@@ -198,7 +198,7 @@ def test_a_submodule_while_another_one_runs_in_another_thread(level):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_branches_in_threads(level):
-    """In the model's forward they are computed with its copies; in a submodule's they are refused."""
+    """In the model's forward they are computed with its copies; in a submodule's: refused."""
     model = managed(nn.Sequential(Branches(), nn.Linear(4, 2)), level)
     expected = sum(part(X.to(H)) for part in copy.deepcopy(model[0]).to(H).parts)
     expected = copy.deepcopy(model[1]).to(H)(expected)

@@ -41,7 +41,9 @@ def managed(model, **settings):
 
 
 def is_plain(model):
-    return all(type(part._parameters) is dict for part in model.modules()) and {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return all(type(part._parameters) is dict for part in model.modules()) and {
+        parameter.dtype for parameter in model.parameters()
+    } == {torch.float32}
 
 
 def product(model, hidden):

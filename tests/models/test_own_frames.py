@@ -173,9 +173,7 @@ def test_a_forward_that_calls_the_earlier_one_is_not_reported(level, caplog):
     other = Net()
     ampatch.add_models(other)
     for one in (model, other):
-        one.forward = types.MethodType(
-            lambda self, x, earlier=one.forward: earlier(x) * 1, one
-        )
+        one.forward = types.MethodType(lambda self, x, earlier=one.forward: earlier(x) * 1, one)
     for _ in range(3):
         block(model, optimizer)  # the other one is not called
     model(X), other(X)
@@ -250,7 +248,9 @@ def with_slots(model):
 
 
 @LEVELS
-@pytest.mark.parametrize("make", [lambda model: model, copied_by_itself, with_own_state, with_slots])
+@pytest.mark.parametrize(
+    "make", [lambda model: model, copied_by_itself, with_own_state, with_slots]
+)
 def test_deep_copies_compute_as_plain_models(level, make):
     model = make(Net())
     start(level, model, overrides={"second": "float"})

@@ -12,7 +12,7 @@ from frames import frames
 from torch import nn
 
 import ampatch
-from ampatch.casting.rebind import bound
+from ampatch.casting.places import bound
 from ampatch.session.torch_tools import Needs, Tool, TorchTools
 
 NOTHING = Needs(*[False] * len(Needs._fields))
