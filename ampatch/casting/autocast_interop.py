@@ -84,7 +84,7 @@ class AutocastInterop:
         def enter(region: Any) -> Any:
             if hasattr(region, _IGNORED) or is_compiling():
                 return original(region)
-            entered = None
+            was_on, entered = is_enabled(region.device), None
             try:
                 entered = original(region)
                 self._put_under(region)
@@ -92,6 +92,7 @@ class AutocastInterop:
             except BaseException:  # whose `with` statement does not begin
                 if entered is not None:
                     region.__exit__(None, None, None)
+                set_enabled(region.device, was_on)
                 raise
 
         return enter
@@ -105,7 +106,11 @@ class AutocastInterop:
                 self._state.leave(region)
                 raise
             finally:
-                ended = original(region, *exception)
+                try:
+                    ended = original(region, *exception)
+                except BaseException:
+                    set_enabled(region.device, region.prev)
+                    raise
             return ended
 
         return exit

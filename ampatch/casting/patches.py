@@ -30,6 +30,7 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
+_NONE: Any = object()
 
 
 class _Covered(NamedTuple):
@@ -61,9 +62,7 @@ class PatchSet:
         except AttributeError:
             if not (inspect.isclass(owner) and name.startswith("__")):
                 raise
-            original: Any = (
-                _INHERITED  # None would be looked for in the modules' globals, and found
-            )
+            original = _NONE  # not None, which `rebind` would find in all modules
         replacement = make(original)
         # Noted before it is put in, and forgotten after it is back: Ctrl-C may strike anywhere.
         self._covered.append(_Covered(owner, name, found, replacement))

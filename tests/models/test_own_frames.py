@@ -1,6 +1,6 @@
 """A managed module's own `forward`: hooks run around it, libraries wrap it, copies have none.
 
-`model.forward(x)`: tests/compat/test_compat_forward.py.  Ctrl-C: tests/laws/test_interrupted_calls.py.
+`model.forward(x)`: compat/test_compat_forward.py.  Ctrl-C: laws/test_interrupted_calls.py.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_what_a_forward_says_of_itself():
 
 
 def as_accelerate_does(model):
-    """Autocast and FP32 outputs around the method's function; all wrappers are taken off at last."""
+    """Autocast and FP32 outputs around the method's function; at last it unwraps."""
 
     def wrapped(function):
         @functools.wraps(function)
@@ -248,11 +248,9 @@ def with_slots(model):
 
 
 @LEVELS
-@pytest.mark.parametrize(
-    "make", [lambda model: model, copied_by_itself, with_own_state, with_slots]
-)
+@pytest.mark.parametrize("make", [None, copied_by_itself, with_own_state, with_slots])
 def test_deep_copies_compute_as_plain_models(level, make):
-    model = make(Net())
+    model = Net() if make is None else make(Net())
     start(level, model, overrides={"second": "float"})
     model(X)
     twin = copy.deepcopy(model)
