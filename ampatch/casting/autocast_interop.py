@@ -39,12 +39,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
+from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
 from .calls import BACKWARD, REGION, CastState, here
 from .policy import Policy
-from .torch_autocast import is_enabled, set_enabled
 
 Make = Callable[[Callable], Callable]
 

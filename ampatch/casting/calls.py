@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..torch_private.autocast import devices_on, half_type, switch_on, switched_off
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
-from .torch_autocast import devices_on, half_type, switch_on, switched_off
 
 if TYPE_CHECKING:  # a policy has a cache, which looks at the calls
     from .policy import Policy

@@ -27,12 +27,11 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ..torch_private.autocast import has_custom_fwd
+from ..torch_private.autocast import devices_on, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
 from ..torch_private.probes import keeps_graph
 from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, here
 from .patches import Replacement
-from .torch_autocast import devices_on
 
 _POLICY = "_ampatch_policy"
 _LENT = "_ampatch_lent"

@@ -1,6 +1,14 @@
-"""Where torch's own modules ask about autocast for the user's code."""
+"""torch's own autocast in this thread: asked and switched, by the functions that torch had at the
+import, not by their replacements; and where torch's own modules ask about it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .devices import device_types
 
 AUTOCAST = "torch.amp.autocast_mode"
 """The module of `torch.autocast`, and of `custom_fwd`, which asks from there."""
@@ -12,3 +20,26 @@ ASK_TO_CAST = frozenset(("torch.nested._internal.sdpa",))
 def has_custom_fwd(context: object) -> bool:
     """Whether `context` is of a custom Function whose forward has `custom_fwd`."""
     return hasattr(context, "_fwd_used_autocast")
+
+
+is_enabled = torch.is_autocast_enabled
+set_enabled = torch.set_autocast_enabled
+half_type = torch.get_autocast_dtype
+
+
+def devices_on() -> list[str]:
+    """The types of devices on which it is on."""
+    return [device for device in device_types() if is_enabled(device)]
+
+
+def switched_off(devices: Sequence[str]) -> Sequence[str]:
+    """Switch it off for these device types, which are returned."""
+    for device in devices:
+        set_enabled(device, False)
+    return devices
+
+
+def switch_on(devices: Sequence[str]) -> None:
+    """Switch it on again."""
+    for device in devices:
+        set_enabled(device, True)

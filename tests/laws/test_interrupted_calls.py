@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting import torch_autocast
 from ampatch.casting.calls import FOLLOW, here
+from ampatch.torch_private import autocast as torch_autocast
 
 HALF = torch.bfloat16
 FILES = (
