@@ -18,8 +18,7 @@ from ..torch_private import dynamo
 
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED = {
-    "casting": "arguments autocast_interop dynamo_tables rules special_ops "
-    "user_functions wrapper",
+    "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
 }
 """Modules whose functions stand in the place of those that scripts compile, and what they call."""
