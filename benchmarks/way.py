@@ -7,6 +7,7 @@ backward pass count too.  To be run with AMPATCH_NATIVE=0: the native part does 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -44,34 +45,34 @@ def way_of(does: Callable[[], object]) -> Way:
         does()
     finally:
         sys.setprofile(None)
-    pairs = zip(entered, entered[1:], strict=False)
+    pairs = itertools.pairwise(entered)
     return Way(len(entered), len(set(entered)), 1 + sum(one != other for one, other in pairs))
 
 
 def ways() -> dict[str, Way]:
     """At O1 a forward and a step; at O2 a forward, and a step in which the gradients overflow."""
-    found = {}
-    for level in ("O1", "O2"):
-        torch.manual_seed(0)
-        model, x = nn.Linear(4, 4), torch.randn(8, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return {**_at("O1", "step", 1.0), **_at("O2", "step with an overflow", float("inf"))}
 
-        def step(factor: float = 1.0) -> None:
-            optimizer.zero_grad()
-            loss = model(x).float().sum() * factor
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
 
-        for _ in range(WARM_UP):
-            step()
-        found[f"{level} forward"] = way_of(lambda: model(x))
-        if level == "O1":
-            found["O1 step"] = way_of(step)
-        else:
-            found["O2 step with an overflow"] = way_of(lambda: step(float("inf")))
-        amp.deactivate()
+def _at(level: str, name: str, factor: float) -> dict[str, Way]:
+    """The ways of a forward and of a step whose loss is multiplied by `factor`."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def step(factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        loss = model(x).float().sum() * factor
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for _ in range(WARM_UP):
+        step()
+    found = {f"{level} forward": way_of(lambda: model(x))}
+    found[f"{level} {name}"] = way_of(lambda: step(factor))
+    amp.deactivate()
     return found
 
 
