@@ -38,7 +38,8 @@ def init(
 ) -> Handle:
     """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
 
-    What DataLoaders prepare and hooks of backward passes compute is left alone.
+    What DataLoaders prepare and hooks of backward passes compute is left alone.  In models at O2
+    and O3 functions of the user that are registered are cast, and calls that mix FP32 and half.
 
     Args:
         enabled: False changes nothing, and returns a handle that does nothing.

@@ -119,6 +119,7 @@ class CastState:
 
     def __init__(self) -> None:
         self.process: Policy | None = None
+        self.in_half_models: Policy | None = None  # `init` has functions of the user cast there too
         self.per_thread = False  # whether functions look at their own thread: see `acquire`
         self._users: set[Any] = set()  # why they do
         self._traced_users = 0  # the same where Dynamo traces

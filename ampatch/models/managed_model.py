@@ -58,8 +58,9 @@ class ManagedModel:
     """A model under one opt level.
 
     `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, O2 and O3.  `in_dtype` and `out_dtype` are the dtypes
-    that floating inputs and outputs are cast to; None: they are left as they are.
+    None (no casting) at O0, and at O2 and O3, where `CastState.in_half_models` stands
+    for None.  `in_dtype` and `out_dtype` are the dtypes that floating inputs and
+    outputs are cast to; None: they are left as they are.
     It is the `Scope` of the model's frame.
     """
 
@@ -297,6 +298,8 @@ class ManagedModel:
             if inputs is self._inputs and call.lending is not None and self._submodules is not None:
                 call.removed_frames = self._submodules.frames  # the whole model is called
                 call.removed_frames.step_aside()
+        if policy is None and lent is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_type(lent.dtype)
         if len(here.stack) > 1:
             if lent is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
@@ -355,6 +358,8 @@ class ManagedModel:
             args, kwargs = inputs.take(args, kwargs, None)
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
             places = self.lent.lend_traced(module)
+        if policy is None and self.lent is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_type(self.lent.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if places is None and (policy is KEEP or policy is state.current()):

@@ -24,6 +24,7 @@ These facts go with each state, but `left_scaled` is false in a Block:
 
     check    the last look at complete gradients.  None: there was none since they were zeroed.
              `check.found_inf` None: a step has used what was found
+             `check.is_old`: they were not zeroed since.  `check.new`: an overflow that came since
     held     findings that wait for the script (`delay_overflow_check`), until `release`
     waiting  updates of loss scalers that wait for the step
 """
@@ -41,7 +42,7 @@ from torch import Tensor
 from ..log import logger
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import share_flag, sharers, trains_with_others, world_size
-from .scale_value import Flag, either
+from .scale_value import Flag, either, is_set
 from .tensor_lists import drop_grads, grads_of, put_back
 
 _grad_of = operator.attrgetter("grad")
@@ -61,6 +62,8 @@ class Check:
     found_inf: Flag | None
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
+    is_old: bool = False  # gradients that a step has used are among them
+    new: Flag | None = None  # of it: in gradients that have come since
 
 
 class Seen(NamedTuple):
@@ -246,12 +249,13 @@ class Gradients:
 
     def note(self, found: Flag, scaler: Scaler, is_everyones: bool = False) -> None:
         """Remember an overflow flag until the step."""
-        before = self.check
+        before, is_old, new = self.check, False, found
         if before is not None and before.found_inf is not None:
             scaler = before.scaler if before.found_inf is True else scaler
             found = either(before.found_inf, found)
             is_everyones = is_everyones and before.is_everyones
-        self.check = Check(found, scaler, is_everyones)
+            is_old, new = before.is_old, new if before.new is None else either(before.new, new)
+        self.check = Check(found, scaler, is_everyones, is_old, new)
 
     def finish(self) -> None:
         """Unscale what `delay_unscale` left scaled, unless a block is open."""
@@ -274,8 +278,21 @@ class Gradients:
             if check.found_inf is None:
                 self.check = None
             return None
-        scale = check.scaler.peek()
-        return self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
+        scale, is_used = check.scaler.peek(), check.found_inf is None
+        found = self.unscale(check.scaler, scale / scale, {})  # 1, where the scale lives
+        if is_used and self.check is not None:
+            self.check.is_old, self.check.new = True, None
+        return found
+
+    def is_left_over(self) -> bool:
+        """Whether a step was skipped for gradients of an earlier one alone, which were not zeroed.
+
+        Several ranks cannot tell: there gradients add up in place.  Waits for the device.
+        """
+        check = self.check
+        if check is None or not check.is_old:  # before a wait
+            return False
+        return check.new is None or not is_set(check.new)
 
     # Steps and zeroes
 

@@ -13,6 +13,10 @@ from .scale_value import values
 from .step_counts import StepCounts
 
 _SHOWN = 5  # parameters named
+_LEFT_OVER = (
+    "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
+    "step, also after a skipped one"
+)
 
 
 def say(
@@ -28,12 +32,20 @@ def say(
     device.
     """
     kind, row = type(managed.optimizer).__name__, counts.skipped_in_a_row
+    is_left_over = row > 1 and managed.gradients.is_left_over()
     logger.info(
-        "Gradient overflow: %s skipped %s (%d of %d since initialize).",
+        "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
         *(kind, "a step" if new == 1 else f"{new} steps"),
         *(counts.skipped, counts.taken + counts.skipped),
+        f": {_LEFT_OVER}" if is_left_over else "",
     )
-    if row >= limit > row - new:
+    if row >= limit > row - new and is_left_over:
+        logger.error(
+            "%d steps of %s in a row were skipped. The last one had finite new gradients, but %s. "
+            "First such gradients: %s.",
+            *(row, kind, _LEFT_OVER, _offenders(managed, names())),
+        )
+    elif row >= limit > row - new:
         logger.error(
             "%d steps of %s in a row were skipped because gradients held inf or NaN. First such "
             "gradients: %s. Where ampatch.loss_scale() is small, float16 does not overflow: look "

@@ -31,6 +31,7 @@ class OpenSession(Protocol):
     optimizer_rows: Rows[ManagedOptimizer]
     is_open: bool
     may_cast: bool
+    handle: Any
 
     def is_alive(self) -> bool: ...
 
@@ -163,7 +164,7 @@ class Registry(Generic[Session]):
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, needs.tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process = None
+        self.state.process = self.state.in_half_models = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
             self._tools.take_out_over_tables()
@@ -173,6 +174,8 @@ class Registry(Generic[Session]):
             if needs.tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
+        by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
+        self.state.in_half_models = by_init[-1] if by_init else None
         self._tools.put_in(needs)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import pickle
 
@@ -280,3 +282,15 @@ def test_state_of_a_used_optimizer_moves_to_the_masters():
     for master, value in zip(wrapped.param_groups[0]["params"], before, strict=True):
         now = wrapped.state[master]["momentum_buffer"]
         assert now.dtype is torch.float32 and torch.equal(now, value)
+
+
+@pytest.mark.parametrize("place", ["fp16_utils", "optimizers", "contrib.optimizers"])
+@pytest.mark.parametrize("scale", [0, 0.0, None, -1, 128.0])
+def test_a_dynamic_scale_does_not_look_at_the_static_one(place, scale):
+    """Scripts with "0 means dynamic" pass both."""
+    kind = importlib.import_module(f"apex.{place}").FP16_Optimizer
+    for arguments in ((scale, True), (scale, True, {"init_scale": 2.0**16})):
+        optimizer = kind(torch.optim.SGD(nn.Linear(2, 2).half().parameters(), lr=0.1), *arguments)
+        assert optimizer.loss_scale == 2.0**16 and optimizer.loss_scaler.dynamic
+    with pytest.raises((TypeError, ValueError)) if scale != 128.0 else contextlib.nullcontext():
+        kind(torch.optim.SGD(nn.Linear(2, 2).half().parameters(), lr=0.1), static_loss_scale=scale)

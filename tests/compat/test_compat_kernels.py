@@ -1,44 +1,109 @@
-"""apex's compiled modules: names that programs look up, and what a call of a missing one says."""
+"""apex's compiled modules: what an import finds computes as torch does; others do not import."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import importlib.util
 import sys
 import types
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import ampatch
 from ampatch.compat import apex as compat
-from ampatch.compat.apex import kernels
-from ampatch.compat.apex.packages import REPLACEMENTS, replacement
+from ampatch.compat.apex import kernels, packages
+from ampatch.compat.apex.packages import replacement
 
-MISSING = [(module, name) for module, names in kernels.NAMES.items() for name in names.split()]
-
-
-@pytest.mark.parametrize("module", kernels.NAMES)
-def test_a_module_can_be_imported_and_its_names_looked_up(module):
-    found = importlib.import_module(module)
-    assert found.__spec__.name == module
-    for name in kernels.NAMES[module].split():
-        assert callable(getattr(found, name)) and f"{module}.{name}" in repr(getattr(found, name))
-    assert not hasattr(found, "no_such_kernel")
+MISSING = kernels.LOOKED_UP.split()
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALF)
+SHAPES = (((2, 3, 8), (8,)), ((4, 2, 6), (2, 6)), ((5,), (5,)))
+"""Shapes of an input, and of what is normalized together."""
 
 
-@pytest.mark.parametrize("module, name", MISSING)
-def test_a_call_names_the_kernel_and_what_to_use(module, name):
-    function = getattr(importlib.import_module(module), name)
+def kernel(name: str):
+    return importlib.import_module(name)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(one, other, dtype=torch.float32):
+    size = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert one.shape == other.shape
+    torch.testing.assert_close(one.double(), other.double(), rtol=size, atol=size)
+
+
+# Which modules there are
+
+
+@pytest.mark.parametrize("module", kernels.HERE)
+def test_a_module_has_what_computes_and_no_other_name(module):
+    found = kernel(module)
+    assert found.__spec__.name == module and importlib.util.find_spec(module) is found.__spec__
+    functions, why = kernels.HERE[module]
+    assert why and {*found.__all__} == {*functions, *(MISSING if module == "amp_C" else ())}
+    assert all(getattr(found, name) is functions[name] for name in functions)
+    for name in ("no_such_kernel", *(() if module == "amp_C" else MISSING), "adam_undo"):
+        assert not hasattr(found, name)
+        with pytest.raises(ImportError):
+            exec(f"from {module} import {name}")
+
+
+@pytest.mark.parametrize("module", kernels.REFUSED)
+def test_what_does_not_compute_does_not_import(module):
+    assert kernels.REFUSED[module]  # a reason
+    with pytest.raises(ImportError, match=f"{module} is not part of ampatch's apex") as raised:
+        importlib.import_module(module)
+    assert replacement(module) in str(raised.value) and raised.value.name == module
+    with pytest.raises(ImportError, match="use "):
+        exec(f"import {module}")
+    assert importlib.util.find_spec(module) is None and module not in sys.modules
+
+
+def test_a_question_by_find_spec_gets_an_answer():
+    for name in ("apex.contrib.xentropy", "syncbn", "apex.contrib.no_such_module"):
+        assert importlib.util.find_spec(name) is None
+
+
+def test_a_module_of_the_users_own_with_such_a_name_is_found_whenever_it_comes(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "syncbn.py").write_text("mine = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.import_module("syncbn").mine
+    del sys.modules["syncbn"]
+
+
+def test_uninstall_takes_the_finders_out():
+    compat.uninstall()
+    assert not any(type(one).__module__ == packages.__name__ for one in sys.meta_path)
+    for module in (*kernels.REFUSED, "fused_adam_cuda"):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
+            importlib.import_module(module)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_call_of_a_function_that_is_only_looked_up_names_what_to_use(name):
+    function = getattr(kernel("amp_C"), name)
+    assert f"amp_C.{name}" in repr(function)
     with pytest.raises(NotImplementedError) as raised:
         function(1, [], key=2)
     said = str(raised.value)
-    assert said.startswith(f"{module}.{name}(...)") and replacement(f"{module}.{name}") in said
+    assert said.startswith(f"amp_C.{name}(...)") and replacement(f"amp_C.{name}") in said
     assert "never calls it, there is nothing to do" in said
 
 
 def test_every_replacement_of_a_kernel_is_used():
-    used = {replacement(f"{module}.{name}") for module, name in MISSING}
-    used |= {replacement(f"{module}.other") for module in kernels.NAMES}
-    own = {says for name, says in REPLACEMENTS.items() if name.partition(".")[0] != "apex"}
-    assert own <= used
+    used = {replacement(f"amp_C.{name}") for name in MISSING}
+    used |= {replacement(name) for name in kernels.REFUSED}
+    used |= {replacement(f"{module}.other") for module in kernels.HERE}
+    known = packages.REPLACEMENTS.items()
+    assert {says for name, says in known if name.partition(".")[0] != "apex"} <= used
 
 
 def test_lookups_at_import_as_programs_have_them():
@@ -53,8 +118,306 @@ def test_lookups_at_import_as_programs_have_them():
 
 def test_installed_kernels_are_not_hidden(monkeypatch):
     compat.uninstall()
-    assert "syncbn" not in sys.modules
-    installed = types.ModuleType("syncbn")
-    monkeypatch.setitem(sys.modules, "syncbn", installed)
+    assert "fused_adam_cuda" not in sys.modules
+    installed = types.ModuleType("fused_adam_cuda")
+    monkeypatch.setitem(sys.modules, "fused_adam_cuda", installed)
     compat.install()
-    assert importlib.import_module("syncbn") is installed
+    assert importlib.import_module("fused_adam_cuda") is installed
+
+
+# Adam
+
+
+def steps_of_adam(call, dtype=torch.float32, count=4):
+    """A parameter, its moments, and what `call(param, first, second, grad, step)` makes of them."""
+    param, first, second = numbers(3, 4).to(dtype), torch.zeros(3, 4), torch.zeros(3, 4)
+    for step in range(1, count + 1):
+        call(param, first, second, numbers(3, 4, seed=step), step)
+    return param, first, second
+
+
+def torchs_adam(kind, rates, decay, corrected=True, count=4):
+    """torch's parameter, with `rates(step)` for lr and eps."""
+    param = torch.nn.Parameter(numbers(3, 4))
+    optimizer = kind([param], weight_decay=decay)
+    for step in range(1, count + 1):
+        param.grad = numbers(3, 4, seed=step)
+        group = optimizer.param_groups[0]
+        group["lr"], group["eps"] = rates(step)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("scale", [1.0, 512.0])
+@pytest.mark.parametrize("corrected", [1, 0])
+def test_fused_adam_cuda_is_torchs_adam(scale, corrected):
+    """apex puts eps beside a root that is not corrected for the bias: torch with a larger eps."""
+    adam, lr, eps = kernel("fused_adam_cuda").adam, 0.05, 1e-3
+    copies = torch.empty(3, 4, dtype=torch.float16)
+
+    def call(param, first, second, grad, step):
+        options = (lr, 0.9, 0.999, eps, scale, step, 1, corrected, 0.0)
+        adam(param, copies, first, second, grad * scale, *options)
+
+    def rates(step):
+        root, first = (1 - 0.999**step) ** 0.5, 1 - 0.9**step
+        return (lr, eps / root) if corrected else (lr * first / root, eps / root)
+
+    ours, *_ = steps_of_adam(call)
+    close(ours, torchs_adam(torch.optim.Adam, rates, 0.0))
+    assert torch.equal(copies, ours.half())
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("corrected", [1, 0])
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_fused_adam_cuda_follows_its_formula(mode, corrected, grad_dtype):
+    """Modes, weight decay and half gradients; an empty copy, and one that is the weight itself."""
+    lr, beta1, beta2, eps, decay = 0.05, 0.9, 0.99, 1e-2, 0.1
+    p = numbers(3, 4).double()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step in (1, 2, 3):
+        g = numbers(3, 4, seed=step).to(grad_dtype).double() / 8
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        size = lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if corrected else 1)
+        p = p - size * (m / ((v + eps).sqrt() if mode == 0 else v.sqrt() + eps) + decay * p)
+
+    def call(param, first, second, grad, step):
+        copied = torch.tensor([]) if step == 1 else param
+        options = (lr, beta1, beta2, eps, 8.0, step, mode, corrected, decay)
+        kernel("fused_adam_cuda").adam(param, copied, first, second, grad.to(grad_dtype), *options)
+
+    for ours, expected in zip(steps_of_adam(call, count=3), (p, m, v), strict=True):
+        close(ours, expected)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_multi_tensor_adam_is_torchs(mode, dtype):
+    applier = kernel("apex.multi_tensor_apply").multi_tensor_applier
+    kind = torch.optim.AdamW if mode else torch.optim.Adam
+
+    def call(param, first, second, grad, step):
+        lists = [[grad], [param], [first], [second]]
+        options = (0.05, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
+        applier(kernel("amp_C").multi_tensor_adam, torch.zeros(1), lists, *options)
+
+    ours, first, second = steps_of_adam(call, dtype)
+    assert ours.dtype is dtype and first.dtype is second.dtype is torch.float32
+    close(ours, torchs_adam(kind, lambda step: (0.05, 1e-8), 0.1), dtype)
+    kernel("amp_C").multi_tensor_adam(0, None, [[], [], [], []], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0)
+
+
+def fairseqs_adam():
+    """A class over FusedAdam that steps by the kernel, as fairseq's does."""
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.optimizers import FusedAdam
+
+    class OwnAdam(FusedAdam):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                lists = [[], [], [], []]
+                for p in group["params"]:
+                    state = self.state[p]
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(name, torch.zeros_like(p))
+                    tensors = (p.grad.data, p.data, state["exp_avg"], state["exp_avg_sq"])
+                    for held, tensor in zip(lists, tensors, strict=True):
+                        held.append(tensor)
+                options = (group["lr"], *group["betas"], group["eps"], group["step"])
+                options += (self.adam_w_mode, int(group["bias_correction"]), group["weight_decay"])
+                multi_tensor_applier(
+                    self.multi_tensor_adam, self._dummy_overflow_buf, lists, *options
+                )
+
+    assert multi_tensor_applier.available
+    return OwnAdam
+
+
+def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
+    kind = fairseqs_adam()
+    theirs, ours = torch.nn.Parameter(numbers(5)), torch.nn.Parameter(numbers(5))
+    peer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2)
+    optimizer = kind([ours], lr=0.1, weight_decay=0.2)
+    assert optimizer._dummy_overflow_buf.tolist() == [0]
+    assert optimizer._dummy_overflow_buf.dtype is torch.int32
+    for step in range(6):
+        theirs.grad = ours.grad = numbers(5, seed=step)
+        peer.step()
+        optimizer.step()
+        if step == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = kind([ours], lr=0.1, weight_decay=0.2)
+            optimizer.load_state_dict(saved)
+    close(ours.detach(), theirs.detach())
+
+
+# Norms
+
+
+def normed(x, shape, weight, bias, eps, is_rms):
+    if is_rms:
+        return F.rms_norm(x, shape, weight, eps)
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("is_affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_output", [False, True], ids=["input", "memory efficient"])
+def test_norms_forward_and_backward_are_torchs(sizes, is_rms, is_affine, dtype, has_output):
+    size, shape = sizes
+    module, eps = kernel("fused_layer_norm_cuda"), 1e-3
+    x, grad = 1 + 3 * numbers(*size, dtype=dtype), numbers(*size, seed=1, dtype=dtype)
+    params = [(0.5 + numbers(*shape, seed=2).abs()).to(dtype), numbers(*shape, seed=3, dtype=dtype)]
+    params = params[: 2 - is_rms] if is_affine else []
+    wide = [value.double().requires_grad_() for value in (x, *params)]
+    weight, bias, *_ = *wide[1:], None, None
+    expected = normed(wide[0], shape, weight, bias, eps, is_rms)
+    expected.backward(grad.double())
+
+    name, end = "rms_" * is_rms, "_affine" * is_affine
+    out, *stats = getattr(module, f"{name}forward{end}")(x, shape, *params, eps)
+    assert out.dtype is dtype
+    close(out, expected.detach(), dtype)
+    rows = x.double().reshape(stats[-1].numel(), -1)
+    variance = rows.square().mean(1) if is_rms else rows.var(1, unbiased=False)
+    assert all(one.dtype is torch.float32 for one in stats) and len(stats) == 2 - is_rms
+    close(stats[-1], (variance + eps).rsqrt())
+    if not is_rms:
+        close(stats[0], rows.mean(1))
+    if has_output:
+        stats = stats if is_rms else [None, stats[1]]
+    last = (True,) if has_output else ()
+    found = getattr(module, f"{name}backward{end}")(
+        grad, *stats, out if has_output else x, shape, *params, eps, *last
+    )
+    found = found if is_affine else [found]
+    for ours, theirs in zip(found, wide, strict=True):
+        assert ours.dtype is dtype
+        room = 4 if has_output and dtype is not torch.float32 else 1  # the output was rounded
+        close(ours / room, theirs.grad / room, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_mixed_norms_give_the_weights_dtype(dtype):
+    x, weight, bias = numbers(3, 6, dtype=dtype), 1 + numbers(6, seed=1), numbers(6, seed=2)
+    expected = F.layer_norm(x.float(), (6,), weight, bias, 1e-5)
+    for module, name in (
+        ("fused_layer_norm_cuda", "forward_affine_mixed_dtypes"),
+        ("fused_mix_prec_layer_norm_cuda", "forward_affine"),
+    ):
+        out, mean, invvar = getattr(kernel(module), name)(x, (6,), weight, bias, 1e-5)
+        assert out.dtype is torch.float32
+        close(out, expected)
+    grads = kernel("fused_mix_prec_layer_norm_cuda").backward_affine(
+        torch.ones(3, 6), mean, invvar, x, (6,), weight, bias, 1e-5
+    )
+    assert [grad.dtype for grad in grads] == [dtype, torch.float32, torch.float32]
+    out, _ = kernel("fused_layer_norm_cuda").rms_forward_affine_mixed_dtypes(x, (6,), weight, 1e-5)
+    close(out, F.rms_norm(x.float(), (6,), weight, 1e-5))
+
+
+def test_a_weight_of_zero_does_not_make_a_memory_efficient_backward_nan():
+    module, x = kernel("fused_layer_norm_cuda"), numbers(2, 4)
+    weight, bias = torch.tensor([0.0, 1.0, -1.0, 2.0]), torch.zeros(4)
+    out, _, invvar = module.forward_affine(x, (4,), weight, bias, 1e-5)
+    options = (None, invvar, out, (4,), weight, bias, 1e-5, True)
+    found = module.backward_affine(torch.ones(2, 4), *options)
+    assert all(bool(one.isfinite().all()) for one in found)
+
+
+class OwnNorm(torch.autograd.Function):
+    """As Megatron-LM's and other copies of apex's layer norm have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        out, mean, invvar = kernel("fused_layer_norm_cuda").forward_affine(
+            x, weight.shape, weight, bias, 1e-5
+        )
+        ctx.save_for_backward(x, weight, bias, mean, invvar)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias, mean, invvar = ctx.saved_tensors
+        return tuple(
+            kernel("fused_layer_norm_cuda").backward_affine(
+                grad.contiguous(), mean, invvar, x, weight.shape, weight, bias, 1e-5
+            )
+        )
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8)
+        self.last, self.own = torch.nn.Linear(8, 1), own
+
+    def forward(self, x):
+        x, norm = self.first(x), self.norm
+        weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+        return self.last(OwnNorm.apply(x, weight, bias) if self.own else self.norm(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_function_of_the_scripts_own_trains_by_the_kernels_as_torchs_layer_does(amp, level):
+    ends = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = Normed(own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        x = numbers(16, 6)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (model(x).float() - x.sum(1, keepdim=True)).pow(2).mean()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        ends.append(loss.item())
+        ampatch.deactivate()
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+# Softmaxes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["", "_masked", "_upper_triang_masked", "generic"])
+def test_softmaxes_are_torchs(dtype, kind):
+    name = "generic_scaled_masked" if kind == "generic" else f"scaled{kind}"
+    module, scale = kernel(f"{name}_softmax_cuda"), 0.5
+    is_causal, is_masked = "upper" in kind, kind in ("_masked", "generic")
+    size = (3, 5, 5) if is_causal else (2, 3, 4, 5)
+    x, grad = 3 * numbers(*size, dtype=dtype), numbers(*size, seed=1, dtype=dtype)
+    mask = torch.zeros(2, 1, 4, 5, dtype=torch.uint8)
+    mask[0, :, :, 3:] = mask[1, :, 1:, 0] = 1
+    wide = x.double().requires_grad_()
+    scores = wide * scale
+    if is_causal:
+        scores = scores + torch.full((5, 5), -torch.inf).triu(1)
+    if is_masked:
+        scores = scores.masked_fill(mask.bool(), -torch.inf)
+    expected = scores.softmax(-1)
+    expected.backward(grad.double())
+    given = (mask,) if is_masked else ()
+    out = module.forward(x, *given, scale)
+    assert out.dtype is dtype
+    close(out, expected.detach(), dtype)
+    found = module.backward(grad.clone(), out, scale)
+    assert found.dtype is dtype
+    close(found, wide.grad, dtype)
+    assert hasattr(module, "get_batch_per_block") == (kind == "_masked")
+
+
+def test_a_row_that_is_all_masked_is_zero_and_so_is_its_gradient():
+    module = kernel("scaled_masked_softmax_cuda")
+    mask = torch.ones(1, 1, 2, 4, dtype=torch.uint8)
+    mask[0, 0, 0, 0] = 0
+    out = module.forward(numbers(1, 2, 2, 4, dtype=torch.float16), mask, torch.tensor(1.0))
+    assert out[0, :, 0].tolist() == [[1, 0, 0, 0]] * 2 and not out[0, :, 1].any()
+    assert not module.backward(torch.ones_like(out), out, torch.tensor(1.0)).isnan().any()
+    assert module.get_batch_per_block(2, 4, 1, 2) == 1

@@ -188,3 +188,15 @@ def test_novograd_refuses_norms_it_cannot_place():
     saved["param_groups"][0]["exp_avg_sq"] = [torch.ones(1), torch.ones(2)]
     with pytest.raises(ValueError, match="running norms"):
         optimizer.load_state_dict(saved)
+
+
+def test_the_lamb_for_mixed_precision_is_lamb_of_fp32_parameters():
+    from apex.optimizers import FusedMixedPrecisionLamb
+
+    given = {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 2.0}
+    ours = run(lambda p: FusedMixedPrecisionLamb(p, **given, reduced_precision_dtype=torch.half))
+    close(ours, run(lambda p: optimizers.FusedLAMB(p, **given)))
+    later = FusedMixedPrecisionLamb(parameters(), 0.05, 7)
+    assert later.param_groups[0]["step"] == 7
+    with pytest.raises(RuntimeError, match="half parameters.*Use FP32 parameters, and amp.init"):
+        FusedMixedPrecisionLamb(nn.Linear(2, 2).half().parameters())

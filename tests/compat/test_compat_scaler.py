@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import pytest
@@ -291,12 +292,12 @@ def test_a_scaler_of_its_own_follows_apexs_rule():
 # Several calls of initialize
 
 
-def session(amp, with_optimizer: bool, **options):
+def session(amp, with_optimizer: bool, level="O2", **options):
     model = nn.Linear(2, 2)
     if not with_optimizer:
-        return amp.initialize(model, opt_level="O2", verbosity=0, **options), None
+        return amp.initialize(model, opt_level=level, verbosity=0, **options), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
 def scale_in_use(amp, model, optimizer) -> float:
@@ -325,24 +326,80 @@ def test_models_without_an_optimizer_add_no_scaler(amp, order, caplog):
     assert not caplog.records
 
 
-def test_several_sessions_with_optimizers_are_one_list(amp, caplog):
+def test_several_sessions_with_optimizers_are_one_list_the_newest_first(amp, caplog):
     first, _, last = session(amp, True, num_losses=2), session(amp, False), session(amp, True)
     for number, scaler in enumerate(amp._amp_state.loss_scalers):
         scaler._loss_scale = 2.0**number
     saved = amp.state_dict()
     assert [entry["loss_scale"] for entry in saved.values()] == [1, 2, 4]
     assert list(saved) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
-    assert scale_in_use(amp, *last) == 4 and scale_in_use(amp, *first) == 1
+    assert scale_in_use(amp, *last) == 1 and scale_in_use(amp, *first) == 2
     amp.load_state_dict({name: {"loss_scale": 64.0, "unskipped": 0} for name in saved})
     assert scale_in_use(amp, *last) == 64 == scale_in_use(amp, *first)
+    amp.load_state_dict(saved)
+    assert scale_in_use(amp, *last) == 1 and scale_in_use(amp, *first) == 2
     # apex's list has the scalers of one initialize, for all optimizers
     old = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
-    old["loss_scaler1"] = {"loss_scale": 16.0, "unskipped": 0}
     amp.load_state_dict(old)
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [8, 16, 8]
-    assert not caplog.records
+    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [8, 8, 4]
     with pytest.raises(ValueError, match="loss_scaler7"):
         amp.load_state_dict({"loss_scaler7": old["loss_scaler0"]})
+
+
+def test_three_sessions_are_listed_from_the_newest_to_the_oldest(amp):
+    sessions = [session(amp, True) for _ in range(3)]
+    for number, scaler in enumerate(amp._amp_state.loss_scalers):
+        scaler._loss_scale = 2.0**number
+    assert [scale_in_use(amp, *one) for one in sessions] == [4, 2, 1]
+    del sessions[1], scaler  # the session ends with its model and optimizer
+    gc.collect()
+    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [1, 4]
+
+
+@pytest.mark.parametrize("deactivates", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_fold_begins_with_a_scaler_of_its_own_at_place_0(amp, deactivates, level):
+    """Models of earlier folds are kept, to average them at the end."""
+    kept = []
+    for fold in range(3):
+        kept.append(session(amp, True, level=level))
+        model, optimizer = kept[-1]
+        scalers = amp._amp_state.loss_scalers
+        assert len(scalers) == (1 if deactivates else fold + 1)
+        assert scalers[0].loss_scale() == 2.0**16
+        scalers[0]._loss_scale = 4.0
+        assert scale_in_use(amp, model, optimizer) == 4
+        optimizer.step()
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 1}
+        if deactivates:
+            amp._amp_state.handle._deactivate()
+            assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
+            assert scale_in_use(amp, model, optimizer) == 4
+
+
+def test_deactivate_ends_the_entries_of_all_sessions_before_but_the_newest(amp):
+    first, last = session(amp, True), session(amp, True)
+    session(amp, False)  # a momentum encoder
+    amp._amp_state.loss_scalers[1]._loss_scale = 8.0
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    amp._amp_state.handle._deactivate()
+    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [4]
+    assert scale_in_use(amp, *last) == 4 and scale_in_use(amp, *first) == 8  # both go on
+    third = session(amp, True)
+    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [2.0**16]
+    assert scale_in_use(amp, *third) == 2**16
+
+
+def test_init_beside_initialize_adds_no_entry_and_hides_no_setting(amp):
+    """espnet calls `init` last: its handle has a loss scale that nothing is scaled by."""
+    model, optimizer = session(amp, True)
+    handle = amp.init()
+    amp._amp_state.loss_scalers[0]._loss_scale = 16.0
+    assert scale_in_use(amp, model, optimizer) == 16 and len(amp.state_dict()) == 1
+    assert amp._amp_state.opt_properties.opt_level == "O2"
+    assert amp.amp._DECORATOR_HANDLE is handle is not amp._amp_state.handle
+    handle._deactivate()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 16
 
 
 def test_models_alone_have_scalers_too(amp):

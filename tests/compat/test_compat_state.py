@@ -224,6 +224,89 @@ def test_init_obeys_the_environments_level(amp, level, dtype, monkeypatch):
         assert (loss.item() == 1.0) == (level == "O0")
 
 
+class Criterion(nn.Module):
+    """Its methods note the dtypes that they get."""
+
+    def single(self, x):
+        self.seen = {"single": x.dtype}
+        return x.float().pow(2).mean()
+
+    def half(self, x):
+        self.seen["half"] = x.dtype
+        return x
+
+    def forward(self, x):
+        loss = self.single(x)
+        self.half(x.float())
+        return loss
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+        self.head, self.criterion = nn.Linear(4, 2), Criterion()
+
+    def forward(self, x):
+        self.made = self.head(self.body(x))
+        return self.criterion(self.made)
+
+
+@pytest.fixture
+def registered(amp):
+    amp.register_float_function(Criterion, "single")
+    amp.register_half_function(Criterion, "half")
+    yield
+    for name in ("single", "half"):
+        ampatch.unregister_function(Criterion, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", ["init last", "init first"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_init_beside_initialize_casts_in_its_models_too(amp, registered, level, order, dtype):
+    """espnet: `initialize`, `register_float_function`, `init`.  torch's functions stay as they are
+    at O2 and O3, where calls that mix FP32 and half are cast, as after a registered function.
+    """
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    handle = amp.init() if order == "init first" else None
+    if dtype is torch.float16 or level == "O1":
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        dtype = torch.float16
+    else:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, cast_model_type=dtype)
+    handle = handle or amp.init()
+    single, losses = torch.float32, []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 2) + torch.arange(4.0)[:, None])
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert model.criterion.seen == {"single": single, "half": dtype}
+        assert model.made.dtype is dtype
+    assert losses[-1] < 0.5 * losses[0]
+    assert model.criterion(SINGLE.half()).dtype is torch.float32
+    model.criterion.seen = {}
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    compiled(torch.ones(4, 2) + torch.arange(4.0)[:, None])
+    assert model.criterion.seen == {"single": single, "half": dtype}
+    handle._deactivate()
+    model(torch.ones(4, 2) + torch.arange(4.0)[:, None])
+    assert model.criterion.seen["single"] is (single if level == "O1" else dtype)
+
+
+def test_init_leaves_a_model_at_o0_in_fp32(amp, registered):
+    model = Net()
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    amp.init()
+    model(torch.randn(4, 2))
+    assert {*model.criterion.seen.values(), model.made.dtype} == {torch.float32}
+
+
 # Scalers and private modules
 
 
@@ -278,3 +361,51 @@ def test_private_modules_and_other_places():
     assert mapped["a"][1][1] == 3
     with pytest.raises(ImportError, match="register_half_function"):
         import apex.amp.wrap
+
+
+def test_properties_and_messages_are_attributes_and_names(amp, capsys):
+    from apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
+    from apex.amp.frontend import Properties
+
+    assert Properties().options == {
+        "enabled": False,
+        "opt_level": None,
+        "cast_model_type": None,
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": 1.0,
+    }
+    start("O2", loss_scale=64.0)
+    assert isinstance(_amp_state.opt_properties, Properties)
+    assert _amp_state.opt_properties.options["opt_level"] == "O2"
+    assert _amp_state.opt_properties.loss_scale == 64.0 and Properties().loss_scale == 1.0
+    _amp_state.verbosity = 1
+    for say in (maybe_print, _amp_state.maybe_print, amp._amp_state.maybe_print):
+        say("said", True)
+    _amp_state.verbosity = 0
+    maybe_print("not said")
+    assert capsys.readouterr().out == "said\n" * 3
+    for tell in (warn_or_err, amp._amp_state.warn_or_err):
+        with pytest.raises(RuntimeError, match="no good"):
+            tell("no good")
+    _amp_state.hard_override = True
+    try:
+        warn_or_err("no good")
+    finally:
+        _amp_state.hard_override = False
+    assert "no good" in capsys.readouterr().out
+
+
+def test_clipping_of_contrib_is_torchs(amp):
+    from apex.contrib import clip_grad
+
+    model, optimizer = start("O1", loss_scale=256.0)
+    loss = model(SINGLE).float().sum() * 3
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    norm = clip_grad.clip_grad_norm_(model.parameters(), 1.0)  # unscales before
+    own = torch.tensor([3.0, 3.0, 3.0, 3.0, 6.0, 6.0])
+    assert norm.item() == pytest.approx(own.norm().item(), rel=1e-3)
+    clipped = torch.cat([param.grad.flatten() for param in model.parameters()])
+    torch.testing.assert_close(clipped, own / own.norm(), rtol=1e-3, atol=1e-3)

@@ -57,7 +57,11 @@ DERIVED = {
         ("PluginSettings", "ScaleSettings", "Settings"),
         "for type checkers: keywords, and more of them",
     ),
-    **dict.fromkeys(("MixedFusedLayerNorm", "MixedFusedRMSNorm"), "apex's other names"),
+    **dict.fromkeys(
+        ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
+        "apex's arguments, of two of torch's layers, in two kinds",
+    ),
+    "FusedMixedPrecisionLamb": "apex's other name of FusedLAMB",
 }
 """Classes of ours that derive from a class of ours, and why that is not one class cut in two."""
 

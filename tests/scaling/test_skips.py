@@ -160,3 +160,69 @@ def test_counts_go_on_when_a_fused_optimizer_begins_or_stops_looking():
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     assert ampatch.step_counts(optimizer) == (3, 1, 0)
+
+
+# Gradients of an earlier overflow that a script has not zeroed
+
+LEFT_OVER = "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step_that_an_earlier_overflow_alone_keeps_back_says_so(
+    kind, level, scale_lives_on, caplog
+):
+    caplog.set_level("INFO", "ampatch")
+    model, optimizer = begin(kind, level, max_consecutive_skips=8, verbosity=1)
+    caplog.clear()
+    for step_number in range(8):
+        backward(model, optimizer, data(), factor=math.inf if step_number == 0 else 1.0)
+        optimizer.step()
+    assert ampatch.step_counts(optimizer) == (0, 8, 8)
+    assert ampatch.loss_scale() == 512.0  # one overflow
+    lines = [one for one in caplog.messages if one.startswith("Gradient overflow: ")]
+    says_so = [LEFT_OVER in line for line in lines]
+    if scale_lives_on == "device" and "fused" in kind:
+        assert says_so == [True] * len(lines)
+    else:
+        assert says_so == [False] + [True] * 7
+    (error,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "8 steps of " in error.getMessage() and LEFT_OVER in error.getMessage()
+    assert "0.weight" in error.getMessage() and "NaN in the data" not in error.getMessage()
+
+
+def test_a_step_without_a_block_between_says_so_too(caplog):
+    caplog.set_level("INFO", "ampatch")
+    model, optimizer = begin("Adam", verbosity=1)
+    train(model, optimizer, factor=math.inf)
+    caplog.clear()
+    optimizer.step()
+    assert LEFT_OVER in caplog.text
+
+
+def test_what_overflows_anew_or_in_one_step_is_said_as_ever(caplog):
+    """New gradients with an inf, a step later or in the next micro-batch, and a healthy start."""
+    caplog.set_level("INFO", "ampatch")
+    model, optimizer = begin("Adam", verbosity=1, max_consecutive_skips=6)
+    for _ in range(3):  # never zeroed, and each is an overflow
+        backward(model, optimizer, data(), factor=math.inf)
+        optimizer.step()
+    optimizer.zero_grad()
+    for factor in (math.inf, 1.0):  # two micro-batches of one step
+        backward(model, optimizer, data(), factor=factor)
+    optimizer.step()
+    for _ in range(4):
+        train(model, optimizer, factor=math.nan)
+    assert ampatch.step_counts(optimizer) == (0, 8, 8)
+    assert LEFT_OVER not in caplog.text and "NaN in the data" in caplog.text
+
+
+def test_what_was_zeroed_by_hand_is_not_left_over(caplog):
+    caplog.set_level("INFO", "ampatch")
+    model, optimizer = begin("Adam", verbosity=1)
+    for _ in range(3):
+        backward(model, optimizer, data(), factor=math.inf)
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.zero_()
+    assert ampatch.step_counts(optimizer) == (0, 3, 3) and LEFT_OVER not in caplog.text

@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError, observe
 
@@ -36,48 +38,38 @@ from . import (
 )
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
 from .optimizers import adam, lamb, novograd, sgd
-from .packages import Finder, build
+from .packages import Finder, Refusals, build
 from .parallel import distributed, larc, sync_batch_norm
 
 __all__ = ["install", "is_installed", "uninstall"]
 
-CONTENTS = {
-    "apex": {},
-    "apex.amp": amp,
-    "apex.amp.amp": amp,
-    "apex.amp.frontend": amp,
-    "apex.amp.handle": amp,
-    "apex.amp.lists": {},
-    "apex.amp._amp_state": state,
-    "apex.amp._initialize": internals,
-    "apex.amp.scaler": scaler,
-    "apex.fp16_utils": fp16_utils,
-    "apex.fp16_utils.fp16util": conversion,
-    "apex.fp16_utils.fp16_optimizer": fp16_optimizer,
-    "apex.fp16_utils.loss_scaler": loss_scaler,
-    "apex.parallel": parallel,
-    "apex.parallel.LARC": larc,
-    "apex.parallel.distributed": distributed,
-    "apex.parallel.sync_batchnorm": sync_batch_norm,
-    "apex.parallel.optimized_sync_batchnorm": sync_batch_norm,
-    "apex.optimizers": optimizers,
-    "apex.optimizers.fused_adagrad": sgd,
-    "apex.optimizers.fused_adam": adam,
-    "apex.optimizers.fused_lamb": lamb,
-    "apex.optimizers.fused_novograd": novograd,
-    "apex.optimizers.fused_sgd": sgd,
-    "apex.normalization": normalization,
-    "apex.normalization.fused_layer_norm": normalization,
-    "apex.mlp": layers,
-    "apex.mlp.mlp": layers,
-    "apex.fused_dense": layers,
-    "apex.fused_dense.fused_dense": layers,
-    "apex.reparameterization": reparameterization,
-    "apex.contrib": {},
-    "apex.contrib.optimizers": optimizers,
-    "apex.multi_tensor_apply": multi_tensor_apply,
-    "apex.multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
-}
+_CLIPPING = SimpleNamespace(clip_grad_norm_=clip_grad_norm_, __all__=["clip_grad_norm_"])
+_SOURCES = (
+    ({}, "amp.lists contrib"),
+    (amp, "amp amp.amp amp.frontend amp.handle"),
+    (state, "amp._amp_state"),
+    (internals, "amp._initialize"),
+    (scaler, "amp.scaler"),
+    (fp16_utils, "fp16_utils"),
+    (conversion, "fp16_utils.fp16util"),
+    (fp16_optimizer, "fp16_utils.fp16_optimizer"),
+    (loss_scaler, "fp16_utils.loss_scaler"),
+    (parallel, "parallel"),
+    (larc, "parallel.LARC"),
+    (distributed, "parallel.distributed"),
+    (sync_batch_norm, "parallel.sync_batchnorm parallel.optimized_sync_batchnorm"),
+    (optimizers, "optimizers contrib.optimizers"),
+    (adam, "optimizers.fused_adam"),
+    (lamb, "optimizers.fused_lamb optimizers.fused_mixed_precision_lamb"),
+    (novograd, "optimizers.fused_novograd"),
+    (sgd, "optimizers.fused_adagrad optimizers.fused_sgd"),
+    (normalization, "normalization normalization.fused_layer_norm"),
+    (layers, "mlp mlp.mlp fused_dense fused_dense.fused_dense"),
+    (reparameterization, "reparameterization"),
+    (_CLIPPING, "contrib.clip_grad contrib.clip_grad.clip_grad"),
+    (multi_tensor_apply, "multi_tensor_apply multi_tensor_apply.multi_tensor_apply"),
+)
+CONTENTS = {f"apex.{name}": source for source, names in _SOURCES for name in names.split()}
 
 
 def install(force: bool = False) -> None:
@@ -134,15 +126,17 @@ def install_before(folders: Sequence[str]) -> None:
     others = behind.Behind(folders)
     # apex's compiled modules have names of their own, and installed ones are not hidden.
     missing = {name: has for name, has in kernels.contents().items() if not _is_importable(name)}
-    modules = build({**CONTENTS, **lists.contents(), **missing}, others)
+    modules = build({"apex": {}, **CONTENTS, **lists.contents(), **missing}, others)
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
+    modules["apex.amp.frontend"].Properties = state.Properties
     modules[
         "apex.parallel.LARC"
     ].__class__ = _CallableLARC  # the class and its module have the same name
-    finder = Finder(modules, _hide(), others)
+    finder = Finder(modules, _hide(), others, Refusals(kernels.REFUSED))
     sys.meta_path.insert(0, finder)
+    sys.meta_path.append(finder.refusals)
     sys.modules.update(modules)
     cleaner = amp.Cleaner()
     stop_observing = observe(cleaner)
@@ -174,6 +168,7 @@ def uninstall() -> None:
         return
     finder.stop()
     sys.meta_path.remove(finder)
+    sys.meta_path.remove(finder.refusals)
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

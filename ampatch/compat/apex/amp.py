@@ -8,6 +8,7 @@ tensors, `Tensor.cpu()` returns FP32, and so on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ from ...session import facade as engine
 from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
 from . import lists
 from .scaler import UPDATE_SCALE, LossScaler
-from .state import Stash, _amp_state, scaler_in_use
+from .state import Stash, _amp_state, scaler_in_use, scaling_sessions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,44 +60,29 @@ __all__ = [
 
 @overload
 def initialize(
-    models: Models,
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    *,
-    num_losses: int = 1,
-    **settings: Unpack[ApexSettings],
-) -> Models: ...
+    models: Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", *,
+    num_losses: int = 1, **settings: Unpack[ApexSettings],
+) -> Models: ...  # fmt: skip
 
 
 @overload
 def initialize(
-    models: Models,
-    optimizers: Optimizers,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    *,
-    num_losses: int = 1,
-    **settings: Unpack[ApexSettings],
-) -> tuple[Models, Optimizers]: ...
+    models: Models, optimizers: Optimizers, enabled: bool = True, opt_level: OptLevel = "O1", *,
+    num_losses: int = 1, **settings: Unpack[ApexSettings],
+) -> tuple[Models, Optimizers]: ...  # fmt: skip
 
 
 def initialize(
     models: nn.Module | Sequence[nn.Module],
-    optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
-    enabled: bool = True,
+    optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None, enabled: bool = True,
     opt_level: OptLevel = "O1",
     cast_model_type: torch.dtype | DtypeName | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | Literal["True", "False"] | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | DtypeName | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-) -> Any:
+    master_weights: bool | None = None, loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | DtypeName | None = None, num_losses: int = 1,
+    verbosity: int = 1, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+) -> Any:  # fmt: skip
     """`ampatch.initialize` with apex's signature and tables.
 
     It also behaves like apex at O1 and with several optimizers (`docs/from_apex.md`).
@@ -133,16 +119,13 @@ def init(
 
 
 def scale_loss(
-    loss: Tensor,
-    optimizers: AnyOptimizer | Sequence[AnyOptimizer],
-    loss_id: int = 0,
-    model: object = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> AbstractContextManager[Tensor]:
+    loss: Tensor, optimizers: AnyOptimizer | Sequence[AnyOptimizer], loss_id: int = 0,
+    model: object = None, delay_unscale: bool = False, delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:  # fmt: skip
     """`ampatch.scale_loss`.
 
-    As in apex, a block asks the scaler's `update_scale` as it ends, where a script has replaced
+    At O2 the first block after a step begins without gradients: see `Stash.begin_block`.  As in
+    apex, a block asks the scaler's `update_scale` as it ends, where a script has replaced
     that: the scale is as it has left it, and what it returns says whether the next step is skipped.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -153,6 +136,8 @@ def scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
         delay_overflow_check=delay_overflow_check or is_asked,
     )
+    for stash in [one._amp_stash for one in given if hasattr(one, "_amp_stash")]:
+        stash.begin_block()
     if scaler is None:
         return block
     scaler.begin_block()
@@ -167,10 +152,7 @@ def _asking(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterat
 
 
 def state_dict() -> dict[str, dict[str, Any]]:
-    """The loss scalers of all sessions that have an optimizer, as `ampatch.state_dict` of one.
-
-    They are numbered on in the order of `initialize`: apex has one list of them.
-    """
+    """The loss scalers of `_amp_state.loss_scalers`, as `ampatch.state_dict` of one session."""
     return {name: one.state_dict() for name, (one, _) in _scalers().items()}
 
 
@@ -189,7 +171,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
     """The scalers in use by their names, with their names within their sessions."""
-    sessions = engine.scaling_sessions() or ampatch.state_dict()  # an error: there is none
+    if len(engine.open_sessions()) > 1:
+        gc.collect()  # optimizers of earlier folds are in cycles with what manages them
+    sessions = scaling_sessions() or ampatch.state_dict()  # an error: there is none
     found = [(one, f"loss_scaler{n}") for own in sessions for n, one in enumerate(own.scalers)]
     return {f"loss_scaler{n}": pair for n, pair in enumerate(found)}
 
@@ -208,7 +192,12 @@ def _lazy_init(optimizer: Any) -> None:
 
 
 class Cleaner:
-    """Observer that removes what `initialize` put on the optimizers of a session."""
+    """Observer that tells the stash of steps, and removes what `initialize` put on optimizers."""
+
+    def on_step(self, optimizer: Any, skipped: object) -> None:
+        """Called after each step, also a skipped one."""
+        if (stash := vars(optimizer).get("_amp_stash")) is not None:
+            stash.has_stepped = True
 
     def on_close(self, session: engine.Session) -> None:
         """Called when a session closes, before its optimizers are released."""

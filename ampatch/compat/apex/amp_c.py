@@ -1,7 +1,7 @@
-"""amp_C and apex_C: apex's functions over lists of tensors that scripts call by themselves.
+"""amp_C, apex_C and fused_adam_cuda: apex's functions over tensors that scripts call by themselves.
 
-amp_C's functions compute in FP32 and round once.  `noop_flag` becomes 1 where something is not
-finite; the host does not wait for it.  `chunk_size` is accepted.
+amp_C's functions compute in FP32 and round once.  `chunk_size` is accepted.  `noop_flag` becomes 1
+where norms and scaling meet what is not finite; the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,57 @@ def multi_tensor_l2norm(
     norm = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.masked_fill_(~norm.isfinite().all(), 1)
     return norm, each if per_tensor else each[:0]
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Sequence[list[Tensor]], *options: float
+) -> None:
+    """A step of Adam, in mode 1 of AdamW, on `[grads, params, first moments, second moments]`.
+
+    The options are lr, beta1, beta2, eps, step, mode, bias_correction and weight_decay.
+    """
+    grads, params, first, second = tensor_lists
+    lr, beta1, beta2, eps, step, mode, is_corrected, decay = map(float, options)
+    grads, wide = _wide(grads), _wide(params)
+    if not params:
+        return
+    if mode == 1:
+        foreach.mul_(wide, 1 - lr * decay)
+    elif decay:
+        grads = foreach.add(grads, wide, alpha=decay)
+    foreach.lerp_(first, grads, 1 - beta1)
+    foreach.mul_(second, beta2)
+    foreach.addcmul_(second, grads, grads, value=1 - beta2)
+    divisor = foreach.sqrt(second)
+    if is_corrected:
+        foreach.mul_(divisor, (1 - beta2**step) ** -0.5)
+        lr /= 1 - beta1**step
+    foreach.add_(divisor, eps)
+    foreach.addcdiv_(wide, first, divisor, value=-lr)
+    if wide[0] is not params[0]:
+        foreach.copy_(params, wide)
+
+
+@torch.no_grad()
+def adam(
+    param: Tensor, copy: Tensor, first: Tensor, second: Tensor, grad: Tensor, *options: float
+) -> None:
+    """fused_adam_cuda's step, in place; `copy`, unless it is empty, gets the new `param` too.
+
+    The options are lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction and weight_decay.
+    In mode 0 eps is under the root, in mode 1 beside it; neither corrects it for the bias.
+    """
+    lr, beta1, beta2, eps, grad_scale, step, mode, is_corrected, decay = map(float, options)
+    grad = grad.float() / grad_scale
+    first.mul_(beta1).add_(grad, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    divisor = (second + eps).sqrt() if mode == 0 else second.sqrt() + eps
+    if is_corrected:
+        lr *= (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    param.sub_(lr * (first / divisor + decay * param))
+    if copy.numel():
+        copy.copy_(param)
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:

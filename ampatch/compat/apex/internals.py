@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...session import facade as engine
-from .state import _amp_state
+from .state import handle_of
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
 
@@ -20,7 +20,8 @@ class AmpModule(ModuleType):
 
     @property
     def _DECORATOR_HANDLE(self) -> Any:  # apex's name
-        return _amp_state.handle if engine.open_sessions() else None
+        sessions = engine.open_sessions()
+        return handle_of(sessions[-1]) if sessions else None
 
     @_DECORATOR_HANDLE.setter
     def _DECORATOR_HANDLE(self, value: Any) -> None:

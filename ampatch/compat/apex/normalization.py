@@ -26,13 +26,9 @@ def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) ->
 
 
 def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Any,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.layer_norm`."""
     return F.layer_norm(input, _shape(normalized_shape), weight, bias, eps)
 
@@ -43,12 +39,9 @@ def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> T
 
 
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: Any,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.rms_norm`."""
     return F.rms_norm(input, _shape(normalized_shape), weight, eps)
 
@@ -63,63 +56,49 @@ class FusedLayerNormAffineFunction:
     apply = staticmethod(fused_layer_norm_affine)
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused:
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """`torch.nn.LayerNorm`.  `memory_efficient` is accepted and changes nothing."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """`torch.nn.RMSNorm`.  `memory_efficient` is accepted and changes nothing."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
-
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """A layer norm whose input may have another dtype; the output has the weight's."""
+class _Mixed:
+    _name: str  # of a function of torch.nn.functional, which is looked up at the call
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps=eps, **_affine_only(kwargs))
+        if not kwargs.pop("elementwise_affine", True):
+            raise RuntimeError(
+                "the Mixed norms have weights: elementwise_affine=False is not possible. Use "
+                "FusedLayerNorm or FusedRMSNorm."
+            )
+        super().__init__(normalized_shape, eps=eps, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         """Computed in FP32."""
-        weight, bias = self.weight.float(), self.bias.float()
-        output = F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
+        params = [param.float() for param in self._parameters.values()]
+        norm = getattr(F, self._name)
+        output = norm(input.float(), self.normalized_shape, *params, eps=self.eps)
         return output.to(self.weight.dtype)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """A layer norm whose input may have another dtype; the output has the weight's."""
+
+    _name = "layer_norm"
+
+
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """An RMS norm whose input may have another dtype; the output has the weight's."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps=eps, **_affine_only(kwargs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computed in FP32."""
-        output = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-        return output.to(self.weight.dtype)
-
-
-def _affine_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not kwargs.pop("elementwise_affine", True):
-        raise RuntimeError(
-            "the Mixed norms have weights: elementwise_affine=False is not possible. Use "
-            "FusedLayerNorm or FusedRMSNorm."
-        )
-    return kwargs
+    _name = "rms_norm"

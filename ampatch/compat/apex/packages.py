@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +17,8 @@ _METADATA = Path(__file__).parents[1] / "apex_path" / "apex.dist-info"
 VERSION = importlib.metadata.Distribution.at(_METADATA).version
 
 REPLACEMENTS = {
-    "apex.optimizers.FusedMixedPrecisionLamb": "use FusedLAMB with amp.initialize at O2",
     "apex.optimizers.FusedLARS": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
     "apex.parallel.multiproc": "use torchrun",
-    "apex.contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
     "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
     "apex.contrib.layer_norm": "use torch.nn.LayerNorm",
     "apex.contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
@@ -54,7 +53,7 @@ REPLACEMENTS = {
     "apex.multi_tensor_apply": "use torch._foreach_ functions",
     "apex.checkpoint": "use torch.utils.checkpoint",
     "amp_C.multi_tensor_adagrad": "use torch.optim.Adagrad(fused=True)",
-    "amp_C.multi_tensor_adam": "use FusedAdam from apex.optimizers",
+    "amp_C.multi_tensor_adam_": "use FusedAdam from apex.optimizers",
     "amp_C.multi_tensor_lamb": "use FusedLAMB from apex.optimizers",
     "amp_C.multi_tensor_lars": "use LARC(optimizer, clip=False) from apex.parallel.LARC",
     "amp_C.multi_tensor_novograd": "use FusedNovoGrad from apex.optimizers",
@@ -64,11 +63,7 @@ REPLACEMENTS = {
     "apex_C": "use torch.cat and torch.split",
     "fused_adam_cuda": "use FusedAdam from apex.optimizers",
     "fused_dense_cuda": "use apex.fused_dense.FusedDense, or torch.nn.functional.linear",
-    "fused_layer_norm_cuda": "use apex.normalization, or torch.nn.functional.layer_norm",
-    "fused_mix_prec_layer_norm_cuda": "use MixedFusedLayerNorm from apex.normalization",
-    "generic_scaled_masked_softmax_cuda": "use torch.nn.functional.softmax",
     "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
-    "scaled_": "use torch.nn.functional.softmax",
     "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
 }
 """What to use in the place of names that begin so."""
@@ -83,7 +78,7 @@ def replacement(name: str) -> str | None:
 def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
     """A module for each name, with the public names of its source; others are `behind`'s."""
     modules: dict[str, ModuleType] = {}
-    for name, source in contents.items():
+    for name, source in sorted(contents.items()):  # a package before its modules
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
         module = ModuleType(name, getattr(source, "__doc__", None) or "apex, provided by ampatch.")
         public = getattr(source, "__all__", ())
@@ -131,16 +126,38 @@ class Loader:
         """Nothing to run; `importlib.reload` calls this."""
 
 
+def _refuse(name: str) -> None:
+    """Raise `ImportError` where it is known what to use instead; a mere question gets None."""
+    hint, caller = replacement(name), sys._getframe(2).f_back
+    asks = caller is not None and caller.f_globals.get("__name__") == "importlib.util"
+    if hint is not None and not asks:
+        raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
+
+
+class Refusals:
+    """The last finder: an import of these modules that none has found says what to use."""
+
+    def __init__(self, names: Container[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Raises `ImportError` for one of the names."""
+        if name in self._names:
+            _refuse(name)
+
+
 class Finder:
     """Finds ampatch's apex modules and their version; errors for others say what to use."""
 
     def __init__(
-        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], behind: Behind
-    ) -> None:
+        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], behind: Behind,
+        refusals: Refusals,
+    ) -> None:  # fmt: skip
         self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
         self.modules = modules
         self.hidden = hidden
         self.behind = behind
+        self.refusals = refusals
         self.from_behind: set[str] = set()  # modules that were found there
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -150,15 +167,11 @@ class Finder:
         if name.startswith("apex.") and path and (spec := PathFinder.find_spec(name, path)):
             self.from_behind.add(name)
             return spec
-        hint = replacement(name) if name.partition(".")[0] in self.modules else None
-        if hint is not None:
-            raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
+        if name.partition(".")[0] in self.modules:
+            _refuse(name)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         """For `importlib.metadata`."""
         if getattr(context, "name", None) in (None, "apex"):
             yield importlib.metadata.Distribution.at(_METADATA)
-
-    def invalidate_caches(self) -> None:
-        """There are no caches."""

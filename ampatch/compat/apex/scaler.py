@@ -51,14 +51,10 @@ class LossScaler:
     has_fused_kernel = True
 
     def __init__(
-        self,
-        loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
+        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0,
+        scale_window: int = 2000, min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rule = {"growth_factor": scale_factor, "backoff_factor": 1 / scale_factor}
         rule |= {"init_scale": init_scale, "max_loss_scale": max_loss_scale}
         if min_loss_scale is not None:

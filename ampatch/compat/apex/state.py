@@ -1,23 +1,26 @@
 """apex.amp._amp_state: apex's private state for scripts that read and write it.
 
-`loss_scalers` are those of all sessions that have an optimizer, in the order of `initialize`, as
-apex has one list of them; all else is a view of the session opened last.  Attributes that apex
-sets in `initialize` are missing before it, so `hasattr` returns what it returns with apex.
+As in apex entry 0 of `loss_scalers` is of the newest `initialize` with an optimizer; those of
+earlier sessions that are in use follow.  All else is a view of the session that `initialize` has
+opened last.  Attributes that apex sets there are missing before it, as `hasattr` is to say.
 """
 
 from __future__ import annotations
 
 import weakref
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from ampatch import master_params
+from ampatch.torch_private.modules import BATCH_NORMS
 
 from ...session import facade as engine
 from .scaler import LossScaler
 
-__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print"]
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
 
 class AmpState:
@@ -28,27 +31,48 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False  # ampatch always accepts half models
         self.verbosity = 1
 
+    def maybe_print(self, message: str, rank0: bool = False) -> None:
+        """Print a message, at verbosity above 0."""
+        if self.verbosity > 0:
+            print(message)
+
+    def warn_or_err(self, message: str) -> None:
+        """Raise `RuntimeError`; print the message instead where `hard_override` is set."""
+        if not self.hard_override:
+            raise RuntimeError(message)
+        print(f"Warning: {message}")
+
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """One per loss; `_amp_state.loss_scalers[0]._loss_scale = 2.0**20` takes effect."""
         self._session("loss_scalers")
-        return [one for session in engine.scaling_sessions() for one in scalers_of(session)]
+        return [one for session in scaling_sessions() for one in scalers_of(session)]
 
     @property
-    def opt_properties(self) -> OptProperties:
-        return OptProperties(self._session("opt_properties").properties)
+    def opt_properties(self) -> Properties:
+        return Properties(self._session("opt_properties").properties)
 
     @property
     def handle(self) -> SessionHandle:
         """The handle; its `_deactivate()` removes the patches of torch's functions."""
-        session = self._session("handle")
-        return session.handle or SessionHandle(session)
+        return handle_of(self._session("handle"))
 
     def _session(self, name: str) -> engine.Session:
+        """The newest session of `initialize`; of `init` where there is no other."""
         sessions = engine.open_sessions()
         if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return sessions[-1]
+        return ([one for one in sessions if one.handle is None] or sessions)[-1]
+
+
+_ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()` came after them
+
+
+def scaling_sessions() -> list[engine.Session]:
+    """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
+    sessions = engine.scaling_sessions()[::-1]
+    sessions = [one for one in sessions if one.handle is None or one.optimizers] or sessions
+    return [one for one in sessions if one is sessions[0] or one not in _ended]
 
 
 _scalers: weakref.WeakKeyDictionary[engine.Session, dict[int, LossScaler]]
@@ -68,26 +92,27 @@ def scaler_in_use(session: engine.Session | None, loss_id: int) -> LossScaler | 
     return None if session is None else _scalers.get(session, {}).get(loss_id)
 
 
-class OptProperties:
-    """The settings of `initialize`, as attributes and as the dict `options`."""
+class Properties:
+    """The settings of `initialize`, as attributes and as the dict `options`; apex's defaults."""
 
-    _NAMES = (
-        *("enabled", "opt_level", "cast_model_type", "patch_torch_functions"),
-        *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
-    )
-
-    def __init__(self, properties: Any) -> None:
-        self._properties = properties
+    def __init__(self, properties: Any = None) -> None:
+        self._properties = _DEFAULTS if properties is None else properties
 
     @property
     def options(self) -> dict[str, Any]:
         """apex's seven settings by name."""
-        return {name: getattr(self._properties, name) for name in self._NAMES}
+        return {name: getattr(self, name) for name in vars(_DEFAULTS)}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_properties":
             raise AttributeError(name)
         return getattr(self._properties, name)
+
+
+_DEFAULTS = SimpleNamespace(
+    enabled=False, opt_level=None, cast_model_type=None, patch_torch_functions=False,
+    keep_batchnorm_fp32=None, master_weights=None, loss_scale=1.0,
+)  # fmt: skip
 
 
 class SessionHandle:
@@ -108,9 +133,15 @@ class SessionHandle:
     def _deactivate(self) -> None:
         """As in apex: torch's functions are restored; models and loss scales stay."""
         self._session.stop_casting()
+        _ended.update(engine.open_sessions())
 
     def _clear_cache(self) -> None:
         self._session.drop_copies()
+
+
+def handle_of(session: engine.Session) -> Any:
+    """The handle of a session: that of `init`, if that opened it."""
+    return session.handle or SessionHandle(session)
 
 
 class Stash:
@@ -122,6 +153,7 @@ class Stash:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.lazy_init_called = False
+        self.has_stepped = False  # and no block has begun since
 
     all_fp16_params = all_fp32_from_fp16_params = property(lambda self: [])
 
@@ -130,11 +162,25 @@ class Stash:
         """The parameters."""
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
+    def begin_block(self) -> None:
+        """A `scale_loss` block begins: at O2 what a step has used is gone, as in apex.
 
-def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print a message, at verbosity above 0."""
-    if _amp_state.verbosity > 0:
-        print(message)
+        There each step dropped the gradients of masters, and the next block those of the model's
+        half weights.  FP32 ones, as of BatchNorm, accumulate.
+        """
+        session = engine.session_of(self._optimizer) if self.has_stepped else None
+        self.has_stepped = False
+        used = [param for param in self.all_fp32_from_fp32_params if param.grad is not None]
+        if session is None or not session.properties.lends_weights or not used:
+            return
+        kept = BATCH_NORMS if session.properties.keep_batchnorm_fp32 else ()
+        modules = [module for one in session.models for module in one.model.modules()]
+        own = [one.parameters(recurse=False) for one in modules if not isinstance(one, kept)]
+        was_half = set(map(id, chain.from_iterable(own)))
+        for param in used:
+            if id(param) in was_half:
+                param.grad = None
 
 
 _amp_state = AmpState()
+maybe_print, warn_or_err = _amp_state.maybe_print, _amp_state.warn_or_err

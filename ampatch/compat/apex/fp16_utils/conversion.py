@@ -11,6 +11,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch.torch_private.modules import BATCH_NORMS
 
+from ..amp_c import flatten, unflatten
+
 __all__ = [
     "BN_convert_float",
     "FP16Model",
@@ -112,7 +114,7 @@ def prep_param_lists(
             "prep_param_lists(flat_master=True): the model's parameters have several dtypes "
             f"({', '.join(sorted(map(str, dtypes)))}). Expected one; pass flat_master=False."
         )
-    master = nn.Parameter(torch.cat([value.reshape(-1) for value in values]))
+    master = nn.Parameter(flatten(values))
     master.grad = torch.zeros_like(master)
     return model_params, [master]
 
@@ -122,15 +124,11 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the model's gradients to the FP32 copies, without unscaling."""
     if flat_master:
-        grads = [_grad_or_zeros(param).reshape(-1).float() for param in model_params]
-        master_params[0].grad = torch.cat(grads)
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in model_params]
+        master_params[0].grad = flatten(grads).detach().float()
         return
     for param, master in zip(model_params, master_params, strict=True):
         master.grad = None if param.grad is None else param.grad.detach().float().clone()
-
-
-def _grad_or_zeros(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad.detach()
 
 
 def master_params_to_model_params(
@@ -139,8 +137,7 @@ def master_params_to_model_params(
     """Copy the FP32 copies into the model's parameters."""
     values = [master.detach() for master in master_params]
     if flat_master:
-        parts = values[0].split([param.numel() for param in model_params])
-        values = [part.view_as(param) for part, param in zip(parts, model_params, strict=True)]
+        values = unflatten(values[0], model_params)
     with torch.no_grad():
         for param, value in zip(model_params, values, strict=True):
             param.copy_(value)

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError
 
+from ....config.validation import positive_number
 from .. import scaler
 from .loss_scaler import DynamicLossScaler, LossScaler
 
@@ -46,26 +47,26 @@ class FP16_Optimizer:  # apex's name
 
     Args:
         init_optimizer: a `torch.optim.Optimizer`.
-        static_loss_scale: the loss scale, unless it is dynamic.
+        static_loss_scale: the loss scale; not looked at where that is dynamic.
         dynamic_loss_scale: start at 2**16 and look for overflow.
         dynamic_loss_args: arguments of `apex.amp.scaler.LossScaler`, such as `init_scale`.
         verbose: print skipped steps.
     """
 
     def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict | None = None,
-        verbose: bool = True,
-    ) -> None:
+        self, init_optimizer: Any, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict | None = None, verbose: bool = True,
+    ) -> None:  # fmt: skip
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.loss_scaler = scaler.LossScaler(static_loss_scale)
         if dynamic_loss_scale:
             self.loss_scaler = scaler.LossScaler("dynamic", **(dynamic_loss_args or {}))
+        else:
+            what = f"FP16_Optimizer(static_loss_scale={static_loss_scale!r})"
+            expected = "a positive number, or dynamic_loss_scale=True"
+            scale = positive_number(what, static_loss_scale, expected, or_text=True)
+            self.loss_scaler = scaler.LossScaler(scale)
         self.overflow = False
         self.first_closure_call_this_step = True  # checkpoints have it
         self.fp16_groups: list[list[Tensor]] = []

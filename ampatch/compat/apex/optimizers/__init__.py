@@ -5,7 +5,7 @@ On CUDA parameters Adam, SGD and Adagrad use torch's fused kernels.
 
 from ..fp16_utils import FP16_Optimizer
 from .adam import FusedAdam
-from .lamb import FusedLAMB
+from .lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .novograd import FusedNovoGrad
 from .sgd import FusedAdagrad, FusedSGD
 
@@ -14,6 +14,7 @@ __all__ = [
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
+    "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
 ]

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ampatch.torch_private import foreach
-
+from ..amp_c import multi_tensor_adam
 from .common import Fused, refuse, steps_by_tensor, with_grads
 
 __all__ = ["FusedAdam"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(Fused, torch.optim.Adam):
@@ -25,23 +27,15 @@ class FusedAdam(Fused, torch.optim.Adam):
     this norm before it uses them.  `step(grads=...)` of that version is refused.
     """
 
+    multi_tensor_adam = staticmethod(multi_tensor_adam)  # classes derived from this one call it
+
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        *,
-        max_grad_norm: float = 0.0,
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
+        weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+        capturable: bool = False, master_weights: bool = False, *, max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             params, set_grad_none, may_fuse=True,
             refused={"amsgrad": amsgrad, "eps_inside_sqrt": eps_inside_sqrt},
@@ -54,6 +48,11 @@ class FusedAdam(Fused, torch.optim.Adam):
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
         self._update_kernel_support()
+
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """For `multi_tensor_adam`, which does not look at it."""
+        return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; `bias_correction` may differ from group to group."""
@@ -105,9 +104,6 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     def _update_uncorrected(self, group: dict[str, Any]) -> None:
         params = with_grads(group)
-        if not params:
-            return
-        grads = [param.grad for param in params]
         for param in params:
             state = self.state[param]
             if not state:
@@ -115,16 +111,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1
-        first = [self.state[param]["exp_avg"] for param in params]
-        second = [self.state[param]["exp_avg_sq"] for param in params]
-        beta1, beta2 = group["betas"]
-        if self.adam_w_mode:
-            foreach.mul_(params, 1 - group["lr"] * group["weight_decay"])
-        elif group["weight_decay"]:
-            grads = foreach.add(grads, params, alpha=group["weight_decay"])
-        foreach.lerp_(first, grads, 1 - beta1)
-        foreach.mul_(second, beta2)
-        foreach.addcmul_(second, grads, grads, value=1 - beta2)
-        divisor = foreach.sqrt(second)
-        foreach.add_(divisor, group["eps"])
-        foreach.addcdiv_(params, first, divisor, value=-float(group["lr"]))
+        moments = [[self.state[param][name] for param in params] for name in _MOMENTS]
+        lists = [[param.grad for param in params], params, *moments]
+        options = (group["lr"], *group["betas"], group["eps"], 1, self.adam_w_mode, 0)
+        self.multi_tensor_adam(0, None, lists, *options, group["weight_decay"])

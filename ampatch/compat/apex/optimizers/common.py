@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -37,10 +36,10 @@ class Fused:
         set_grad_none: bool,
         *,
         may_fuse: bool = False,
-        refused: Mapping[str, Any] = MappingProxyType({}),
+        refused: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        for name, value in refused.items():
+        for name, value in (refused or {}).items():
             if value:
                 refuse(type(self).__name__, f"{name}={value}", REFUSED[name])
         params = listed(params)
@@ -98,8 +97,8 @@ class Fused:
 
 
 def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
-    """apex counts steps by group, torch by tensor."""
-    step = group.pop("step", 0)
+    """apex counts steps by group, torch by tensor.  Classes of scripts count as apex."""
+    step = group.get("step", 0)
     for key in group["params"]:
         if key in state:
             state[key].setdefault("step", torch.as_tensor(step, dtype=torch.float32))

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampatch.config.opt_levels import HALF_TYPES
 from ampatch.torch_private import foreach
 
-from .common import Fused, with_grads
+from .common import Fused, refuse, with_grads
 
-__all__ = ["FusedLAMB"]
+__all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
 
 class FusedLAMB(Fused, torch.optim.Optimizer):
@@ -27,29 +28,16 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True,
+        set_grad_none: bool = True, max_grad_norm: float = 1.0, use_nvlamb: bool = False,
+    ) -> None:  # fmt: skip
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "bias_correction": bias_correction, "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
-        }
+        }  # fmt: skip
         super().__init__(params, set_grad_none, refused={"amsgrad": amsgrad}, defaults=defaults)
         self.adam_w_mode = int(adam_w_mode)
         self.use_nvlamb = use_nvlamb
@@ -103,3 +91,19 @@ def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
     """|param| / |update|, or 1 where one of them is zero.  Stays on the device."""
     size, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
     return torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """`FusedLAMB` of FP32 parameters, which may begin at a later `step`.
+
+    Half parameters, of which apex kept FP32 copies, are a `RuntimeError`, as is `grad_scaler`.
+    """
+
+    def __init__(self, params: Any, lr: Any = 1e-3, step: int = 0, **options: Any) -> None:
+        options.pop("reduced_precision_dtype", None)
+        super().__init__(params, lr, **options)
+        for group in self.param_groups:
+            group["step"] = int(step)
+            if not set(HALF_TYPES).isdisjoint(param.dtype for param in group["params"]):
+                instead = "FP32 parameters, and amp.initialize at O2"
+                refuse("FusedMixedPrecisionLamb", "params=<half parameters>", instead)

@@ -25,32 +25,18 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        amsgrad: bool = False, reg_inside_moment: bool = False, grad_averaging: bool = True,
+        norm_type: int = 2, init_zero: bool = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
         if norm_type not in (0, 2):
             refuse("FusedNovoGrad", f"norm_type={norm_type}", "0 (largest value) or 2")
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "bias_correction": bias_correction, "grad_averaging": grad_averaging,
+            "norm_type": norm_type, "init_zero": init_zero,
+        }  # fmt: skip
         super().__init__(params, set_grad_none, refused={"amsgrad": amsgrad}, defaults=defaults)
         self.reg_inside_moment = reg_inside_moment
 

@@ -18,17 +18,10 @@ class FusedSGD(Fused, torch.optim.SGD):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True, set_grad_none: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             params, set_grad_none, may_fuse=not wd_after_momentum,
             lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
@@ -44,14 +37,9 @@ class FusedAdagrad(Fused, torch.optim.Adagrad):
     """`torch.optim.Adagrad`; with `adagrad_w_mode` weight decay stays out of the gradients."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        set_grad_none: bool = True, adagrad_w_mode: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
         self.adagrad_w_mode = int(adagrad_w_mode)
 

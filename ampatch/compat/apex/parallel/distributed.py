@@ -51,35 +51,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        message_size: int = _MESSAGE_SIZE,
-        delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Any = None,
-        retain_allreduce_buffers: bool = False,
-        allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
-        gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: float | None = None,
-        prof: bool = False,
-    ) -> None:
+        self, module: nn.Module, message_size: int = _MESSAGE_SIZE, delay_allreduce: bool = False,
+        shared_param: bool | None = None, allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False, allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1, allreduce_communicators: Any = None,
+        gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None, prof: bool = False,
+    ) -> None:  # fmt: skip
         if shared_param is not None:
             raise ValueError(
                 "apex.parallel.DistributedDataParallel(shared_param=...): not an option any more; "
                 "pass delay_allreduce=True for parameters shared between modules."
             )
-        bucket = {}
+        options = {"find_unused_parameters": bool(delay_allreduce), _SENDS_BUFFERS: False}
         if message_size != _MESSAGE_SIZE:
-            bucket["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
-        super().__init__(
-            module,
-            find_unused_parameters=bool(delay_allreduce),
-            **{_SENDS_BUFFERS: False},
-            **bucket,
-        )
+            options["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
+        super().__init__(module, **options)
         if not gradient_average:
             self.register_comm_hook((self.process_group, gradient_predivide_factor), _add_up)
 
@@ -106,14 +93,11 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        self.module: nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            for param in self.module.parameters():
-                dist.broadcast(param.data, 0)
-        else:
-            self.grads = list(module_or_grads_list)
+        is_module = isinstance(module_or_grads_list, nn.Module)
+        self.module: Any = module_or_grads_list if is_module else None
+        self.grads: list[Tensor] = [] if is_module else list(module_or_grads_list)
+        for param in self.module.parameters() if is_module else ():
+            dist.broadcast(param.data, 0)
 
     def reduce(self) -> None:
         """Average in place.  Every rank must have gradients for the same tensors."""

@@ -24,16 +24,10 @@ class SyncBatchNorm(BATCH_NORMS[0]):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Any = None,
-        channel_last: bool = False,
-        fuse_relu: bool = False,
-    ) -> None:
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
+        affine: bool = True, track_running_stats: bool = True, process_group: Any = None,
+        channel_last: bool = False, fuse_relu: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_group = process_group
         self.channel_last = channel_last
@@ -99,13 +93,8 @@ def convert_syncbn_model(
     converted = module
     if isinstance(module, BATCH_NORMS) and not isinstance(module, INSTANCE_NORMS):
         converted = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            channel_last=channel_last,
+            *(module.num_features, module.eps, module.momentum, module.affine),
+            *(module.track_running_stats, process_group, channel_last),
         )
         converted._parameters.update(module._parameters)
         converted._buffers.update(module._buffers)
