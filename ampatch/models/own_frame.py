@@ -18,6 +18,7 @@ code of its own, since Dynamo compiles one code a few times only.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections import deque
@@ -281,13 +282,12 @@ def copies() -> list[Replacement]:
 
         return __reduce_ex__
 
-    def copy(original: Any) -> Callable:
+    def shallow(original: Any) -> Callable:
         def __copy__(self: nn.Module) -> Any:
             reduced: Any = self.__reduce_ex__(4)
-            make, args, *state = reduced
-            twin = make(*args)
-            if state and state[0] is not None:
-                twin.__setstate__(state[0])
+            if isinstance(reduced, str):
+                return self
+            twin = copy._reconstruct(self, None, *reduced)  # type: ignore[attr-defined]
             _give_own(twin, self)
             return twin
 
@@ -303,7 +303,7 @@ def copies() -> list[Replacement]:
         return _replicate_for_data_parallel
 
     found: list[Replacement]
-    found = [(nn.Module, "__reduce_ex__", reduce), (nn.Module, "__copy__", copy)]
+    found = [(nn.Module, "__reduce_ex__", reduce), (nn.Module, "__copy__", shallow)]
     return [*found, (nn.Module, REPLICATE, replicate)] if hasattr(nn.Module, REPLICATE) else found
 
 

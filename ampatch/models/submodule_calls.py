@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, CastState, computes_in, here
 from ..config.opt_levels import HALF_TYPES, Properties
+from ..torch_private.modules import has_forward
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
 from .lent_weights import LentWeights, lenders, lending_around
@@ -75,7 +76,9 @@ class SubmoduleCalls:
         Inputs of submodules that stay FP32 are cast by their overrides alone.
         """
         for name, module in self._whole.model.named_modules():
-            if not name or isinstance(module, torch.jit.ScriptModule) or stays_float(module):
+            if not (name and has_forward(module)) or stays_float(module):
+                continue
+            if isinstance(module, torch.jit.ScriptModule):
                 continue
             if any(
                 parameter.dtype in HALF_TYPES if lent is None else id(parameter) in lent
