@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..session.facade import ManagedOptimizer, Session
+from ..session.facade import ManagedOptimizer, OutermostForwards, Session
 from ..torch_private.probes import current_backward_pass
 from .graph import OtherGradients, leaves
 
@@ -36,11 +36,12 @@ class _Plan(NamedTuple):
 class Passes:
     """The backward passes of a process, one at a time."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, forwards: OutermostForwards) -> None:
+        self._session, self._forwards = session, forwards
         self._scaler = session.scalers[0]
         self._one_at_a_time = threading.RLock()
         self._warned = False
+        self._has_told = False  # that nothing is cast
         self._others: OtherGradients | None = None
         self.scale: Any = None  # where the running pass is scaled
         self.later: list[Callable[[], None]] = []  # what waits for its unscaled gradients
@@ -51,6 +52,7 @@ class Passes:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
+            self._warn_uncast()
             if is_dynamo_compiling() or self._scaler.is_one or not self._session.is_open:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
@@ -65,6 +67,27 @@ class Passes:
                 self._run(original, bound, plan)
 
         return backward
+
+    def noting(self, original: Callable) -> Callable:
+        """The replacement of `torch.autograd.grad`."""
+
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            self._warn_uncast()
+            return original(*args, **kwargs)
+
+        return grad
+
+    def _warn_uncast(self) -> None:
+        """Say once that a backward pass begins, and that nothing has been cast before it."""
+        if self._has_told or self._forwards.has_cast or is_dynamo_compiling():
+            return
+        self._has_told = True
+        logger.warning(
+            "ampatch run --auto: a backward pass begins, and nothing is cast so far. Casts begin "
+            "where an nn.Module that has parameters is called; a script that trains bare tensors "
+            "runs in FP32. Make them nn.Parameters of a module, and compute in its forward."
+        )
 
     def _plan(self, arguments: dict, roots: list[Any]) -> _Plan | None:
         """What a scaled pass needs to know; None if the pass must not be scaled."""
@@ -84,7 +107,7 @@ class Passes:
         return None
 
     def _warn_unscaled(self) -> None:
-        if not self._warned:
+        if not self._warned and self._forwards.has_cast:
             self._warned = True
             logger.warning(
                 "ampatch run --auto: a backward() reached no parameter of a torch.optim.Optimizer. "

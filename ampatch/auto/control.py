@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 import ampatch
@@ -51,11 +52,13 @@ def start(asked: dict[str, Any]) -> Session | None:
         return None
     set_verbosity(1)
     properties = properties_for(
-        level, half, loss_scale=asked.get("loss_scale"), patch_scope="process"
+        level, half, loss_scale=asked.get("loss_scale"), patch_scope="model"
     )
-    session = facade.open_automatic_session(properties)
+    session, forwards = facade.open_automatic_session(properties)
     patches = PatchSet()
-    passes = Passes(session)
+    passes = Passes(session, forwards)
+    patches.replace(nn.Module, "__call__", forwards.around)
+    patches.replace(torch.autograd, "grad", passes.noting)
     refusals.put(patches)
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)

@@ -8,10 +8,11 @@ Where to look first:
   user's blocks: `policy`; recomputations, custom Functions' backward and replicas:
   `context_propagation`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`;
-* what is patched, and how it is undone: `install`, `patches`, `places`; the user's functions:
-  `user_functions`;
+* what is patched, and how it is undone: `install`, `patches`, `places`; functions that modules
+  hold: `held_functions`; the user's functions: `user_functions`;
 * torch.compile: `dynamo_tables`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
-* torch.autocast beside ampatch: `autocast_interop`;
+* torch.autocast beside ampatch: `autocast_interop`; operators with a kernel for it:
+  `autocast_kernels`; where casts begin under --auto: `outermost_forwards`;
 * what is reported: `cast_observers`, `dtype_errors`.
 """

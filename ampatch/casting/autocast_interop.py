@@ -57,11 +57,16 @@ class AutocastInterop:
     def __init__(self, state: CastState) -> None:
         self._state = state
 
-    def places(self) -> list[tuple[str, str, Make]]:
-        """`(where, name, make)` for what enters and leaves regions, switches and answers."""
+    def regions(self) -> list[tuple[str, str, Make]]:
+        """`(where, name, make)` for what enters and leaves regions."""
         return [
             (AUTOCAST + ".autocast", "__enter__", self._enter),
             (AUTOCAST + ".autocast", "__exit__", self._exit),
+        ]
+
+    def questions(self) -> list[tuple[str, str, Make]]:
+        """The same for what switches, and for what asks."""
+        return [
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
             ("torch", "set_autocast_cpu_enabled", lambda original: self._set(original, "cpu")),
             ("torch", "is_autocast_enabled", lambda original: self._enabled(original, "cuda")),

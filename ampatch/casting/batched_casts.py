@@ -2,8 +2,9 @@
 
 `cast_together` is the node: FP32 weights in, their half copies out, one batched copy
 each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
-accumulators, as from any other cast, so that hooks, DDP, `torch.autograd.grad`,
-retained graphs and double backward see what they see in FP32 training.
+accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
+see what they see in FP32 training.  Who asks for gradients of single weights would go through
+all layers behind the node: then each weight has a node of its own (`cast_apart`).
 
 Casts are made in buckets of bounded size (the idea is that of DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 of all weights that are lent, at O1 of those that the
@@ -36,7 +37,14 @@ from ..torch_private.modules import (
     backward_tables,
     span_of,
 )
-from ..torch_private.probes import are_ranks, is_batched, is_recording, keep_plain, running_ddp
+from ..torch_private.probes import (
+    are_ranks,
+    is_batched,
+    is_recording,
+    keep_plain,
+    run_when_ready,
+    running_ddp,
+)
 from ..torch_private.tensors import (
     TENSOR_HOOKS_CAN_BE_SEEN,
     hooks_of,
@@ -124,6 +132,14 @@ def cast_in_graph(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]
     return _apply(copies, dtype, *weights)
 
 
+def cast_apart(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As `cast_in_graph`, by a node for each weight, which runs as soon as it is ready."""
+    halves = [weight.to(dtype) for weight in weights]
+    for half in halves:
+        run_when_ready(half)
+    return halves
+
+
 def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies without a graph; those made under `no_grad` require a gradient if their weights do.
 
@@ -177,6 +193,7 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
 if native.part is not None:
     cast_in_graph, _outside_graph = native.part.cast_together, native.part.copies
     cast_into, are_alike = native.part.cast_into, native.part.are_alike
+    cast_apart = native.part.cast_apart
 
 
 def alike(bucket: list[Tensor], alone: Collection[int] = ()) -> list[list[Tensor]]:
@@ -204,6 +221,9 @@ class LastForward:
         self._model = model
         # Exchanged as a whole, since several threads may be in forwards of the model.
         self._found: tuple[list[int], list[list[Tensor]], list[dict]] = ([], [], [])
+        self._ids: set[int] = set()  # of all weights that its forwards have cast
+        self.wants_own_nodes = False  # one for each weight
+        self.has_own_nodes = False  # its last forward made them
 
     def note(self, used: dict[int, Tensor]) -> None:
         """A forward has ended that used copies of these weights (by id), in this order."""
@@ -211,6 +231,20 @@ class LastForward:
         if ids != self._found[0]:
             buckets = divide(filter(may_share_node, used.values()))
             self._found = ids, buckets, hook_tables(list(self._model.modules()))
+            self._ids = self._ids.union(ids)
+
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: of some, and not of all that it casts?
+
+        Then each has a node of its own from the next forward on.  Returns whether graphs that are
+        there may have nodes in common for them and others.
+        """
+        if self.has_own_nodes or self._ids.isdisjoint(wanted):
+            return False
+        used = [one for one in self._model.parameters() if id(one) in self._ids]
+        is_split = are_split(used, wanted)
+        self.wants_own_nodes |= is_split
+        return is_split
 
     def buckets(self) -> list[list[Tensor]]:
         """What to cast together as a forward begins; the rest is cast at its use.
@@ -243,6 +277,12 @@ def may_share_node(weight: Tensor) -> bool:
         and weight.layout is torch.strided
         and not any(hooks_of(weight))
     )
+
+
+def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
+    """Whether gradients of some of these weights are wanted (ids), and not of all that can be."""
+    asked = {id(weight) in wanted for weight in weights if weight.requires_grad}
+    return len(asked) == 2
 
 
 def divide(weights: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -278,6 +278,21 @@ class CastState:
             return None
         return policy
 
+    def half_dtype_of(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
+        """What an operator that casts by itself is to take for half here; None: it casts nothing.
+
+        In a forward of a half model or an override that is its dtype, elsewhere the policy's.
+        """
+        for call in reversed(here.stack):
+            if call.kind != USER and call.computes_in not in (KEEP, None):
+                return call.computes_in
+            if call.sets_policy:
+                break
+        policy = self.current()
+        if policy is None or not policy.casts_on(device):
+            return None
+        return policy.half_to if policy.gate is None or policy.gate(args, kwargs) else None
+
     def innermost_setting(self) -> tuple[Policy | None, bool]:
         """The policy that holds here, regions of torch.autocast aside, and whether the user set it.
 

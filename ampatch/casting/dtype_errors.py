@@ -8,9 +8,10 @@ locals of the failing frame.  Calls without an error cost nothing more.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -49,10 +50,16 @@ _OURS = __name__.partition(".")[0]
 _NOTED = "_ampatch_noted"
 
 
-def note(error: BaseException | None, cause: str, remedy: str) -> None:
+def note(
+    error: BaseException | None,
+    cause: str,
+    remedy: str,
+    listed: Callable[[Any], str | None] = lambda value: None,
+) -> None:
     """Add to an error about dtypes which tensors are half, and the remedy; once per error.
 
     `cause` says why anything is half here.  `remedy` goes on after "cast it yourself, or".
+    `listed(value)` is the name of the function that a value has held since before the patches.
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _NOTED):
         return
@@ -66,7 +73,7 @@ def note(error: BaseException | None, cause: str, remedy: str) -> None:
     if found is None and lists:
         return  # the kernel was given something else
     own = found or "Cast the half tensor yourself, by .float(), or"
-    _add(error, f"ampatch: {cause}. {own} {remedy}{_passed_on(error)}")
+    _add(error, f"ampatch: {cause}. {own} {remedy}{_passed_on(error)}{_held_long(error, listed)}")
 
 
 def _is_due_to_half(error: BaseException) -> bool:
@@ -129,6 +136,23 @@ def _passed_on(error: BaseException) -> str:
                         f"a class of your own are not cast. Make {kind} a dataclass, pass a dict, "
                         "or pass the object with its tensors in half."
                     )
+    return ""
+
+
+def _held_long(error: BaseException, listed: Callable[[Any], str | None]) -> str:
+    """What the failing line calls that is no name of torch's: it was taken before the patches."""
+    frame, line = list(_frames(error))[-1]
+    text = linecache.getline(frame.f_code.co_filename, line)
+    for words in re.findall(r"\b\w+(?:\.\w+)*", text):
+        first, *rest = words.split(".")
+        value = frame.f_locals.get(first)
+        for word in rest:
+            value = inspect.getattr_static(value, word, None)
+        if (name := listed(value)) is not None:
+            return (
+                f" `{words}` has held `{name}` since before `initialize`, so this call is not "
+                f"cast: write {name}(...), or hold it in an attribute of a module of the model."
+            )
     return ""
 
 

@@ -73,9 +73,9 @@ class Installation:
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
             self._dynamo.keep()
-            parts = special_ops.embeddings()
+            parts = [*special_ops.embeddings(), *self.autocast.regions()]
             if with_tables:
-                parts += [*special_ops.module_parts(self._state), *self.autocast.places()]
+                parts += [*special_ops.module_parts(self._state), *self.autocast.questions()]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():

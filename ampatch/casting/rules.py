@@ -223,6 +223,15 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
     return None
 
 
+def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """Of norms over a batch; half statistics must stay, since the call writes into them."""
+    weight = args[1:2] or (kwargs.get("weight"),)
+    mean = args[3:4] or (kwargs.get("running_mean"),)
+    if not _has_half(weight, {}, policy) or _has_half(mean, {}, policy):
+        return None
+    return _float_on_cpu(args, kwargs, policy)
+
+
 _FEW = 16  # addends that half adds up with the error of a few roundings
 _COUNTED = 65_504  # elements of a window, which float16 kernels count
 
@@ -340,6 +349,7 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: _float_on_cpu_unless_sparse,
     Rule.FLOAT_ON_CPU_IF_VECTOR: _float_on_cpu_if_vector,
     Rule.FLOAT_ON_CPU_IF_ADDING: _float_on_cpu_if_adding,
+    Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT: _float_on_cpu_if_half_weight,
     Rule.FLOAT_ON_CPU_IF_OVERLAPPING: _float_on_cpu_if_overlapping,
     Rule.FLOAT_UNLESS_DTYPE: _float_unless_dtype,
     Rule.PROMOTE: _promote,

@@ -49,6 +49,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     """
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
+    is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
 
     def uncast(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -64,7 +65,8 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         to = choose(args, kwargs, _EVERYWHERE) if is_everywhere or value.is_cpu else None
         if to is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
-        wide = widest(args, kwargs, _EVERYWHERE)
+        counted = ((first(args, kwargs),), {}) if is_norm else (args, kwargs)
+        wide = widest(*counted, _EVERYWHERE)
         if wide is None or wide is to:
             return call(*args, **kwargs)
         cast_args, cast_kwargs = cast_call(

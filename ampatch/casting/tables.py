@@ -31,6 +31,7 @@ class Rule(Enum):
     FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # for embeddings
     FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
     FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
+    FLOAT_ON_CPU_IF_HALF_WEIGHT = "float on the CPU if the weight is half"  # and no statistics are
     FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # windows of pooling
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     PROMOTE = "promote"  # the widest floating dtype among the inputs
@@ -353,6 +354,9 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds"
         " up the gradients of half weights over all rows in half: in bfloat16 the sum stops at"
         " 256 times an addend.", only_gradient=True),
+    Row("torch", ("batch_norm", "instance_norm"),
+        Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "Beside half weights the CPU keeps the mean of a batch in"
+        " half, and its error is in the gradient of each row; FP32 statistics are an error there."),
     Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,
         only_gradient=True),
     Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),

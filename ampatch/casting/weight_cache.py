@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from .. import native
 from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording, run_when_ready
-from .batched_casts import Copies, LastForward, cast_in_one_block, cast_into
+from .batched_casts import Copies, LastForward, cast_apart, cast_in_one_block, cast_into
 from .calls import Call, here
 from .cast_observers import note_copies, observers
 
@@ -86,13 +86,19 @@ class WeightCache:
         call.copies = call.opened_copies = here.copies = forward = ForwardCopies(self, last)
         if last is None:
             return
+        last.has_own_nodes = last.wants_own_nodes
         for weights in last.buckets():
             in_graph = weights[0].requires_grad and is_grad_enabled()
             copies = forward.graphed if in_graph else forward.frozen
             if not is_grad_enabled():
                 copies = forward.plain
-            cast_into(copies, weights, last.dtype, in_graph)
-            run_when_ready(copies[id(weights[0])][0])
+            if in_graph and last.wants_own_nodes:
+                versions = list(map(_version_of, weights))
+                halves = cast_apart(weights, last.dtype)
+                copies.update(zip(map(id, weights), zip(halves, versions)))
+            else:
+                cast_into(copies, weights, last.dtype, in_graph)
+                run_when_ready(copies[id(weights[0])][0])
             forward.kept.append(weights)
             self.misses += len(weights)
             if observers:

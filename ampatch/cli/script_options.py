@@ -54,8 +54,8 @@ SETTINGS: Options = {
 AUTO: Options = {
     "--auto": {
         "action": "store_true",
-        "help": "for a script without AMP code: cast torch's functions, scale each backward(), "
-        "check each step(); at O1, in float16 or bfloat16",
+        "help": "for a script without AMP code: cast in modules that have parameters, scale each "
+        "backward(), check each step(); at O1, in float16 or bfloat16",
     },
 }
 DEFAULT_STEPS = 20

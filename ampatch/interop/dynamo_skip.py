@@ -18,6 +18,7 @@ from ..torch_private import dynamo
 
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED = {
+    "interop": "backward_passes",
     "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
 }

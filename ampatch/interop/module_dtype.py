@@ -1,15 +1,16 @@
-"""`model.float()`, `.half()`, `.to(dtype)` of a managed model: refused before anything changes.
+"""`model.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
 So is `.float()` at O2: its weights are FP32, and forwards compute with half copies of them.  Calls
-that change no dtype (`.to(device)`, `.cuda()`, a memory format) work, except between kinds of
-devices where torch makes new parameters, which the optimizer would not have.
+that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except between
+kinds of devices where torch makes new parameters, which the optimizer would not have.  So do all
+calls on what has come into the model since, and that no optimizer has: adapters of peft.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,13 @@ from ..torch_private.modules import APPLY
 from ..torch_private.tensors import keeps_parameter
 
 Apply = Callable[[Tensor], Tensor]
+HasTensor = Callable[[Tensor], bool]
+"""Whether a session or an optimizer relies on a parameter or a buffer."""
 
 
-def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Replacement]:
+def replacements(
+    model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: HasTensor
+) -> list[Replacement]:
     """What to replace.
 
     `model_of(module)` gives a managed model that shares tensors with a module, or None.
@@ -42,7 +47,8 @@ def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Repl
                 return original(self, fn, *args, **kwargs)
             model = model_of(self)
             if model is not None:
-                _refuse_other_tensors(self, fn, model)
+                for title, tensor in _tensors(self, is_relied_on):
+                    _refuse_other_tensor(self, title, tensor, fn, model)
             running = True
             try:
                 return original(self, fn, *args, **kwargs)
@@ -51,33 +57,54 @@ def replacements(model_of: Callable[[nn.Module], nn.Module | None]) -> list[Repl
 
         return _apply
 
-    return [(nn.Module, APPLY, make)]
+    def make_float(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def float(self: nn.Module) -> nn.Module:
+            model = model_of(self)
+            half = {} if model is None else lent_types(self)
+            for title, tensor in _tensors(self, is_relied_on) if half else ():
+                if id(tensor) in half:
+                    _refuse(self, title, half[id(tensor)], torch.float32, model)
+            return original(self)
+
+        return float
+
+    return [(nn.Module, APPLY, make), (nn.Module, "float", make_float)]
 
 
-def _refuse_other_tensors(module: nn.Module, fn: Apply, model: nn.Module) -> None:
-    """Raise `AmpatchError` where `fn` changes a dtype, or torch would make new parameters."""
-    half, name_of_model = lent_types(module), type(model).__name__
+def _tensors(module: nn.Module, is_relied_on: HasTensor) -> Iterator[tuple[str, Tensor]]:
+    """Its floating parameters and buffers that a session or an optimizer relies on, by name."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor) or not tensor.is_floating_point():
-            continue
-        own, own_type = tensor.detach(), tensor.dtype
-        for dtype in dict.fromkeys((half.get(id(tensor), own_type), own_type)):
-            with torch.no_grad():
-                changed = fn(own.new_empty(0, dtype=dtype))
-            if changed.dtype is not dtype:
-                raise AmpatchError(
-                    f"{type(module).__name__} is to be converted to {changed.dtype}, and its "
-                    f"{name} is managed by ampatch, in {name_of_model}, as {dtype}: neither "
-                    "forwards nor optimizers would follow. Nothing was changed. For a model to "
-                    "export or evaluate in another dtype take a plain copy, such as "
-                    "ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To train "
-                    "in other dtypes choose them by ampatch.initialize(model, optimizer, "
-                    'opt_level=..., dtype=..., overrides={"path.*": "float"}).'
-                )
-        is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
-        if is_plain and not keeps_parameter(own, changed):
-            raise AmpatchError(
-                f"{type(module).__name__} is to go from {tensor.device} to {changed.device}, where "
-                f"torch makes new parameters, and the optimizers of {name_of_model} would keep the "
-                "old ones. Nothing was changed. Move the model before ampatch.initialize."
-            )
+        if not is_lazy(tensor) and tensor.is_floating_point() and is_relied_on(tensor):
+            yield name, tensor
+
+
+def _refuse_other_tensor(
+    module: nn.Module, title: str, tensor: Tensor, fn: Apply, model: nn.Module
+) -> None:
+    """Raise `AmpatchError` where `fn` changes its dtype, or torch would make a new parameter."""
+    own = tensor.detach()
+    with torch.no_grad():
+        changed = fn(own.new_empty(0))
+    if changed.dtype is not tensor.dtype:
+        _refuse(module, title, tensor.dtype, changed.dtype, model)
+    is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
+    if is_plain and not keeps_parameter(own, changed):
+        raise AmpatchError(
+            f"{type(module).__name__} is to go from {tensor.device} to {changed.device}, where "
+            f"torch makes new parameters, and the optimizers of {type(model).__name__} would keep "
+            "the old ones. Nothing was changed. Move the model before ampatch.initialize."
+        )
+
+
+def _refuse(
+    module: nn.Module, title: str, dtype: torch.dtype, to: torch.dtype, model: nn.Module | None
+) -> NoReturn:
+    raise AmpatchError(
+        f"{type(module).__name__} is to be converted to {to}, and its {title} is managed by "
+        f"ampatch, in {type(model).__name__}, as {dtype}: neither forwards nor optimizers would "
+        "follow. Nothing was changed. For a model to export or evaluate in another dtype take a "
+        "plain copy, such as ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To "
+        "train in other dtypes choose them by ampatch.initialize(model, optimizer, "
+        'opt_level=..., dtype=..., overrides={"path.*": "float"}).'
+    )

@@ -8,7 +8,7 @@ where there is one.  A tensor that is given twice is cast once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
 from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, numbers_of
 
+WHOLE = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
 
@@ -53,6 +54,9 @@ class ModelInputs:
     called.  Inputs in host memory are looked at each time; on an accelerator, where a look
     waits for the device, at a position's first input only: later ones are clamped to the
     range of float16.
+
+    Annotations stay FP32 too: a list of dicts with whole numbers, as detectors of torchvision and
+    transformers take them.  bfloat16 moves a box at 1,000 pixels by up to 4.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, keeps_float: Callable[[], None]) -> None:
@@ -81,12 +85,15 @@ class ModelInputs:
             position += 1
             return self._cast(tensor, position, given)
 
-        args = tuple(map_tensors(arg, convert_next, given.containers) for arg in args)
+        def converted(value: Any) -> Any:
+            if type(value) in (list, tuple) and _are_annotations(value):
+                self._keeps_float()
+                return value
+            return map_tensors(value, convert_next, given.containers)
+
+        args = tuple(map(converted, args))
         if kwargs:
-            kwargs = {
-                name: map_tensors(value, convert_next, given.containers)
-                for name, value in kwargs.items()
-            }
+            kwargs = {name: converted(value) for name, value in kwargs.items()}
         return args, kwargs
 
     def _cast(self, tensor: Tensor, position: int, given: Given) -> Tensor:
@@ -149,6 +156,15 @@ class ModelInputs:
         largest = torch.finfo(self._dtype).max
         clamped = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
         return clamped.to(self._dtype)
+
+
+def _are_annotations(values: Sequence) -> bool:
+    """Whether these are dicts with whole numbers: the labels of an image's boxes and masks."""
+    return bool(values) and all(
+        isinstance(value, Mapping)
+        and any(isinstance(one, Tensor) and one.dtype in WHOLE for one in value.values())
+        for value in values
+    )
 
 
 def _write_into(own: Tensor, cast: Tensor, in_graph: bool) -> None:

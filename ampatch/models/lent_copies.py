@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..casting.batched_casts import (
     alike,
     are_alike,
+    cast_apart,
     cast_in_graph,
     cast_in_one_block,
     cast_together,
@@ -31,11 +32,14 @@ from ..torch_private.probes import is_recording, run_when_ready
 from .lent_places import Place, StaysFloat, Tree
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module) -> list[Tensor]:
-    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order."""
+def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, is_apart: bool) -> list[Tensor]:
+    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order.
+
+    `is_apart`: each has a node of its own.
+    """
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, model)
+            return copies_of(tree, dtype, model, is_apart)
     if is_recording():
         return [parameter.to(dtype) for parameter in tree.parameters]
     in_graph = torch.is_grad_enabled()
@@ -51,15 +55,17 @@ def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module) -> list[Tensor]:
             run_when_ready(copies[0])
             made += copies
         elif not in_graph or (not alone and are_alike(weights[0], weights)):
-            made += _cast(weights, dtype)
+            made += _cast(weights, dtype, is_apart)
         else:
-            made += _cast_in_parts(weights, dtype, alone)
+            made += _cast_in_parts(weights, dtype, alone, is_apart)
     return made
 
 
-def _cast(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def _cast(weights: list[Tensor], dtype: torch.dtype, is_apart: bool) -> Sequence[Tensor]:
     """The copies of weights that all require a gradient, or of which none does."""
     if weights[0].requires_grad and torch.is_grad_enabled():
+        if is_apart:
+            return cast_apart(weights, dtype)
         made = cast_in_graph(weights, dtype)
         run_when_ready(made[0])
         return made
@@ -67,12 +73,12 @@ def _cast(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
 
 
 def _cast_in_parts(
-    weights: list[Tensor], dtype: torch.dtype, alone: Collection[int]
+    weights: list[Tensor], dtype: torch.dtype, alone: Collection[int], is_apart: bool
 ) -> list[Tensor]:
     """The copies of a bucket in which weights in `alone` (ids) and with hooks have a node each."""
     copies: dict[int, Tensor] = {}
     for part in alike(weights, alone):
-        copies.update(zip(map(id, part), _cast(part, dtype), strict=True))
+        copies.update(zip(map(id, part), _cast(part, dtype, is_apart), strict=True))
     for one in weights:
         if id(one) not in copies:
             copies[id(one)] = made = one.to(dtype)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..casting.batched_casts import are_split
 from ..casting.calls import Call, here
 from ..errors import AmpatchError
 from ..log import logger
@@ -114,7 +115,8 @@ class HalfCopies:
         self._values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
         if tree.parameters:
-            self.copies = copies_of(tree, lender.dtype, lender.model)
+            self.copies = copies_of(tree, lender.dtype, lender.model, lender.wants_own_nodes)
+            lender.has_own_nodes = lender.wants_own_nodes
             self.parameters = list(tree.parameters)
             share_attributes(self.copies, tree.attributes)
             self._versions = list(map(_version_of, self.copies))
@@ -260,6 +262,8 @@ class LentWeights:
         self._excluded_ids: Collection[int] = ()
         self._at_change = at_change
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
+        self.wants_own_nodes = False  # one for each weight
+        self.has_own_nodes = False  # the last forward made them
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
@@ -303,6 +307,15 @@ class LentWeights:
         if not self.lendings:
             self.tree_of(self.model)
         return self.known
+
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """As `LastForward.note_request`."""
+        if self.has_own_nodes:
+            return False
+        trees = list(self._trees.values())
+        is_split = any(are_split(tree.parameters, wanted) for tree in trees)
+        self.wants_own_nodes |= is_split
+        return is_split
 
     # Around a call
 

@@ -21,6 +21,7 @@ from ..casting import dtype_errors
 from ..casting.batched_casts import LastForward
 from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
 from ..casting.handlers import unseen
+from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
@@ -94,6 +95,8 @@ class ManagedModel:
         self._mixes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
         self.places: Places = {}  # parameters whose calls are cast outside forwards
+        self._first: Places = {}  # the parameters and buffers that it came with
+        self.held = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since `look_for_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
@@ -165,6 +168,12 @@ class ManagedModel:
         """Whether the forward computes with half copies of this weight."""
         return self.lent is not None and id(parameter) in self.lent.ids()
 
+    def note_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
+        last, lent = self._last_forward, self.lent
+        may_share = last is not None and last.note_request(wanted)
+        return (lent is not None and lent.note_request(wanted)) or may_share
+
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)
@@ -196,16 +205,20 @@ class ManagedModel:
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
+    def came_with(self, tensor: Tensor) -> bool:
+        """Whether the model had this parameter or buffer when the session began, and still has."""
+        place = self._first.get(id(tensor))
+        return place is not None and getattr(place[0](), place[1], None) is tensor
+
     def _note_places(self) -> None:
-        if self.policy is None:
-            return
-        self.places.update(
-            {
-                id(parameter): (weakref.ref(module), name)
-                for module in self.model.modules()
-                for name, parameter in module.named_parameters(recurse=False)
-            }
-        )
+        for module in self.model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            places = {id(param): (weakref.ref(module), name) for name, param in own.items()}
+            self._first.update(places)
+            if self.policy is not None:
+                self.places.update(places)
+            for name, buffer in module.named_buffers(recurse=False):
+                self._first[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
         """Take frames and conversions out.  No reference to the model stays in a cycle.
@@ -215,6 +228,7 @@ class ManagedModel:
         for call in list(here.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.end(call)
+        self.held.take_out()
         if self.frame is not None:
             self.frame.take_out()
             self.frame = None
@@ -334,7 +348,7 @@ class ManagedModel:
 
     def failed(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.note(error, self._why_half(), self._remedy())
+        dtype_errors.note(error, self._why_half(), self._remedy(), self.held.name_of)
 
     def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""

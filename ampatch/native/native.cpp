@@ -21,6 +21,7 @@ PyCFunction fast(F function) {
 PyMethodDef methods[] = {
     {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
+    {"cast_apart", fast(cast_apart), METH_FASTCALL, nullptr},
     {"cast_into", fast(cast_into), METH_FASTCALL, nullptr},
     {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},
     {"copies", fast(copies), METH_FASTCALL, nullptr},

@@ -61,31 +61,45 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
 using CastNode = torch::autograd::CppNode<CastTogether>;
 using EdgeTarget = decltype(torch::autograd::Edge::function);
 
-// Half copies of weights, each with an edge to the node that leads back to them.
+constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/nodes.py
+
+// Has the history of half copies begin at one new node, which leads back to their weights.
+template <typename Node>
+void lead_back(variable_list halves, const variable_list& weights) {
+  auto node = c10::make_intrusive<Node>();
+  node->ctx_.set_materialize_grads(false);
+  node->is_variable_input_.assign(weights.size(), true);
+  node->set_ctx_grad_fn(node);
+  node->set_next_edges(torch::autograd::collect_next_edges(weights));
+  torch::autograd::set_history(halves, node);
+}
+
+// Half copies of weights, each with an edge to the node that leads back to them; `apart`: to one of
+// its own, which runs when it is ready.
 // Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
 // keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
 // Both are parameters, so that a torch which keeps nodes otherwise does not compile the first part.
 template <typename Target, typename Node>
-variable_list in_graph(const variable_list& weights, ScalarType dtype) {
+variable_list in_graph(const variable_list& weights, ScalarType dtype, bool apart) {
+  variable_list halves;
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
-    auto halves = copies_of(weights, dtype);
-    auto node = c10::make_intrusive<Node>();
-    node->ctx_.set_materialize_grads(false);
-    node->is_variable_input_.assign(weights.size(), true);
-    node->set_ctx_grad_fn(node);
-    node->set_next_edges(torch::autograd::collect_next_edges(weights));
-    torch::autograd::set_history(halves, node);
-    return halves;
+    halves = copies_of(weights, dtype);
+    if (!apart) lead_back<Node>(halves, weights);
+    for (size_t i = 0; apart && i < weights.size(); ++i) lead_back<Node>({halves[i]}, {weights[i]});
+  } else if (!apart) {
+    halves = CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
   } else {
-    return CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
+    for (const Tensor& weight : weights) halves.push_back(weight.to(dtype));
   }
+  for (size_t i = 0; apart && i < halves.size(); ++i) halves[i].grad_fn()->set_sequence_nr(kFirst);
+  return halves;
 }
 
 // Half copies of the tensors of a list, in the graph.
-std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype) {
+std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype, bool apart = false) {
   const std::vector<Tensor> weights = tensors_of(list);
   pybind11::gil_scoped_release no_gil;
-  return in_graph<EdgeTarget, CastNode>(weights, dtype);
+  return in_graph<EdgeTarget, CastNode>(weights, dtype, apart);
 }
 
 // The same outside the graph.
@@ -110,6 +124,16 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
       count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
       "cast_together(weights: list, dtype: torch.dtype)");
   return list_of(cast_in_graph(args[0], scalar_type_of(args[1])));
+  END_HANDLE_TH_ERRORS
+}
+
+// cast_apart(weights, dtype): as `cast_together`, by a node for each weight.
+PyObject* cast_apart(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
+      "cast_apart(weights: list, dtype: torch.dtype)");
+  return list_of(cast_in_graph(args[0], scalar_type_of(args[1]), /*apart=*/true));
   END_HANDLE_TH_ERRORS
 }
 

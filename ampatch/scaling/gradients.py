@@ -150,7 +150,7 @@ class Gradients:
         if stays and scaled is None:
             shared.scale_up(list(map(_grad_of, held)))
             block.scaled = shared.joined(self)
-        block.before = self._seen() if stays else None
+        block.before = self.seen() if stays else None
         for param, _ in aside:  # so that what backward adds can be unscaled by itself
             param.grad = None
         return block
@@ -158,7 +158,7 @@ class Gradients:
     def has_new(self) -> bool:
         """Whether the open block has brought gradients, or has changed earlier ones."""
         before = self.block and self.block.before
-        return self._has_changed_since(before) if before else self.has_gradients()
+        return self.has_changed_since(before) if before else self.has_gradients()
 
     def after_backward(self, block: Block, scaler: Scaler, scale: Any, holds: bool) -> Flag | None:
         """Unscale the new gradients and add them to the earlier ones; returns found_inf.
@@ -356,7 +356,7 @@ class Gradients:
 
         None: this optimizer is in a block of its own, in another thread.
         """
-        return self._seen() if self.block is None else None
+        return self.seen() if self.block is None else None
 
     def after_others(self, before: Seen | None) -> None:
         """A block for another optimizer has ended: note if it changed this one's gradients.
@@ -365,15 +365,17 @@ class Gradients:
         """
         if before is None or self.block is not None or self.begun_blocks != before.begun_blocks:
             return
-        self.left_scaled |= self._has_changed_since(before)
+        self.left_scaled |= self.has_changed_since(before)
 
-    def _seen(self) -> Seen:
+    def seen(self) -> Seen:
+        """The gradients as they are now, for `has_changed_since`."""
         grads = list(map(_grad_of, self.parameters()))
         versions = [-1 if grad is None else grad._version for grad in grads]
         return Seen(self.begun_blocks, grads, versions)
 
-    def _has_changed_since(self, before: Seen) -> bool:
-        _, grads, versions = self._seen()
+    def has_changed_since(self, before: Seen) -> bool:
+        """Whether a gradient is another one, or has been written into."""
+        _, grads, versions = self.seen()
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_left_scaled(self) -> None:

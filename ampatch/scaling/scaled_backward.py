@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import AmpatchError
 from ..log import logger
-from .gradients import Block, Gradients, Scaled, unscalers_among, update_scaler
+from ..torch_private.probes import current_backward_pass
+from .gradients import Block, Gradients, Scaled, Seen, unscalers_among, update_scaler
 from .loss_scaler import Scaler
 from .optimizer import ManagedOptimizer
 from .tensor_lists import with_grads
@@ -20,9 +24,22 @@ _RIGHT = (
     "loss.backward()."
 )
 _UNSCALED = (
-    "ampatch.scale_loss(loss, %s): the block has new gradients, but no backward pass came through "
-    "the scaled loss. They are not scaled: divided by the loss scale they would be far too small. "
-    "Expected a backward pass of what the block yields: " + _RIGHT
+    "ampatch.scale_loss(loss, %s): the block has new gradients that did not come through the "
+    "scaled loss. They are not scaled: divided by the loss scale they would be far too small. "
+    "Expected a backward pass of what the block yields: " + _RIGHT + " Add another loss to "
+    "this one first, or give it a block of its own."
+)
+_JOINT = (
+    "Expected one block for a loss of several optimizers: 'with ampatch.scale_loss(loss, "
+    "[first, second]) as scaled_loss: scaled_loss.backward()'."
+)
+_OTHER_SCALE = (
+    "ampatch.scale_loss(loss, %s): the block has new gradients of another block's scaled loss, "
+    "under the loss scale %g. This block would divide them by its own, %g. " + _JOINT
+)
+_TWICE = (
+    "ampatch.scale_loss(loss, %s): the loss is the scaled loss of a block around this one, so its "
+    "gradients are scaled twice. " + _JOINT
 )
 _NO_BACKWARD = (
     "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, and "
@@ -58,7 +75,7 @@ class PlainBackward:
 
 
 class Passed:
-    """Hook of a scaled loss: whether a backward pass has come through it.
+    """Hook of a scaled loss: how many backward passes have come through it.
 
     It refers to nothing: autograd keeps it as long as the graph, and would keep the graph with it.
     """
@@ -66,10 +83,20 @@ class Passed:
     __torch_unserializable__ = True  # a scaled loss is pickled without a warning
 
     def __init__(self) -> None:
-        self.ever = False
+        self.times = 0
 
     def __call__(self, grad: Tensor) -> None:
-        self.ever = True
+        self.times += 1
+
+
+class _Here(threading.local):
+    """The open blocks of this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ScaledBackward] = []
+
+
+_here = _Here()
 
 
 class ScaledBackward:
@@ -111,21 +138,24 @@ class ScaledBackward:
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
         self._together = together and len(self._several) > 1
-        self._scale: Any = None
+        self.scale: Any = None
         self._blocks: list[Block] = []  # one for each of the optimizers
+        self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
         try:
             for one in self._several:
                 one.gather(self._scaler)
             held = [with_grads(one.parameters()) for one in self._several]
-            scaled, self._scale = self._scaler.scale(self._loss)
+            scaled, self.scale = self._scaler.scale(self._loss)
             waits = (one.state for one in self._several if isinstance(one.state, Scaled))
-            self._scaled = next(waits, None) or Scaled(self._scaler, self._scale)
+            self._scaled = next(waits, None) or Scaled(self._scaler, self.scale)
             for one, params in zip(self._several, held, strict=True):
                 self._blocks.append(one.begin(params, self._scaled, self._unscalers))
             if self._passed is not None and scaled.requires_grad:
                 scaled.register_hook(self._passed)
+                self.scaled_loss = scaled
+                _here.blocks = [*filter(ScaledBackward.is_open, _here.blocks), self]
             return scaled
         except BaseException:
             self._abandon()
@@ -144,6 +174,8 @@ class ScaledBackward:
                 one.drop()
             raise
         finally:
+            self.scaled_loss = None
+            _here.blocks = [one for one in _here.blocks if one is not self]
             for one, before in self._others:
                 one.after_others(before)
         if is_unscaled:
@@ -151,16 +183,54 @@ class ScaledBackward:
 
     __getattr__ = refuse_attribute
 
+    def is_open(self) -> bool:
+        """Whether the gradients of its optimizers are still its own; Ctrl-C may have ended it."""
+        states = (one.state for one in self._several)
+        return all(map(operator.is_, states, self._blocks))
+
+    def look(self) -> Look:
+        """What a backward pass may change."""
+        assert self._passed is not None
+        return Look(self, self._passed.times, [one.seen() for one in self._several])
+
+    def has_new_since(self, look: Look) -> bool:
+        """Whether a pass has brought it gradients."""
+        seen = zip(self._several, look.seen, strict=True)
+        return any(one.has_changed_since(before) for one, before in seen)
+
+    def has_passed_since(self, look: Look) -> bool:
+        """Whether a pass has come through its scaled loss."""
+        return self._passed is not None and self._passed.times > look.times
+
+    def check_scale(self, through: list[ScaledBackward]) -> None:
+        """It has new gradients of a pass through the scaled losses of these other blocks.
+
+        Raises `AmpatchError` unless all of them have its scale.
+        """
+        own, scales = float(self.scale), [float(one.scale) for one in through]
+        if not scales and own != 1.0:
+            raise AmpatchError(_UNSCALED % self._names())
+        for scale in scales:
+            if scale != own:
+                raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own))
+        if self._passed is not None:
+            self._passed.times += 1
+
+    def check_once(self, through: list[ScaledBackward]) -> None:
+        """Its scaled loss is the root of a pass, which came through these other blocks' too."""
+        if any(float(one.scale) != 1.0 for one in through):
+            raise AmpatchError(_TWICE % self._names())
+
     def _abandon(self) -> None:
         for one in self._several:
             one.abandon()
 
     def _is_unscaled(self) -> bool:
         """Whether new gradients are not those of the scaled loss; where none came, says so."""
-        if self._passed is None or self._passed.ever:
+        if self._passed is None or self._passed.times:
             return False
         if any(one.has_new() for one in self._several):
-            return float(self._scale) != 1.0
+            return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._several[0].has_logged_no_backward:
             self._several[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
@@ -185,12 +255,46 @@ class ScaledBackward:
             return
         flags = []
         for one, block in blocks:
-            found = one.after_backward(block, self._scaler, self._scale, self._delay_check)
+            found = one.after_backward(block, self._scaler, self.scale, self._delay_check)
             if found is not None:
                 flags.append(found)
         update_scaler(
             self._scaler, flags, self._several, at_step=self._delay_check, together=self._together
         )
+
+
+class Look(NamedTuple):
+    """An open block as a backward pass begins."""
+
+    block: ScaledBackward
+    times: int
+    seen: list[Seen]
+
+
+def pass_begins(root: Any) -> Callable[[], None] | None:
+    """A backward pass begins, from a tensor or several; returns what looks at it when it has ended.
+
+    None: no block is open, or it is the pass of the scaled loss of the only one, or is part of a
+    pass that runs.
+    """
+    blocks = _here.blocks
+    if not blocks or (len(blocks) == 1 and root is blocks[0].scaled_loss):
+        return None
+    if current_backward_pass() != -1:
+        return None
+    looks = [block.look() for block in blocks if block.is_open()]
+    return functools.partial(_pass_ended, root, looks)
+
+
+def _pass_ended(root: Any, looks: list[Look]) -> None:
+    """Raise `AmpatchError` where a block has got gradients that it would not unscale rightly."""
+    through = [look.block for look in looks if look.block.has_passed_since(look)]
+    for look in looks:
+        block = look.block
+        if root is block.scaled_loss:
+            block.check_once([one for one in through if one is not block])
+        if block not in through and block.has_new_since(look):
+            block.check_scale(through)
 
 
 def with_sharers(

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..casting.autocast_interop import silence
 from ..casting.cast_observers import CastObserver, observers
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
@@ -31,6 +32,7 @@ from .session import Session, registry
 
 __all__ = [
     "ManagedOptimizer",
+    "OutermostForwards",
     "PatchSet",
     "Scaler",
     "Session",
@@ -75,18 +77,20 @@ def scaling_sessions() -> list[Session]:
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
-def open_automatic_session(properties: Properties) -> Session:
+def open_automatic_session(properties: Properties) -> tuple[Session, OutermostForwards]:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    The caller scales each backward pass with `session.scaled_backward`.  Calls are cast on
-    accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
+    The caller scales each backward pass with `session.scaled_backward`, and puts in what is
+    returned beside it: `nn.Module.__call__` is to be `forwards.around(nn.Module.__call__)`.  Calls
+    are cast on accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
     session.scales_by_itself = True
+    session.forwards = OutermostForwards(session.policies.tables, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
-    return session
+    return session, session.forwards
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..casting.calls import CastState
 from ..casting.install import Installation, RegisteredFunctions
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
 from ..casting.tables import Rule
@@ -31,6 +33,7 @@ class OpenSession(Protocol):
     optimizer_rows: Rows[ManagedOptimizer]
     is_open: bool
     may_cast: bool
+    forwards: OutermostForwards | None
     handle: Any
 
     def is_alive(self) -> bool: ...
@@ -167,8 +170,7 @@ class Registry(Generic[Session]):
         self.state.process = self.state.in_half_models = None
         self._tools.take_out_unneeded(needs)
         if tables_change:
-            self._tools.take_out_over_tables()
-            installed.undo()
+            self._take_out_tables()
             if has_rows:
                 installed.install(needs.tables, overridden)
             if needs.tables:
@@ -177,6 +179,8 @@ class Registry(Generic[Session]):
         by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
         self.state.in_half_models = by_init[-1] if by_init else None
         self._tools.put_in(needs)
+        for managed in self.models() if has_rows else ():
+            managed.held.put_in(installed.replacements)
         if needs.half_models and not self._awaits_dynamo:
             self._awaits_dynamo = True
             dynamo_inputs.when_imported(self._refresh_tools)
@@ -205,7 +209,9 @@ class Registry(Generic[Session]):
             return None
         session, policy = casting[-1]
         newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
-        if session is not newest or session.properties.patch_scope != "process":
+        if session is newest and session.forwards is not None:
+            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+        elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[one.model_rows for one, _ in casting])
             policy = limited(policy, [one.places for one in models if one.policy is not None])
         return policy.outside_passes()
@@ -248,6 +254,11 @@ class Registry(Generic[Session]):
 
     def _install_anew(self) -> None:
         if self.installation.has_tables:
-            self._tools.take_out_over_tables()
-            self.installation.undo()
+            self._take_out_tables()
             self.refresh()
+
+    def _take_out_tables(self) -> None:
+        self._tools.take_out_over_tables()
+        for managed in self.models():
+            managed.held.take_out()
+        self.installation.undo()

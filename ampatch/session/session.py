@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..casting import weight_cache
 from ..casting.calls import CastState
+from ..casting.outermost_forwards import OutermostForwards
 from ..casting.policy import Policy
 from ..casting.rules import OVERRIDES, Choose
 from ..config.opt_levels import Properties
@@ -73,6 +74,7 @@ class Session:
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
+        self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._was_given = False

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..casting import weight_cache
 from ..casting.calls import CastState, here
-from ..models.lent_weights import note_values
+from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.gradients import skip_together
 from ..scaling.optimizer import ManagedOptimizer
@@ -43,6 +43,14 @@ class TorchEvents:
                 return managed.model
         return None
 
+    def is_relied_on(self, tensor: Tensor) -> bool:
+        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
+        if parameter_behind(tensor) is not None:  # within the forward
+            return True
+        return any(managed.came_with(tensor) for managed in self._members.models()) or any(
+            param is tensor for one in self._members.optimizers() for param in one.parameters()
+        )
+
     def sessions_of(self, module: nn.Module) -> list[Any]:
         """The enabled sessions that manage weights of a module, or that have no models."""
         own = set(map(id, module.parameters()))
@@ -73,6 +81,16 @@ class TorchEvents:
         for managed in self._members.models():
             if managed.statistics is not None:
                 managed.statistics.loaded(module)
+
+    def note_request(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: see `LastForward.note_request`."""
+        if here.stack:
+            behind = map(parameter_behind, tensors)
+            tensors = tensors + [weight for weight in behind if weight is not None]
+        wanted, may_share = set(map(id, tensors)), False
+        for managed in self._members.models():
+            may_share |= managed.note_request(wanted)
+        return may_share
 
     # Gradients and loss scales
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ..casting import context_propagation, weight_cache
+from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.calls import CastState
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.places import give_back, rebind
 from ..interop import (
+    backward_passes,
     clip_grad,
     data_loading,
     ddp,
@@ -20,6 +21,7 @@ from ..interop import (
 )
 from ..models import own_frame
 from ..scaling.optimizers.all_steps import NotifyOfSteps
+from ..scaling.scaled_backward import pass_begins
 from ..torch_private import dynamo_inputs
 from . import ranks
 from .torch_events import TorchEvents
@@ -104,6 +106,16 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
             lambda: context_propagation.functions(state),
         ),
         Tool(
+            "autograd.grad, backward: weights asked for get nodes of their own, blocks look on",
+            lambda needs: needs.tables or needs.half_models or needs.optimizers,
+            lambda: backward_passes.replacements(events.note_request, pass_begins),
+        ),
+        Tool(
+            "operators with a kernel for autocast: they run inside torch's own",
+            lambda needs: needs.tables or needs.half_models,
+            lambda: autocast_kernels.replacements(state),
+        ),
+        Tool(
             "replicas of DataParallel: they have the casts of the call",
             lambda needs: needs.tables,
             lambda: context_propagation.replicas(state),
@@ -141,7 +153,7 @@ def tools(state: CastState, events: TorchEvents) -> list[Tool]:
         Tool(
             "module.to(dtype): refused",
             lambda needs: needs.models,
-            lambda: module_dtype.replacements(events.model_with),
+            lambda: module_dtype.replacements(events.model_with, events.is_relied_on),
         ),
     ]
 

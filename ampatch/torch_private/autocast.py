@@ -4,7 +4,8 @@ import, not by their replacements; and where torch's own modules ask about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,25 @@ def has_custom_fwd(context: object) -> bool:
 is_enabled = torch.is_autocast_enabled
 set_enabled = torch.set_autocast_enabled
 half_type = torch.get_autocast_dtype
+
+
+def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any) -> Any:
+    """Call a function with torch's own autocast on.  It is not a region: nobody sees it entered.
+
+    The cache is off: it would outlive the call where there is a region around it.
+    """
+    before = is_enabled(device), half_type(device), torch.is_autocast_cache_enabled()
+    try:
+        _set(device, True, half, False)
+        return function(*args, **kwargs)
+    finally:
+        _set(device, *before)
+
+
+def _set(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None:
+    torch.set_autocast_cache_enabled(has_cache)
+    torch.set_autocast_dtype(device, half)
+    set_enabled(device, enabled)
 
 
 def devices_on() -> list[str]:

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import operator as attributes
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from .lookup import of_torch
+
+_NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
+
+CALLED: list[tuple[type[Any], Callable[[Any], str]]] = [
+    (found, attributes.attrgetter(name))
+    for place, name in _NAMED.items()
+    if (found := of_torch(place, None)) is not None
+]
+"""What is called as `torch.ops.torchvision.nms(...)` and `torch.ops.torchvision.nms.default(...)`:
+the class, and what gives the full name of one of its objects.  Without them such calls go unseen.
+"""
+
+_key_name_of = of_torch("torch._C._dispatch_key_for_device", None)
+_keys = of_torch("torch._C.DispatchKey", None)
+_OWN = ("aten::", "prim::")
+
+
+def autocast_devices(operator: Any, name: str, kinds: Iterable[str]) -> frozenset[str]:
+    """The types of devices, among `kinds`, for which an operator brings a kernel for autocast.
+
+    None for torch's own, whose rules are the tables.  Unknown: none.
+    """
+    if name.startswith(_OWN) or _key_name_of is None or _keys is None:
+        return frozenset()  # TorchScript's operators (`prim`) cannot be asked
+    overloads = operator.op_overloads() if hasattr(operator, "op_overloads") else (operator,)
+    return frozenset(
+        kind
+        for kind in kinds
+        if (key := getattr(_keys, f"Autocast{_key_name_of(kind)}", None)) is not None
+        and any(one.has_kernel_for_dispatch_key(key) for one in overloads)
+    )
 
 
 def base_name(operator: Any) -> str:

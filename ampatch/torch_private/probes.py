@@ -104,3 +104,20 @@ def run_when_ready(tensor: Tensor) -> None:
     put = getattr(node, "_set_sequence_nr", None)
     if put is not None:
         put(_FIRST)
+
+
+def leads_to_compiled(node: Any) -> bool:
+    """Whether a graph has the backward of a compiled function, whose buffers may serve one pass.
+
+    Where this torch names it otherwise: False, and a pass that retains the graph is torch's error.
+    """
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CompiledFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False

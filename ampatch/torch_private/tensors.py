@@ -26,6 +26,11 @@ if TENSOR_HOOKS_CAN_BE_SEEN:
     hooks_of = operator.attrgetter(*_HOOKS)
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of; None: it is none, or this torch does not say."""
+    return getattr(tensor, "_base", None)
+
+
 def memory_of(storage: torch.UntypedStorage) -> int:
     """Equal for storages that are the same memory, as long as one of them lives."""
     return getattr(storage, "_cdata", None) or storage.data_ptr()

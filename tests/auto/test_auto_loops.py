@@ -204,7 +204,7 @@ def test_what_would_show_scaled_gradients_is_refused(register):
 def test_weights_updated_by_hand_do_not_meet_the_first_scale(caplog):
     """No code would skip this step, so its backward pass is not scaled."""
     auto.start({})
-    w = torch.ones(4, 1, requires_grad=True)
+    w = nn.Parameter(torch.ones(4, 1))
     for _ in range(2):
         w.grad = None
         (torch.ones(1, 4) @ w * 1000.0).sum().backward()
@@ -249,9 +249,10 @@ def test_evaluation_casts_and_leaves_no_trace():
 def test_data_are_prepared_as_ever():
     begin()
     items = [torch.eye(2)] * 4
+    half = torch.eye(2).half()
+    assert torch.einsum("ij,jk->ik", half, torch.eye(2)).dtype is torch.float16
     loader = torch.utils.data.DataLoader(items, collate_fn=lambda items: items[0] @ items[0])
     assert {batch.dtype for batch in loader} == {torch.float32}
-    assert (torch.eye(2) @ torch.eye(2)).dtype is torch.float16
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -454,24 +454,6 @@ def test_custom_bwd_beside_models_casts_the_calls_that_its_forward_did():
     assert [dtypes[-2] for dtypes in seen] == [FP32, FP32]
 
 
-@torch.library.custom_op("ampatch_tests::early", mutates_args=())
-def early(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-early.register_autocast("cpu", torch.float16)
-
-
-def test_an_operator_with_a_kernel_for_autocast_runs_as_it_is_called():
-    """docs/limits.md"""
-    with on():
-        assert early(X).dtype is FP16
-    o1(patch_scope="process")
-    calls = (early, torch.ops.ampatch_tests.early, torch.ops.ampatch_tests.early.default)
-    assert [call(X).dtype for call in calls] == [FP32] * 3
-    assert [call(X.to(H)).dtype for call in calls] == [H] * 3
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_region_in_a_compiled_model(backend):
     def forward(layer, x):

@@ -30,6 +30,9 @@ PLACES = {
 OUT_OF_BOUNDS = {"grid_sampler", "grid_sampler_2d", "grid_sampler_3d"}
 """Their values are right, for images that 16 bits can count."""
 
+REFUSED = {"batch_norm", "instance_norm"}
+"""Their values are right, and where statistics are FP32 torch refuses half weights."""
+
 
 @pytest.fixture(params=["O1", "O2", "O3"])
 def session(request):
@@ -72,7 +75,7 @@ def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
     for place, one in originals.items():
         assert met.get(id(one), set()) & wrong, place
         is_right = not met[id(one)] & wrong_values
-        assert is_right is (PLACES[place] or place[1] in OUT_OF_BOUNDS), place
+        assert is_right is (PLACES[place] or place[1] in OUT_OF_BOUNDS | REFUSED), place
 
 
 NUMBERS = torch.ones(ADDED)
@@ -231,3 +234,63 @@ def test_pooling_that_torch_refuses_or_that_is_empty_is_left_to_torch():
     assert F.adaptive_avg_pool2d(empty, 2).shape == (2, 0, 2, 2)
     with pytest.raises(RuntimeError, match="stride should not be zero"):
         F.max_pool2d(torch.ones(1, 1, 4, 4).bfloat16(), 2, (0, 0))
+
+
+class Normed(nn.Module):
+    """A norm of the user's, whose weights are the model's own."""
+
+    def __init__(self, norm, with_statistics):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(8, 8), norm
+        self.weight, self.bias = nn.Parameter(torch.rand(8) + 0.5), nn.Parameter(torch.zeros(8))
+        self.register_buffer("mean", torch.zeros(8) if with_statistics else None)
+        self.register_buffer("var", torch.ones(8) if with_statistics else None)
+
+    def forward(self, x):
+        x = self.first(x) + 8
+        if self.norm is F.instance_norm:
+            x = x.T[None]
+        x = self.norm(x, self.mean, self.var, self.weight, self.bias, self.training)
+        return x[0].T if self.norm is F.instance_norm else x
+
+
+@pytest.mark.parametrize("with_statistics", [False, True])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda one: one.__name__)
+def test_norms_with_the_models_own_half_weights(norm, with_statistics):
+    """Whatever is added to the inputs of a norm over the batch has no gradient."""
+    gradients, values = {}, {}
+    x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
+    for level in ("O0", "O1", "O2"):
+        model = ampatch.initialize(
+            Normed(norm, with_statistics), opt_level=level, dtype="bfloat16", verbosity=0
+        )
+        model(x).float().relu().pow(2).mean().backward()
+        gradients[level] = model.first.bias.grad.abs().sum().item()
+        if with_statistics:
+            with torch.no_grad():
+                values[level] = model.eval()(x).float()
+            assert model.mean.dtype is torch.float32 and model.mean.abs().sum() > 1
+        ampatch.deactivate()
+    assert gradients["O2"] < 3 * gradients["O1"]
+    for value in values.values():
+        torch.testing.assert_close(value, values["O0"], rtol=0.02, atol=0.1)
+
+
+def test_batch_norms_of_torch_keep_their_kernel():
+    """FP32 weights beside half inputs, as under autocast; half statistics are written into."""
+    for level in ("O1", "O2", "O3"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        ampatch.initialize(model, opt_level=level, dtype="bfloat16", verbosity=0)
+        with _Norms() as norms:
+            model(torch.randn(16, 8)).float().sum().backward()
+        assert norms.seen == [torch.bfloat16]
+        assert model[1].running_mean.float().abs().sum() > 0
+        ampatch.deactivate()
+
+
+class _Norms(_Dtypes):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "native_batch_norm":
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))

@@ -236,6 +236,9 @@ def _sampled(name: str, dims: int, x: Tensor) -> Tensor:
     return at("torch", name)(x, x.new_zeros(1, *[ADDED, 1, 1][:dims], dims), 0, 0, True)
 
 
+FAR = 8 + (8 * values(ADDED, 4)).round() / 8
+"""Values that half types have, and a mean that they do not have."""
+
 WRONG: dict[str, Case] = {
     **dict(_pools()),
     **dict(_written()),
@@ -256,6 +259,14 @@ WRONG: dict[str, Case] = {
     "native_layer_norm": (
         lambda x, w, b: torch.native_layer_norm(x, (4,), w, b, 1e-5)[0],
         ((ADDED, 4), (4,), (4,)),
+    ),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(like(x, FAR), None, None, w, b, True),
+        ((ADDED, 4), (4,), (4,)),
+    ),
+    "instance_norm": (
+        lambda x, w, b: F.instance_norm(like(x, FAR.T[None]), None, None, w, b),
+        ((1, 4, ADDED), (4,), (4,)),
     ),
     "embedding": (lambda x: F.embedding(ZEROS, x), ((3, 4),)),
     **{

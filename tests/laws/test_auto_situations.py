@@ -16,19 +16,9 @@ from torch import Tensor
 from ampatch import auto
 from ampatch.session.facade import Session
 
-USED_TWICE = "a weight that is used twice is cast at each use: its gradient is rounded elsewhere"
 UNSCALED = "the situation records scaled gradients; hooks get unscaled ones here"
 REFUSED = "refused: tests/auto/ has the message"
 NOT_HERE = {
-    **dict.fromkeys(
-        (
-            *("Block", "tied_weights", "sam_with_two_half_steps"),
-            *("gradients_asked_for_with_autograd_grad", "a_method_and_a_part_called_from_outside"),
-            "clamped_before_the_use_in_a_forward_by_data",
-            "clamped_before_the_use_in_a_forward_late_under_no_grad",
-        ),
-        USED_TWICE,
-    ),
     **dict.fromkeys(
         ("accumulator_hooks", "multi_grad_hook_between_forward_and_backward"), UNSCALED
     ),
@@ -43,7 +33,6 @@ NOT_HERE = {
     ),
     "two_threads_that_meet_in_backward": "passes take turns: tests/auto/test_auto_control.py",
     "schedules_and_param_groups_with_their_own_rates": "its optimizer is there before the start",
-    "a_model_that_returns_its_loss": "the loss is computed where functions are cast",
 }
 
 

@@ -166,3 +166,26 @@ def test_a_tensor_that_is_made_of_others():
     masked = torch.masked.masked_tensor(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool))
     model(masked)
     assert model.seen[0].dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_annotations_stay_fp32(level, kind):
+    """Boxes in bfloat16 are off by pixels, and torchvision refuses them."""
+    seen = []
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, images, targets, crops):
+            seen.extend([images[0].dtype, *(one["boxes"] for one in targets), crops[0]["x"].dtype])
+            return self.layer(images[0]) + targets[0]["boxes"]
+
+    model = Detector()
+    ampatch.initialize(model, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    boxes = torch.tensor([[501.3, 10.7, 733.9, 99.1]])
+    targets = kind([{"boxes": boxes, "labels": torch.tensor([1])}])
+    assert model([torch.ones(1, 4)], targets, [{"x": boxes}]).dtype is torch.float32
+    assert seen[0] is seen[2] is torch.bfloat16 and seen[1] is boxes

@@ -147,7 +147,6 @@ CHANGES = {
 }
 FLOATS = {
     "float": lambda model: model.float(),
-    "float by to": lambda model: model.to("cpu", torch.float32),
     "float of a part": lambda model: model.encoder.float(),
     "float of a wrapper": lambda model: nn.Sequential(model).float(),
 }
@@ -179,10 +178,48 @@ def test_what_changes_no_dtype_works(opt_level):
     assert model.requires_grad_() is model and model.share_memory() is model
     assert model.head.float() is model.head  # it runs in FP32, and so do norms but at O3
     assert opt_level == "O3" or model.norm.float() is model.norm
+    assert model.head.to("cpu", model.head.weight.dtype) is model.head
     assert nn.Linear(2, 2).half().weight.dtype is torch.float16  # it is unmanaged
     step(model(X).float().sum(), optimizer)
     ampatch.deactivate()
     assert model.double().head.weight.dtype is torch.float64
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_has_come_into_the_model_since_takes_its_neighbours_dtype(opt_level, late):
+    """As peft's `add_adapter` does: nothing relies on it yet; later on its own dtype passes."""
+    model, optimizer = start(opt_level)
+    dtype = model.head.weight.dtype
+    model.extra = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if late:
+        optimizer.add_param_group({"params": list(model.extra.parameters())})
+        model.extra.to("cpu", model.extra[0].weight.dtype)
+        with pytest.raises(ampatch.AmpatchError, match="Sequential is to be converted.*0.weight"):
+            model.extra.double()
+    else:
+        model.extra.double().to("cpu", dtype)
+        assert model.extra[1].running_mean.dtype is dtype
+    assert model.extra[0].weight.dtype is (torch.float32 if late else dtype)
+    with pytest.raises(ampatch.AmpatchError, match=SAYS):
+        model.double()
+    step(model(X).float().sum(), optimizer)
+
+
+@HALF_LEVELS
+def test_within_the_forward_a_dtype_is_refused_too(level):
+    model, _ = start(
+        level, model=Made(lambda self, x: self.layer.double()(x), layer=nn.Linear(4, 4))
+    )
+    with pytest.raises(ampatch.AmpatchError, match="Linear is to be converted"):
+        model(X)
+
+
+def test_a_weight_of_the_model_in_another_module_is_still_the_models(opt_level):
+    model, _ = start(opt_level)
+    other = nn.Linear(4, 4)
+    other.weight = model.head.weight
+    with pytest.raises(ampatch.AmpatchError, match="Linear is to be converted.*weight"):
+        other.double()
 
 
 @contextlib.contextmanager

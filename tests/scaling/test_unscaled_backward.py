@@ -370,8 +370,8 @@ def test_sparse_gradients_are_silent(caplog):
 def test_the_exception_of_the_block_wins():
     model, optimizer = start("O1")
     loss = loss_of(model)
-    with pytest.raises(KeyError), ampatch.scale_loss(loss, optimizer):
-        loss.backward()
+    with pytest.raises(KeyError), ampatch.scale_loss(loss, optimizer) as scaled:
+        by_hand(scaled, loss, list(model.parameters()))
         raise KeyError
 
 

@@ -31,6 +31,8 @@ RULES = {
     Rule.FLOAT_ON_CPU_IF_VECTOR: "As float on the CPU, if the first input has one dimension.",
     Rule.FLOAT_ON_CPU_IF_ADDING: "As float on the CPU, if the call says `accumulate=True` or "
     '`mode="replicate"`.',
+    Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT: "As float on the CPU, if the weight is half and running "
+    "statistics are not.",
     Rule.FLOAT_ON_CPU_IF_OVERLAPPING: "As float on the CPU, if more than 16 windows may have one "
     "element, or a window has more than 65,504.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",

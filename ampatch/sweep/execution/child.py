@@ -32,6 +32,7 @@ from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
 from ampatch.launch.script import describe
+from ampatch.session.facade import OutermostForwards, open_sessions
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
@@ -115,6 +116,7 @@ class _Record:
         measured.own_seed = self._own_seeds.first_call
         measured.autocast_off = self._watched.off.lines
         measured.kind = self._watched.kind()
+        measured.casts_nothing = self._watched.casts_nothing()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
@@ -136,10 +138,15 @@ class _Watched:
         steps = None if counts_its_steps(runner.arguments) else runner.steps
         self.recorder = Recorder(self._report, steps)
         self._recognition: Recognition | None = None
+        self._forwards: OutermostForwards | None = None
 
     def kind(self) -> Kind:
         """The kind of the script, where this run recognizes it."""
         return UNKNOWN if self._recognition is None else self._recognition.kind
+
+    def casts_nothing(self) -> bool:
+        """Whether the script is cast as by `run --auto`, and nothing of it was."""
+        return self._forwards is not None and not self._forwards.has_cast
 
     def start(self) -> None:
         """Set up what the case asks for, and connect the recorder."""
@@ -165,6 +172,7 @@ class _Watched:
             self._recognition.start()
         elif automatic:
             watch_automatic(self.recorder, environment.read())
+            self._forwards = open_sessions()[-1].forwards
         else:
             ampatch.observe(self.recorder)
             if "eps" in dict(case.settings):

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import plain, read_json
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.json_files import plain
+from ampatch.sweep.measure.record import Run, read_run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (
@@ -179,8 +179,7 @@ class Directory:
     def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:
         """The runs of an earlier part of this sweep, but those that a longer timeout may finish."""
         for trial in trials if self.earlier else ():
-            data = read_json(RunFiles.of(self.runs, trial).run)
-            run = None if data is None else Run.from_json(data)
+            run = read_run(RunFiles.of(self.runs, trial).run)
             if run is None:
                 continue
             is_longer = run.timeout is not None and (timeout is None or timeout > run.timeout)

@@ -43,6 +43,7 @@ def script_notes(
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
         "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
+        "casts": _cast_note(script, runs),
     }
     return {about: note for about, note in notes.items() if note}
 
@@ -143,6 +144,17 @@ def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     return (
         f"{script} enters torch.autocast itself ({', '.join(lines)}). At O0 these regions are "
         "off, or O0 would not be FP32; in the other rows they are on."
+    )
+
+
+def _cast_note(script: str, runs: Iterable[Run]) -> str:
+    """A note if O1 had nothing to cast."""
+    if not any(run.measured and run.measured.casts_nothing for run in runs):
+        return ""
+    return (
+        f"O1 cast nothing: {script} trains tensors that are in no nn.Module, so O1 computes as O0 "
+        "does. Casts begin where a module that has parameters is called: make them "
+        "nn.Parameters of one, and compute in its forward."
     )
 
 

@@ -8,9 +8,11 @@ until then.  `report/summary.py` computes the figures of the table from these.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import plain, restored
+from ampatch.log import logger
+from ampatch.sweep.json_files import plain, read_json, restored
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
@@ -56,6 +58,7 @@ class Measured:
     error: str = ""  # the exception that ended the script
     own_seed: str = ""  # the script's first call that set another seed than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
+    casts_nothing: bool = False  # O1 of a plain script, which trains tensors of no module
     kind: Kind = UNKNOWN  # the script's, where this run was to recognize it
 
 
@@ -93,3 +96,28 @@ class Run:
             raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
         fields = {name: value for name, value in data.items() if name not in ("format", "planned")}
         return restored(cls, {"trial": data["planned"], **fields})
+
+
+def read_run(path: Path) -> Run | None:
+    """The run in a file; None where there is none, and, with a warning, for one that is damaged.
+
+    Raises `ValueError` for a run in another version's format.
+    """
+    try:
+        data = read_json(path)
+    except ValueError:  # no JSON, or no text: a disk was full, or the machine lost its power
+        data = {}
+    if data is None:
+        return None
+    try:
+        return Run.from_json(data) if "format" in data else _damaged(path)
+    except (AttributeError, KeyError, TypeError):  # JSON, and not of a run
+        return _damaged(path)
+
+
+def _damaged(path: Path) -> None:
+    logger.warning(
+        "%s: is cut off or damaged, so its run counts as not done. ampatch sweep --resume runs it "
+        "again.",
+        path,
+    )

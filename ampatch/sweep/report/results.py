@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import read_json, restored
-from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run
+from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run, read_run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
@@ -219,11 +219,13 @@ def _names_its_own(data: dict) -> bool:  # --overwrite deletes what a record nam
 
 
 def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
-    """The runs that a sweep's record names, by file name; with `label` those of one row."""
+    """The runs that a sweep's record names, by file name; with `label` those of one row.
+
+    One whose file is cut off counts as not done: a warning names it.
+    """
     results = read_results(directory)
     for stem in sorted(results.trials if results else ()):
-        data = read_json(Path(directory) / RUNS / f"{stem}.json")
-        run = None if data is None else Run.from_json(data)
+        run = read_run(Path(directory) / RUNS / f"{stem}.json")
         if run is not None and label in (None, run.case.label):
             yield run
 
@@ -240,5 +242,6 @@ def read_sweep(directory: str | Path) -> Stored:
             f"{path}: there are no results of a sweep in this directory. Expected one that ampatch "
             "sweep wrote to, with a file summary.json."
         )
-    labels = {row.label for row in results.rows}
-    return Stored(path, results, [run for run in read_runs(path) if run.case.label in labels])
+    runs, labels = list(read_runs(path)), {row.label for row in results.rows}
+    results = dataclasses.replace(results, done=min(results.done, len(runs)))
+    return Stored(path, results, [run for run in runs if run.case.label in labels])

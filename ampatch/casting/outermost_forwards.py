@@ -1,0 +1,91 @@
+"""Casts begin with the forward of an outermost module that has parameters: `ampatch run --auto`.
+
+Such a script never says which module is its model.  What it computes outside of modules (data,
+labels, metrics) is its own: `gate` has what is cast there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..config.opt_levels import HALF_TYPES
+from ..torch_private.tensors import base_of
+from ..torch_private.torch_functions import unhandled
+from .arguments import tensors_in
+from .calls import Call, CastState
+from .handlers import wants_to_see
+from .policy import Policy
+from .rules import TENSORS, dtype_of
+
+_FAR = 1000  # nodes of the graph that a call outside of modules looks through for a parameter
+
+
+class OutermostForwards:
+    """Puts outermost forwards under `policy`; `has_cast` once any call was to be cast."""
+
+    def __init__(self, policy: Policy, state: CastState) -> None:
+        self._policy = policy
+        self._state = state
+        self.has_cast = False
+
+    def around(self, original: Callable) -> Callable:
+        """The replacement of `nn.Module.__call__`."""
+
+        @functools.wraps(original)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            state = self._state
+            if is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            policy = state.current()  # without a gate: of a forward around this call
+            if policy is None or policy.gate is None or next(module.parameters(), None) is None:
+                return original(module, *args, **kwargs)
+            self.has_cast = True
+            return state.within(self._begin, original, module, *args, **kwargs)
+
+        return __call__
+
+    def _begin(self, call: Call) -> None:
+        self._state.begin(call, None)
+        self._state.set_policy(call, self._policy)
+        self._policy.cache.open(call)
+
+    def gate(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call outside is cast: a tensor is half, or leads back to a parameter."""
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if dtype_of(tensor) in HALF_TYPES or _leads_to_parameter(tensor):
+                self.has_cast = True
+                return True
+        return False
+
+
+def _leads_to_parameter(tensor: Tensor) -> bool:
+    """Whether it is a parameter, a view of one, or computed from one."""
+    if isinstance(tensor, nn.Parameter):
+        return True
+    if is_dynamo_compiling():
+        return False
+    if type(tensor) not in TENSORS and wants_to_see(tensor):
+        with unhandled():
+            return _is_of_parameter(tensor)
+    return _is_of_parameter(tensor)
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    if isinstance(base_of(tensor), nn.Parameter):
+        return True
+    todo = [tensor.grad_fn]
+    for _ in range(_FAR):
+        if not todo:
+            break
+        node = todo.pop()
+        if node is None:
+            continue
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return False

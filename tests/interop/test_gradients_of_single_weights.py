@@ -1,0 +1,434 @@
+"""Gradients of single weights: a pass for the head reaches the head, as under torch.autocast."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from operators import Operators
+from small_training import Made, in_threads, managed
+from torch import nn
+from torch.autograd import grad as grad_by_name
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+import ampatch
+
+H = torch.bfloat16
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+LEVELS = ["O1", "O2"]
+
+
+class Net(nn.Module):
+    """A trunk, and a head whose weights share a node of the graph with it."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.checkpoints = checkpoints
+        self.seen: list = []
+
+    def features(self, x):
+        for layer in self.trunk:
+            if self.checkpoints and self.seen:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = torch.tanh(layer(x))
+            self.seen.append(x)
+        return x
+
+    def forward(self, x):
+        self.seen = []
+        x = self.features(x)
+        return self.head(x), self.side(x), x
+
+
+def of(output) -> torch.Tensor:
+    return output.float().pow(2).mean()
+
+
+def trained(level: str, **options) -> Net:
+    """A managed model whose last forwards have cast its weights together."""
+    model, _ = managed(Net(**options), level)
+    for _ in range(2):
+        of(model(X)[0]).backward()
+    model.zero_grad()
+    return model
+
+
+def asked(level: str, **options) -> Net:
+    """The same, after a first request."""
+    model = trained(level, **options)
+    if not options.get("checkpoints"):
+        torch.autograd.grad(of(model(X)[0]), model.head.weight)
+    else:
+        with pytest.raises(RuntimeError, match="incompatible with .grad"):
+            torch.autograd.grad(of(model(X)[0]), model.head.weight)
+    return model
+
+
+def autocast() -> Net:
+    class Under(Net):
+        @torch.autocast("cpu", dtype=H)
+        def forward(self, x):
+            return super().forward(x)
+
+    return Under()
+
+
+def operators_of(pass_) -> list:
+    with Operators() as operators:
+        pass_()
+    names = [str(one) for one in operators.seen]
+    return sorted(
+        name.replace("_foreach_copy_", "_to_copy")  # natively, into what `empty_like` has made
+        for name in names
+        if not ("detach" in name or "empty_like" in name)
+    )
+
+
+def products(pass_) -> int:
+    return sum("aten.mm" in name or "aten.addmm" in name for name in operators_of(pass_))
+
+
+def nodes_of(loss) -> int:
+    """How many nodes lead straight to weights."""
+    seen, waiting, found = set(), [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if before is not None and hasattr(before, "variable"):
+                found.add(node)
+            waiting.append(before)
+    return len(found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pass_for_the_head_runs_the_operators_that_it_runs_under_autocast(level):
+    model, plain = asked(level), autocast()
+    loss, expected = of(model(X)[0]), of(plain(X)[0])
+    found = operators_of(lambda: torch.autograd.grad(loss, model.head.weight))
+    assert found == operators_of(lambda: torch.autograd.grad(expected, plain.head.weight))
+    assert products(lambda: of(model(X)[0]).backward()) > 5  # a whole pass, beside the one above
+    assert sum("aten.mm" in name for name in found) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_another_loss_goes_through_the_trunk_afterwards(level):
+    """In the first step too, in which the weights share a node."""
+    model, plain = trained(level), autocast()
+    for _ in range(3):
+        for one in (model, plain):
+            one.zero_grad()
+            head, side, hidden = one(X)
+            torch.autograd.grad(of(head), one.head.weight)
+            torch.autograd.grad(of(side), one.side.weight)
+            of(hidden).backward()
+        assert torch.equal(model.trunk[0].weight.grad, plain.trunk[0].weight.grad)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_between_run_once_and_retained_gradients_are_those_of_one_pass(level):
+    model, plain = asked(level), autocast()
+    calls: list = []
+    model.trunk[1].register_full_backward_hook(lambda *_: calls.append("module"))
+    for one in (model, plain):
+        one(X)
+        one.zero_grad()
+        head = one(X)[0]
+        one.seen[2].register_hook(lambda grad: calls.append("tensor"))
+        one.seen[2].retain_grad()
+        torch.autograd.grad(of(head), one.head.weight, retain_graph=True)
+        assert calls == []
+        of(head).backward()
+        assert calls == (["tensor", "module"] if one is model else ["tensor"])
+        calls.clear()
+    assert torch.equal(model.seen[2].grad, plain.seen[2].grad)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reentrant_checkpoints_between_do_not_refuse(level):
+    model = asked(level, checkpoints=True)
+    head, _, _ = model(X)
+    (found,) = torch.autograd.grad(of(head), model.head.weight, retain_graph=True)
+    of(head).backward()
+    assert torch.equal(found, model.head.weight.grad)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "options", [{"create_graph": True}, {"is_grads_batched": True}], ids=lambda one: next(iter(one))
+)
+def test_second_derivatives_and_batches_of_gradients(level, options):
+    model, plain, found = asked(level), autocast(), []
+    for one in (model, plain):
+        one.zero_grad()
+        head = one(X)[0].float()
+        up = torch.stack([torch.ones_like(head), head.detach()])
+        up = up if "is_grads_batched" in options else up[0]
+        (grad,) = torch.autograd.grad(head.pow(2), one.head.weight, up, **options)
+        if "create_graph" in options:
+            grad.pow(2).sum().backward()
+            found.append([grad, *[weight.grad for weight in one.trunk.parameters()]])
+        else:
+            found.append([grad])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
+
+
+def adaptive_weight(model: Net, x) -> torch.Tensor:
+    """As VQGAN weighs its adversarial loss: by two gradients of the last layer."""
+    head, side, _ = model(x)
+    nll, adversarial = of(head - x), of(head) + of(side)
+    grads = [
+        torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0]
+        for loss in (nll, adversarial)
+    ]
+    weight = (grads[0].norm() / (grads[1].norm() + 1e-4)).clamp(0, 1e4).detach()
+    return nll + weight * adversarial
+
+
+def grad_norm(model: Net, x) -> torch.Tensor:
+    """As GradNorm weighs tasks: by the norms of their gradients of the last shared layer."""
+    head, side, _ = model(x)
+    weights = torch.ones(2, requires_grad=True)
+    losses = weights[0] * of(head - x), weights[1] * of(side)
+    shared = model.trunk[-1].weight
+    norms = [torch.autograd.grad(one, shared, create_graph=True)[0].norm() for one in losses]
+    target = sum(norms).detach() / 2
+    (found,) = torch.autograd.grad(sum((norm - target).abs() for norm in norms), weights)
+    return sum(one * factor for one, factor in zip(losses, 1 + found, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_of", [adaptive_weight, grad_norm])
+def test_losses_that_are_weighed_by_gradients_train_as_under_autocast(level, loss_of):
+    model, plain = trained(level), autocast()
+    for one in (model, plain):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(one, X).backward()
+            optimizer.step()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if level == "O2" else 0)
+
+
+WAYS = {
+    "autograd.grad": lambda loss, weight: torch.autograd.grad(loss, weight),
+    "a name bound before": lambda loss, weight: grad_by_name(loss, [weight]),
+    "keywords": lambda loss, weight: torch.autograd.grad(outputs=[loss], inputs=(weight,)),
+    "an iterator": lambda loss, weight: torch.autograd.grad(iter([loss]), iter([weight])),
+    "an edge": lambda loss, weight: torch.autograd.grad(loss, get_gradient_edge(weight)),
+    "Tensor.backward": lambda loss, weight: loss.backward(inputs=weight),
+    "autograd.backward": lambda loss, weight: torch.autograd.backward(
+        loss, None, False, False, None, iter([weight])
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_ask(level, way):
+    model = trained(level)
+    shared = nodes_of(of(model(X)[0]))
+    head, _, hidden = model(X)
+    WAYS[way](of(head), model.head.weight)
+    of(hidden).backward()  # the first request has left it
+    own = nodes_of(of(model(X)[0]))
+    assert (shared, own) == (1, 10)
+    head, _, hidden = model(X)
+    assert products(lambda: WAYS[way](of(head), model.head.weight)) == 1
+    of(hidden).backward()
+    with pytest.raises(RuntimeError, match="a second time"):  # nothing else is retained
+        WAYS[way](of(head), model.head.weight)
+
+
+def test_the_copy_of_a_weight_inside_a_forward_counts_as_the_weight():
+    model = trained("O2")
+    own = []
+
+    def forward(self, x):
+        y = self.inner.head(torch.tanh(self.inner.trunk[0](x)))
+        if self.asks:
+            torch.autograd.grad(of(y), self.inner.head.weight, retain_graph=True)
+        return y
+
+    outer, _ = managed(Made(forward, inner=Net(), asks=False), "O2")
+    for outer.asks in (False, True, False):
+        own.append(nodes_of(of(outer(X))))
+    assert own == [1, 1, 4]
+    assert nodes_of(of(model(X)[0])) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_requests_for_all_weights_or_none_change_nothing(level):
+    """As of meta-learning, gradient penalties and Jacobians of activations."""
+    model, other = trained(level), nn.Linear(8, 8)
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        head, side, hidden = model(x)
+        loss = of(other(head.float())) + of(side)
+        torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+        torch.autograd.grad(loss, [x, head, other.weight], retain_graph=True)
+        torch.autograd.functional.jacobian(lambda x: of(model(x)[0]), x.detach())
+        torch.func.grad(lambda x: of(model(x)[0]))(x.detach())
+        torch.autograd.grad(loss, x)
+        with pytest.raises(RuntimeError, match="a second time"):
+            of(hidden).backward()
+    assert nodes_of(of(model(X)[0])) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_weights_are_not_counted(level):
+    model = Net()
+    for weight in model.trunk.parameters():
+        weight.requires_grad_(False)
+    managed(model, level)
+    for _ in range(3):
+        head, side, _ = model(X)
+        trained = [*model.head.parameters(), *model.side.parameters()]
+        torch.autograd.grad(of(head) + of(side), trained)
+    assert nodes_of(of(head) + of(side)) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_the_model_that_is_asked_has_nodes_of_its_own(level):
+    model, other = trained(level), trained("O1")
+    for _ in range(2):
+        torch.autograd.grad(of(model(X)[0]), model.head.weight)
+    assert [nodes_of(of(one(X)[0])) for one in (model, other)] == [10, 1]
+    model.eval()
+    with torch.no_grad():
+        assert not model(X)[0].requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_requests_in_several_threads(level):
+    models = [trained(level) for _ in range(4)]
+
+    def ask(model):
+        for _ in range(3):
+            head, _, hidden = model(X)
+            (grad,) = torch.autograd.grad(of(head), model.head.weight)
+            of(hidden).backward()
+        return grad
+
+    found = in_threads(*[lambda model=model: ask(model) for model in models])
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_a_weight_with_hooks_and_one_of_another_dtype():
+    model = trained("O2")
+    seen = []
+    model.side.weight.register_hook(lambda grad: seen.append(grad.dtype))
+    torch.autograd.grad(of(model(X)[0]), model.head.weight)
+    model.head.register_parameter("scale", nn.Parameter(torch.ones(8, dtype=torch.float64)))
+    sum(map(of, model(X)[:2])).backward()
+    assert seen == [torch.float32] and model.trunk[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_part_is_asked_as_it_was(level):
+    """What torch compiles may give its buffers to one pass alone, and refuses to retain them."""
+    model = Net()
+    model.trunk = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+    managed(model, level)
+    model.trunk[1].compile(backend="aot_eager")
+    for _ in range(2):
+        of(model(X)[0]).backward()
+    for _ in range(3):
+        model.zero_grad()
+        head = model(X)[0]
+        (found,) = torch.autograd.grad(of(head), model.head.weight)
+        of(model(X)[0]).backward()
+        assert torch.equal(found, model.head.weight.grad)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_function_that_asks(level):
+    model, _ = managed(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), level)
+
+    def of_head(x):
+        return torch.autograd.grad(of(model(x)), model[2].weight)[0] * 2
+
+    expected = of_head(X)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        found = torch.compile(of_head, backend="aot_eager", fullgraph=True)(X)
+    assert torch.equal(found, expected)
+    torch.compiler.reset()
+
+
+def test_after_deactivate_torch_is_as_before():
+    before = torch.autograd.grad, torch.autograd.backward, grad_by_name
+    model = trained("O1")
+    assert torch.autograd.grad is grad_by_name is not before[0]
+    assert torch.autograd.backward is not before[1]
+    head = model(X)[0]
+    ampatch.deactivate()
+    assert (torch.autograd.grad, torch.autograd.backward, grad_by_name) == before
+    torch.autograd.grad(of(head), model.head.weight)
+
+
+def test_wrong_calls_are_torchs_errors():
+    model = trained("O1")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'inputs'"):
+        torch.autograd.grad(of(model(X)[0]))
+    with pytest.raises(TypeError, match="not iterable"):
+        torch.autograd.grad(of(model(X)[0]), 5)
+    with pytest.raises(RuntimeError, match="cannot be empty"):
+        of(model(X)[0]).backward(inputs=[])
+
+
+def test_requests_keep_nothing_alive():
+    model = asked("O1")
+    head = model(X)[0]
+    torch.autograd.grad(of(head), model.head.weight)
+    watched = weakref.ref(model.seen[0])
+    model.seen = []
+    del head
+    assert watched() is None or (gc.collect() and watched() is None)
+
+
+def test_natively_gradients_have_the_bits_of_the_python_way(same_bits_with_native):
+    found = same_bits_with_native(
+        """
+        from torch import nn
+        import ampatch
+
+        every = {}
+        for level in ("O1", "O2"):
+            torch.manual_seed(0)
+            layers = [nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6)]
+            model = nn.Sequential(*layers)
+            model[0].bias.requires_grad_(False)
+            model[3].weight.register_hook(lambda grad: grad * 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+            x, rows = torch.randn(5, 6), []
+            for step in range(4):
+                optimizer.zero_grad()
+                loss = model(x).float().pow(2).mean()
+                asked = torch.autograd.grad(loss, model[3].bias, retain_graph=True)[0]
+                (double,) = torch.autograd.grad(loss, model[0].weight, create_graph=True)
+                (loss + double.pow(2).sum()).backward()
+                rows += [asked, double.detach(), *[p.grad for p in model.parameters()]]
+                optimizer.step()
+            batch = torch.ones(3, 5, 6)
+            rows.append(torch.autograd.grad(
+                model(x).float(), model[3].bias, batch, is_grads_batched=True)[0])
+            every[level] = rows
+            ampatch.deactivate()
+        torch.save(every, sys.argv[1])
+        """
+    )
+    assert all(len(rows) > 20 for rows in found.values())
