@@ -5,7 +5,7 @@ Where to look first:
 * one model: `managed_model`; the `forward` that stands in its modules, and copies, pickles and
   replicas of them: `own_frame`;
 * half copies of FP32 weights during a forward (O2): when they are lent, and what a forward writes
-  into them, `lent_weights`; how they are made, `lent_copies`; where they are put, `lent_places`;
+  into them, `lent_weights`; how they are made, and where they are put, `lent_places`;
   those of embeddings, made when they are read, `lookups`;
 * weights to half and back (O3): `conversion`;
 * casts of inputs and outputs: `values`, `io_casting`; calls of submodules from outside, and in a

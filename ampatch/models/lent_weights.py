@@ -33,6 +33,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -45,14 +46,16 @@ from ..torch_private.dtensors import local_of
 from ..torch_private.modules import REPLICA, exchange_parametrized
 from ..torch_private.probes import computes_with_fakes, is_recording
 from ..torch_private.tensors import hooks_of
-from .lent_copies import copies_of, put_in_replica, put_in_traced
 from .lent_places import (
     Place,
     StaysFloat,
     Tree,
+    copies_of,
     entries_of,
     lent_of,
     parameter_tables,
+    put_in_replica,
+    put_in_traced,
     share_attributes,
 )
 from .lookups import Lookup
@@ -89,6 +92,14 @@ def note_values(tensor: Tensor) -> None:
     for call in here.stack:
         if call.lending is not None and call.lending.is_in_place:
             call.lending.half.note_values(tensor)
+
+
+def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
+    """Whether torch.fx calls a module on proxies, to see what it does."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.fx.Proxy):
+            return True
+    return False
 
 
 def lending_around(module: nn.Module) -> Lending | None:

@@ -30,12 +30,12 @@ from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights
 from .io_casting import Given, ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import Lending, LentWeights, lending_around, lent_types
+from .lent_weights import Lending, LentWeights, is_traced_by_fx, lending_around, lent_types
 from .module_overrides import ModuleOverride, has_float_buffers
 from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
 from .sharded_weights import checked_shards, sharded_parameters
-from .submodule_calls import SubmoduleCalls, is_traced_by_fx
+from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning

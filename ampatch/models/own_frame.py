@@ -214,7 +214,8 @@ class FramesOfSubmodules:
 
     def step_aside(self) -> None:
         """Out of the modules; those over which the script or another session has put one stay."""
-        if len(self._tables) < len(self._frames) or self._methods != self._found():
+        found = list(map(dict.get, self._tables, repeat(_FORWARD)))
+        if len(self._tables) < len(self._frames) or self._methods != found:
             for frame in self._frames:
                 if frame.is_in_place():
                     _put(vars(frame.module), frame.covered)
@@ -230,9 +231,6 @@ class FramesOfSubmodules:
             own = vars(frame.module)
             if own.get(_FORWARD, _NOTHING) is frame.covered:
                 own[_FORWARD] = frame.method
-
-    def _found(self) -> list[Any]:
-        return list(map(dict.get, self._tables, repeat(_FORWARD)))
 
 
 # Copies

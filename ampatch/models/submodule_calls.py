@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
-import torch.fx
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
@@ -21,7 +20,7 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import has_forward
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, lenders, lending_around
+from .lent_weights import LentWeights, is_traced_by_fx, lenders, lending_around
 from .own_frame import FramesOfSubmodules
 from .values import cast_tensors
 
@@ -48,14 +47,6 @@ class Whole(Protocol):
     def failed(self, error: BaseException) -> None: ...
 
     def results_in_step(self) -> torch.dtype | None: ...
-
-
-def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
-    """Whether torch.fx calls a module on proxies, to see what it does."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.fx.Proxy):
-            return True
-    return False
 
 
 class SubmoduleCalls:

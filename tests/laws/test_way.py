@@ -13,9 +13,9 @@ from warm_python import environment, python
 
 MOST = {
     "O1 forward": (37, 8, 19),
-    "O1 step": (152, 27, 87),
-    "O2 forward": (45, 12, 32),
-    "O2 step with an overflow": (148, 30, 95),
+    "O1 step": (156, 29, 91),
+    "O2 forward": (44, 10, 31),
+    "O2 step with an overflow": (152, 30, 99),
 }
 COUNT = """
 import json, sys
