@@ -201,6 +201,10 @@ def nothing_is_left_for_other_tests():
     yield
     ampatch.deactivate()
     here.__init__()
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:  # regions whose exits were struck
+        pass
+    torch.clear_autocast_cache()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
