@@ -64,6 +64,7 @@ else:
     )
     from .compat import apex_checkpoints as _apex_checkpoints  # noqa: F401  # optimizers load them
     from .errors import AmpatchError, BannedFunctionError
+    from .types import OptLevel as OptLevel
 
 if TYPE_CHECKING:
     from .diagnose import debug, report

@@ -24,9 +24,9 @@ class BannedFunctionError(AmpatchError, NotImplementedError):
     """
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
     """`' Did you mean "x"?'`, or `''` when nothing known is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 

@@ -100,6 +100,13 @@ MODES: dict[str, Mode] = {
         {},
         "Exact. One Linear in float16, in Python, after four steps.",
     ),
+    "native": Mode(
+        "What each function of the native part gives",
+        "native_entries:report",
+        {"models": None, "rounds": 15, "seconds": 0.02, "dtype": "bfloat16"},
+        "{dtype}, CPU, one thread: a step's time with the twin in Python in a function's place "
+        "over that with it; medians of {rounds} rounds, geometric means over the models.",
+    ),
     "memory": Mode(
         "Peak tensor memory of a training step",
         "counts:memory",

@@ -22,7 +22,7 @@ from torch_snapshot import changes, snapshot
 import ampatch
 from ampatch.casting import calls
 from ampatch.log import set_verbosity
-from ampatch.scaling import scale_value
+from ampatch.scaling import loss_scaler
 
 # Without the device torch keeps each seed until the device is started, and formats the stack of
 # the call, three times: a tenth of the time of the tests.
@@ -92,6 +92,7 @@ def warm_trials():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("subprocess.Popen", popen)
+        patch.setattr("ampatch.sweep.execution.warm.IS_POSSIBLE", False)  # they are warm already
         yield
 
 
@@ -163,5 +164,5 @@ def same_bits_with_native(native_cache):
 def scale_lives_on(request, monkeypatch):
     """Loss scales as numbers of the host, and as tensors, as with losses on an accelerator."""
     if request.param == "device":
-        monkeypatch.setattr(scale_value, "is_owned_by_host", lambda device: False)
+        monkeypatch.setattr(loss_scaler, "is_owned_by_host", lambda device: False)
     return request.param

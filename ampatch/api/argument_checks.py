@@ -6,9 +6,11 @@ Single numbers and words are checked in `config/validation.py`, settings of an o
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -25,11 +27,46 @@ from ..models.managed_model import ManagedModel
 from ..models.module_overrides import matching, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
-from ..torch_private import zero_redundancy
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
+from ..torch_private.optimizers import is_zero, zero_steps_in_backward
 from .plan import Plan
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_matched: set[Any] = set()  # keys of overrides, since the process began
+
+
+class _Unmatched:
+    """Observer: an override from outside that has not matched yet; another `initialize` may."""
+
+    def __init__(self, key: Any, expected: str) -> None:
+        self._key, self._expected = key, expected
+
+    def on_step_begin(self, optimizer: object) -> None:
+        if self._key not in _matched:
+            raise ValueError(
+                f"overrides from outside (--overrides, AMPATCH_OVERRIDES): no submodule of any "
+                f"ampatch.initialize matches {self._key!r}. {self._expected}"
+            )
+
+
 # The arguments
+
+
+def known_names(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function, which names the argument that was meant by a wrong name (`TypeError`)."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: P.args, **named: P.kwargs) -> T:
+        for name in named.keys() - names.keys():
+            raise TypeError(
+                f"ampatch.{function.__name__}({name}=...): there is no such argument."
+                f"{did_you_mean(name, names)}"
+            )
+        return function(*args, **named)
+
+    return called
 
 
 def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
@@ -58,9 +95,10 @@ def _listed(given: Any, is_one: Callable[[Any], bool], call: str, expected: str)
     listed = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in listed:
         if not is_one(one):
+            is_swapped = isinstance(one, (nn.Module, torch.optim.Optimizer))
             raise TypeError(
                 f"{call}...): expected {expected}, or a list or tuple of them, got "
-                f"{type_name(one)}."
+                f"{type_name(one)}." + " The model comes first, then the optimizer." * is_swapped
             )
     if len(set(map(id, listed))) != len(listed):
         raise ValueError(f"{call}[...]): the same object is listed twice. List each once.")
@@ -213,23 +251,24 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
     cannot have the precision.
 
     Overrides from the environment hold for all calls of the script, and each call has some of the
-    modules; a warning says which of them this one has not.
+    modules.  One that no call has named a submodule by ends the run at the first optimizer step.
     """
     rules, properties = plan.overrides, plan.properties
     for key, precision in rules.modules:
-        if not any(matching(model, [(key, precision)]) for model in models):
-            if "overrides" in plan.replaced:
-                logger.warning(
-                    "overrides from outside: no submodule of this initialize matches %r.", key
-                )
-                continue
-            shown = key if isinstance(key, str) else key.__name__
-            names = [name for model in models for name, _ in model.named_modules() if name]
+        if any(matching(model, [(key, precision)]) for model in models):
+            _matched.add(key)
+            continue
+        shown = key if isinstance(key, str) else key.__name__
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        expected = "Expected a path such as those of model.named_modules()."
+        expected += did_you_mean(shown, names)
+        if "overrides" not in plan.replaced:
             raise ValueError(
-                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no "
-                f"submodule matches {shown!r}. Expected a path such as those of "
-                "model.named_modules()." + did_you_mean(shown, names)
+                f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
+                f"{shown!r}. {expected}"
             )
+        logger.warning("overrides from outside: no submodule of this initialize matches %r.", key)
+        registry.observers.add(_Unmatched(key, expected))
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():
@@ -306,8 +345,8 @@ def optimizers_can_train(
             )
         if (
             properties.loss_scale != 1.0
-            and zero_redundancy.is_zero(optimizer)
-            and zero_redundancy.steps_in_backward(optimizer)
+            and is_zero(optimizer)
+            and zero_steps_in_backward(optimizer)
         ):
             raise AmpatchError(
                 f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("

@@ -31,7 +31,7 @@ from .plan import plan_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
     from ..casting.weight_cache import CacheInfo
     from ..types import Settings
@@ -63,6 +63,7 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
+@argument_checks.known_names
 def initialize(
     models: nn.Module | Sequence[nn.Module],
     optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
@@ -92,6 +93,13 @@ def initialize(
 ) -> Any:
     """Make models and optimizers train in mixed precision.
 
+        model, optimizer = ampatch.initialize(model, optimizer, opt_level="O1")
+        for inputs, targets in loader:
+            loss = criterion(model(inputs), targets)
+            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  They are changed in
             place and returned, so existing references to them stay valid.
@@ -118,7 +126,8 @@ def initialize(
         verbosity: 0 silences the logger "ampatch".
         min_loss_scale: lower limit of a dynamic loss scale.  None means 2**-24; it is never 0.
         max_loss_scale: upper limit of a dynamic loss scale.
-        dtype: the half type, `torch.float16` or `torch.bfloat16`, on every device.
+        dtype: the half type, `torch.float16` (the default, on every device) or `torch.bfloat16`,
+            or a name: `"float16"`, `"fp16"`, `"half"`, `"bfloat16"`, `"bf16"`.
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
             and O3.  In a half model (O2, O3) such a module computes in its own precision; its
@@ -190,7 +199,7 @@ def initialize(
     with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
-    logger.info("Initialized: %s", plan.properties)
+    logger.info("Initialized:%s", plan.properties.in_lines())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
     native.say_what_a_build_gives()
@@ -350,11 +359,22 @@ def observe(observer: object) -> Callable[[], None]:
     return registry.observers.add(observer)
 
 
-def log_metrics(**values: float) -> None:
+def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
     """Report numbers of the training (accuracy, ...) to its observers, such as the sweep.
 
-    Raises `TypeError` for what is no number, nor a tensor of one element.
+        ampatch.log_metrics(test_accuracy=0.93)
+
+    Call it after each evaluation, or once at the end: a sweep compares the last value of each name.
+    Whether more is better follows from the name (`accuracy`: higher, `val_loss`: lower); for others
+    `ampatch sweep --better NAME=higher` says it.
+
+    Raises `TypeError` for what is no number, nor a tensor of one element, or has no name.
     """
+    if unnamed:
+        raise TypeError(
+            f"ampatch.log_metrics({', '.join(map(repr, unnamed))}): expected numbers by name, such "
+            "as ampatch.log_metrics(accuracy=0.9)."
+        )
     found = {}
     for name, value in values.items():
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from ..config import environment
 from ..config.opt_levels import Properties, properties_for
 from ..config.overrides import Overrides, parse
-from ..log import logger
+from ..log import ONCE, logger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,8 @@ def plan_of(settings: dict[str, Any]) -> Plan:
     Raises `TypeError` or `ValueError` naming the argument.
     """
     replacing = environment.read()
+    for said in environment.misspelt():
+        logger.warning(said, extra=ONCE)
     in_force = environment.replace_arguments(settings, replacing)
     overrides = rules = parse(in_force.pop("overrides"))
     properties = properties_for(**in_force)

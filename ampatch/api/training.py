@@ -115,7 +115,8 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
         f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
-        "give this one to ampatch.initialize or ampatch.add_optimizers first."
+        "give this one to ampatch.initialize. Where it is made after initialize(model), write "
+        "behind it: optimizer = ampatch.add_optimizers(optimizer)"
     )
 
 

@@ -160,17 +160,13 @@ class FunctionModes:
         self._state = state
         self._threads: set[int] = set()
         self._lock = threading.Lock()
-        self._patches = PatchSet()
 
-    def watch(self, needed: bool) -> None:
-        """Watch torch's stack of modes from now on, or no longer."""
-        if not needed:
-            self._patches.undo()
-        elif not len(self._patches):
-            self._patches.on_undo(self._forget)
-            for owner, name in STACK_CHANGES:
-                self._patches.replace(owner, name, self._looking)
-            self.look()
+    def watch(self, patches: PatchSet) -> None:
+        """Watch torch's stack of modes until `patches.undo`."""
+        patches.on_undo(self._forget)
+        for owner, name in STACK_CHANGES:
+            patches.replace(owner, name, self._looking)
+        self.look()
 
     def look(self) -> None:
         """Find out whether this thread is in a mode."""

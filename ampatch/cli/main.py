@@ -58,7 +58,7 @@ _ENDINGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name = f"ampatch {given[0]}" if given and given[0] in NAMES else "ampatch"
     return end_quietly(lambda: _run(given), name)
 
@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> int:
 
 def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
     """Refuse a command or an option that there is not, with the one that was meant."""
-    word = own[0] if own else "--help"
+    word = own[0]
     if word in ("-h", "--help", "--version", *NAMES):
         return
     if word.startswith("-"):
@@ -90,7 +90,7 @@ def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
 
 def _option_like(word: str, known: Iterable[str]) -> str:
     name = word.partition("=")[0].lstrip("-")
-    return did_you_mean(name, known).replace('"', '"--', 1)
+    return did_you_mean(name, known, 0.75).replace('"', '"--', 1)
 
 
 def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
@@ -98,9 +98,14 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if own[0] in WITH_SEPARATOR:
-        cut = own.index(unknown[0])
-        is_behind = {"-m", options.script}.intersection(own[:cut])
-        line = shlex.join([*own[:cut], "--", *own[cut:]]) if is_behind else ""
+        left, of_ampatch = list(unknown), []
+        for word in own:
+            if left[:1] == [word]:
+                left.pop(0)
+            else:
+                of_ampatch.append(word)
+        is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
+        line = shlex.join([*of_ampatch, "--", *unknown]) if is_behind else ""
         message += "\nPut -- before the script's own arguments: ampatch "
         message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
     return message

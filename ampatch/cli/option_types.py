@@ -34,9 +34,10 @@ def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
         raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
 
 
-def name_and_value(text: str) -> tuple[str, str]:
-    """`NAME=VALUE`, split at the first `=`."""
+def name_and_value(metavar: str, text: str) -> tuple[str, str]:
+    """`NAME=VALUE`, split at the first `=`; `metavar` is how the help writes it."""
     name, sign, value = text.partition("=")
     if not (name and sign and value):
-        raise ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+        such_as = rf", such as '{name or 'acc'}={name or 'acc'}: (\S+)'"
+        raise ArgumentTypeError(f"{text!r}: expected {metavar}{such_as * ('REGEX' in metavar)}")
     return name, value

@@ -29,9 +29,9 @@ def add_parser(commands: Any) -> None:
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
-        description="Runs SCRIPT, unedited, per opt level, half type and seed, each in a fresh "
+        description="Runs SCRIPT, unedited, per opt level, half type and seed, each in its own "
         "process, and prints a table, verdicts and a recommendation.",
-        epilog="In the script's arguments {seed}, {steps} and {trial_dir} (an empty directory) are "
+        epilog="In SCRIPT ARGUMENTS {seed}, {steps} and {trial_dir} (an empty folder) are "
         "replaced; AMPATCH_SEED and AMPATCH_TRIAL_DIR have them too.",
     )
     add_program(parser)
@@ -44,11 +44,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    trackers = check_trackers(options)
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.sweep.json_files import plain
 
-    trackers = check_trackers(options)
     sweep = made(options, Sweep)
     stopped: str | None = None
     lines = None if options.quiet else Lines(sys.stderr)
@@ -93,7 +93,7 @@ def report(
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
     if stopped is not None:
-        missing = f"{results.planned - results.done} of {results.planned} runs are missing."
+        missing = f"{results.done} of {results.planned} runs have ended."
         print(*filter(None, (stopped, missing)), sep="\n", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -62,8 +63,10 @@ def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
     if isinstance(option.default, bool):
         return {"action": "store_const", "const": not option.default}
     metavar = option.metadata["metavar"]
+    if option.metadata["parse"] is bool:
+        return {"action": argparse.BooleanOptionalAction}
     if option.default_factory is dict:
-        return {"action": "append", "type": name_and_value, "metavar": metavar}
+        return {"action": "append", "type": partial(name_and_value, metavar), "metavar": metavar}
     if option.name == "overrides":
         return {"action": "append", "metavar": metavar}
     return {"type": option.metadata["parse"], "metavar": metavar}

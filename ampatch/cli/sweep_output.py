@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,8 +19,19 @@ def add_trackers(parser: Any) -> None:
         parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
+def check_extra(options: argparse.Namespace) -> None:
+    """End the command if the extra `sweep` is not installed."""
+    from ampatch import sweep
+
+    try:
+        sweep.check_extra()
+    except ImportError as error:
+        options.parser.error(str(error))
+
+
 def check_trackers(options: argparse.Namespace) -> list[str]:
-    """The trackers that are asked for; ends the command if the library of one is missing."""
+    """The trackers that are asked for; ends the command if a library is missing."""
+    check_extra(options)
     from ampatch.sweep.report.trackers import check
 
     chosen = [name for name in _TRACKERS if getattr(options, name)]
@@ -38,13 +48,11 @@ def write_shown(directory: Path, trackers: Sequence[str], stream: TextIO | None 
     from ampatch.sweep.report.render import write_report
     from ampatch.sweep.report.trackers import write
 
-    lacking = write_report(directory)
+    write_report(directory)
     print(
         f"Written to {directory}: report.html, plots/, summary.json, .csv, .md and .tex; "
         "runs and their logs in runs/.",
         file=stream,
     )
-    if lacking:
-        print(lacking, file=sys.stderr)
     for name in trackers:
         print(write(name, directory), file=stream)

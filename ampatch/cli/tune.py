@@ -11,6 +11,8 @@ from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, made
+from ampatch.cli.sweep_output import check_extra
+from ampatch.sweep.options import SHORT_DTYPES
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
@@ -41,10 +43,13 @@ def add_parser(commands: Any) -> None:
     )
     add_program(parser)
     what = parser.add_argument_group("what is tuned")
+    what.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to bring back")
     what.add_argument(
-        "--opt-level", choices=("O1", "O2", "O3"), required=True, help="the level to bring back"
+        "--dtype",
+        type=lambda name: SHORT_DTYPES.get(name, name),
+        choices=("float16", "bfloat16"),
+        help="(default: float16)",
     )
-    what.add_argument("--dtype", choices=("float16", "bfloat16"), help="(default: float16)")
     what.add_argument(
         "--probe-steps",
         type=positive_count,
@@ -61,11 +66,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ampatch.sweep import SweepError, write_report
+    check_extra(options)
+    from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.tune import TuneError, Tuning
     from ampatch.tune.answer import ANSWER, CURED, PASSES
-    from ampatch.tune.report import write_terminal
+    from ampatch.tune.report import write_pages, write_terminal
 
     tuning = made(
         options,
@@ -91,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     except (SweepError, TuneError) as error:
         print(f"Stopped: {error}", file=sys.stderr)
         return 1
-    write_report(tuning.directory)
+    write_pages(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
     named = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
     print(f"Written to {tuning.directory}: {named}.")

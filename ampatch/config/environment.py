@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from ..errors import did_you_mean
 from ..log import logger
 from .opt_levels import (
     ARGUMENTS,
@@ -41,6 +42,7 @@ from .opt_levels import (
     half_type,
     level_name,
     loss_scale_value,
+    meant_level,
     properties_for,
 )
 from .overrides import PRECISIONS
@@ -48,6 +50,7 @@ from .overrides import read as read_overrides
 from .validation import word
 
 OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
+OF_TRIALS = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -65,6 +68,18 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if found.get("enabled"):
         del found["enabled"]  # 1 leaves it to the script
     return {**found, **settings}
+
+
+def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is said of variables whose names are near ours: a line for each."""
+    known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
+    others = (name for name in environment if name not in known and name[:1] in "Aa")
+    meant = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
+    return [
+        f"The environment has {name}, which means nothing to ampatch.{variable}"
+        for name, variable in meant.items()
+        if variable
+    ]
 
 
 def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +133,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, LEVELS_IN_WORDS)
+    return _checked(name, text, level_name, LEVELS_IN_WORDS, meant_level(text.strip()))
 
 
 def dtype(name: str, text: str) -> torch.dtype:
@@ -129,7 +144,9 @@ def dtype(name: str, text: str) -> torch.dtype:
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     check = functools.partial(loss_scale_value, name)
-    return _checked(name, text, check, '"dynamic" or a positive number that FP32 can invert')
+    return _checked(
+        name, text, check, '"dynamic" or a positive number, such as 128, that FP32 can invert'
+    )
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
@@ -164,11 +181,11 @@ def _settings(name: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _checked(name: str, text: str, check: Any, expected: str) -> Any:
+def _checked(name: str, text: str, check: Any, expected: str, meant: str = "") -> Any:
     try:
         return check(text.strip())
     except ValueError:
-        raise ValueError(f"{name}={text}: not understood. Expected {expected}.") from None
+        raise ValueError(f"{name}={text}: not understood. Expected {expected}.{meant}") from None
 
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {

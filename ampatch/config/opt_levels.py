@@ -65,6 +65,14 @@ class Properties:
     allow_banned: bool = True
     patch_scope: str = "model"
 
+    def in_lines(self) -> str:
+        """What the level decides, and what else is not as usual, a line for each."""
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        of_level = ("opt_level", "dtype", *OF_LEVELS)
+        values = {name: value for name, value in vars(self).items() if name in of_level}
+        values |= {name: value for name, value in vars(self).items() if value != usual[name]}
+        return "".join(f"\n  {name:<21} {value}" for name, value in values.items())
+
     @property
     def casts_model(self) -> bool:
         """Whether weights and inputs are converted (O0, O2, O3)."""
@@ -163,9 +171,16 @@ def level_name(value: Any) -> str:
     if value not in (*LEVELS, *_BFLOAT16_LEVELS):
         raise ValueError(
             f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-            f"Expected {LEVELS_IN_WORDS}."
+            f"Expected {LEVELS_IN_WORDS}.{meant_level(value)}"
         )
     return str(value)
+
+
+def meant_level(value: Any) -> str:
+    """`' Did you mean "O1"?'` for o1 and 01, else ''."""
+    text = str(value)
+    meant = text.upper().replace("0", "O", text.startswith("0"))
+    return f' Did you mean "{meant}"?' if meant in (*LEVELS, *_BFLOAT16_LEVELS) else ""
 
 
 def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -> None:

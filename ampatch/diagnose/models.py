@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ class _Thread(threading.local):
 class Models:
     """One model; or, with None, every model that runs, and names begin with its class.
 
+    `Sequential.0` and `Sequential#2.0` are of two models.  `overrides` take such names.
+
     `adopted(parameter)` is called for each parameter that is found,
     `entered(module, args)` and `left(module, args, output)` around each forward;
     after a forward that an exception ended the output is None.
@@ -51,6 +54,7 @@ class Models:
         self._thread = _Thread()
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters = WeakIdKeyDictionary()  # names
+        self._models: Counter[str] = Counter()  # by class
         self.takes_all = model is None
         self._adopted, self._entered, self._left = adopted, entered, left
         if model is not None:
@@ -92,10 +96,18 @@ class Models:
     def _enter(self, module: nn.Module, args: tuple) -> None:
         running = self.running
         if self.takes_all and not running and module not in self.names:
-            self._adopt(module, type(module).__name__)
+            self._adopt(module, self._title(module))
         if module in self.names:
             running.append(module)
             self._entered(module, args)
+
+    def _title(self, model: nn.Module) -> str:
+        """Its class, with a number from the second model on; one without weights counts for all."""
+        title = type(model).__name__
+        if next(model.parameters(), None) is not None:
+            self._models[title] += 1
+            title += f"#{self._models[title]}" * (self._models[title] > 1)
+        return title
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         running = self.running

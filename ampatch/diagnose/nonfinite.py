@@ -39,6 +39,11 @@ STOP_AT = ("unabsorbed", "any")
 def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> Debugger:
     """Watch a model for its first inf or NaN, logged as one error on the logger "ampatch".
 
+        with ampatch.debug(model) as debugger:
+            train(model)
+        print(debugger.report)
+
+    The `report` of what is returned is None until something is found.
     With `stop_at="unabsorbed"` an overflow in the backward pass is passed over, and listed,
     where the dynamic loss scale absorbs it: at a smaller scale, of 1 or more, it is a finite
     number.  With `stop_at="any"` the first non-finite value is reported, whichever it is.

@@ -214,8 +214,7 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
 
 if native.part is not None:
-    entries_are, exchange = native.part.entries_are, native.part.exchange_entries
-    share_attributes = native.part.share_attributes
+    exchange = native.part.exchange_entries
 
 
 def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, is_apart: bool) -> list[Tensor]:

@@ -5,6 +5,7 @@ Of several rules in `overrides` that name a module the last one given wins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,10 +140,11 @@ def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Mo
     """The precision of each submodule that a rule names.
 
     A module without a forward (a list or dict of modules) is not called: its name is one for each
-    module in it, too.
+    module in it, too.  The class of the model may stand in front of a path (`"Net.gate"`).
     """
     parts = {name: module for name, module in model.named_modules() if name}
-    names = {key: _named(key, parts) for key, _ in rules}
+    front = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
+    names = {key: _named(key, front, parts) for key, _ in rules}
     found: dict[nn.Module, str] = {}
     for name, module in parts.items():
         own = {name, *_holders(name, parts)}
@@ -152,9 +154,10 @@ def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Mo
     return found
 
 
-def _named(key: ModuleKey, parts: dict[str, nn.Module]) -> set[str]:
+def _named(key: ModuleKey, front: re.Pattern[str], parts: dict[str, nn.Module]) -> set[str]:
     if isinstance(key, str):
-        return named(key, parts)
+        path = front.match(key)
+        return named(key, parts) or (named(key[path.end() :], parts) if path else set())
     return {name for name, module in parts.items() if isinstance(module, key)}
 
 

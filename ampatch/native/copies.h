@@ -108,7 +108,9 @@ std::vector<Tensor> tensors_of(PyObject* list) {
   const Py_ssize_t size = PyList_GET_SIZE(list);
   tensors.reserve(size);
   for (Py_ssize_t i = 0; i < size; ++i) {
-    tensors.push_back(THPVariable_Unpack(PyList_GET_ITEM(list, i)));
+    PyObject* item = PyList_GET_ITEM(list, i);
+    TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a list of tensors");
+    tensors.push_back(THPVariable_Unpack(item));
   }
   return tensors;
 }

@@ -21,7 +21,7 @@ from ..config import environment
 from ..log import logger
 
 NAME = "_ampatch_native"
-SOURCES = ("native.cpp", "call.h", "copies.h", "entries.h", "gradients.h", "weights.h")
+SOURCES = ("native.cpp", "call.h", "copies.h", "gradients.h", "weights.h")
 """The first one is compiled, and includes the others."""
 
 

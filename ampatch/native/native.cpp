@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "call.h"
-#include "entries.h"
 #include "gradients.h"
 
 namespace {
@@ -25,17 +24,10 @@ PyMethodDef methods[] = {
     {"cast_into", fast(cast_into), METH_FASTCALL, nullptr},
     {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},
     {"copies", fast(copies), METH_FASTCALL, nullptr},
-    {"drop_grads", drop_grads, METH_O, nullptr},
-    {"entries_are", fast(entries_are), METH_FASTCALL, nullptr},
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
-    {"grads_of", grads_of, METH_O, nullptr},
-    {"put_entries_in", fast(put_entries_in), METH_FASTCALL, nullptr},
-    {"share_attributes", fast(share_attributes), METH_FASTCALL, nullptr},
-    {"take_entries_out", fast(take_entries_out), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"watch", watch, METH_O, nullptr},
-    {"with_grads", with_grads, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -48,7 +40,6 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
   const std::pair<PyObject**, const char*> interned[] = {
-      {&grad_name, "grad"},
       {&names.here, "_here"},
       {&names.copies, "copies"},
       {&names.cache, "cache"},

@@ -1,4 +1,4 @@
-// The node that casts weights: FP32 in, half copies out.
+// The node that casts weights, FP32 in, half copies out; and their places in modules' tables.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -220,6 +220,47 @@ PyObject* watch(PyObject*, PyObject* list) {
   Py_INCREF(list);
   Py_XSETREF(observers, list);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+bool are_lists(PyObject* const* args, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!PyList_CheckExact(args[i]) || PyList_GET_SIZE(args[i]) != PyList_GET_SIZE(args[0])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The item of a list at the index that a Python number gives; a borrowed reference.
+PyObject* chosen(PyObject* list, PyObject* number) {
+  const Py_ssize_t place = PyLong_AsSsize_t(number);
+  TORCH_CHECK_INDEX(place >= 0 && place < PyList_GET_SIZE(list), "no such place");
+  return PyList_GET_ITEM(list, place);
+}
+
+// exchange_entries(tables, names, sources, new, old): entry i becomes new[sources[i]]; with `old`
+// only if all are old[sources[i]], which is returned.
+PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
+          (args[4] == Py_None || PyList_CheckExact(args[4])),
+      "exchange_entries(tables: list, names: list, sources: list, new: list, old: list | None)");
+  const Py_ssize_t size = PyList_GET_SIZE(args[0]);
+  for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
+    PyObject* found =
+        PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
+    if (found == nullptr && PyErr_Occurred()) return nullptr;
+    if (found != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* value = chosen(args[3], PyList_GET_ITEM(args[2], i));
+    if (PyDict_SetItem(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i), value) != 0) {
+      return nullptr;
+    }
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 

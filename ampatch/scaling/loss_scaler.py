@@ -9,38 +9,45 @@ losses; how it moves is in `scale_value`.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config.opt_levels import HALF_TYPES
 from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
+from ..config.validation import positive_number, whole_number
+from ..errors import type_name
 from ..log import logger
-from ..torch_private import foreach
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, Numbers, alike, either, is_set
-from .scaler_entries import checked_entry
-
-_HALF = frozenset(HALF_TYPES)
-_dtype = operator.attrgetter("dtype")
+from .scale_value import Flag, either, is_set, move_, moved
+from .unscaling import multiply_, unscale_
 
 
-def _multiply(grads: list[Tensor], scale: Any) -> None:
-    """Multiply gradients, in place.
+def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict[str, Any]:
+    """A scaler's entry, checked; `settings` are the scaler's present ones, None if it is static.
 
-    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  A
-    tensor keeps its own.
+    Raises `TypeError` or `ValueError`, beginning with `what`.
     """
-    for device, group in alike(grads):
-        if isinstance(scale, Tensor):
-            foreach.mul_(group, scale.to(device))
-        elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
-            foreach.mul_(group, torch.tensor(scale, dtype=torch.float64, device=device))
-        else:
-            foreach.mul_(group, scale)
+    if not isinstance(entry, dict):
+        raise TypeError(f"{what}: expected a dictionary, got {type_name(entry)}.")
+    if "loss_scale" not in entry:
+        raise ValueError(
+            f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
+        )
+    given = {name: entry[name] for name in SETTINGS if name in entry}
+    if settings is not None:
+        settings.changed(what, given)
+    return {
+        **given,
+        "loss_scale": positive_number(
+            f"{what}['loss_scale']={entry['loss_scale']!r}", entry["loss_scale"]
+        ),
+        "unskipped": whole_number(
+            f"{what}['unskipped']={entry.get('unskipped')!r}", entry.get("unskipped", 0), least=0
+        ),
+        "dynamic": entry.get("dynamic"),
+    }
 
 
 class StaticScaler:
@@ -76,7 +83,7 @@ class StaticScaler:
     def scale_grads_(self, grads: list[Tensor], scale: float) -> None:
         """Multiply gradients by `scale`, in place."""
         if scale != 1.0:
-            _multiply(grads, scale)
+            multiply_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> None:
         """Divide gradients by `scale`, in place.  Nothing is checked."""
@@ -123,8 +130,9 @@ class DynamicScaler:
     It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
     overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
-    The scale and the count of clean steps live where the losses do, and nothing here waits for a
-    device; `get` and `state_dict` do.
+    The scale (FP32) and the count of clean steps (int32) are 0-dim tensors where the losses live.
+    They stay the same ones, because CUDA graphs may hold them.  Nothing here waits for a device;
+    `get` and `state_dict` do.
     """
 
     is_dynamic = True
@@ -133,41 +141,48 @@ class DynamicScaler:
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
         self.generation = 0  # changes with the scale: gradients of another have another scale
-        self._numbers = Numbers(
-            torch.device("cpu"), self.settings.bounded(self.settings.init_scale)
-        )
+        self._place(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
         self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
         self._flags: list[Flag] = []  # overflow flags of the gradients that `has_overflow` is about
         self._has_reacted = False  # the scale, to these flags
         self.has_reacted_unasked = False  # at a step, where the script was to ask for it
+
+    def _place(self, device: torch.device, scale: float, clean: int) -> None:
+        self._device, self._is_hosts = device, is_owned_by_host(device)
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
+        self._clean = torch.tensor(clean, dtype=torch.int32, device=device)
+
+    def _read(self) -> tuple[float, int]:
+        """Scale and count.  Waits."""
+        return self._scale.item(), int(self._clean.item())
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and that scale, which no update changes.
 
         The scaler moves to the device of the loss.  Nothing waits.
         """
-        if self._numbers.device != loss.device:
-            self._numbers = Numbers(loss.device, *self._numbers.read())
-        factor = self.snapshot()
+        if self._device != loss.device:
+            self._place(loss.device, *self._read())
+        factor = self._scale.clone()
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
     def snapshot(self) -> Tensor:
         """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""
-        return self._numbers.snapshot()
+        return self._scale.clone()
 
     def peek(self) -> Tensor:
         """The tensor that holds the scale, to be read or copied at once."""
-        return self._numbers.scale
+        return self._scale
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
         """Multiply gradients by `scale`, in place."""
-        _multiply(grads, scale)
+        multiply_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         if self._has_reacted:
             self._flags, self._has_reacted, self.has_reacted_unasked = [], False, False
-        found = self._numbers.unscale_(grads, scale)
+        found = unscale_(grads, scale, at_once=self._is_hosts)
         self._flags.append(found)
         return found
 
@@ -185,13 +200,24 @@ class DynamicScaler:
     def update(self, flags: list[Flag]) -> None:
         """React to one step with these flags; without any there was no step."""
         self._has_reacted = True
-        if flags:
-            self._numbers.update(functools.reduce(either, flags), self.settings)
-            self.generation += 1
+        if not flags:
+            return
+        found = functools.reduce(either, flags)
+        if self._is_hosts:  # nothing waits, and arithmetic on numbers costs no operators
+            before = self._scale.tolist()
+            scale, clean = moved(before, self._clean.tolist(), is_set(found), self.settings)
+            self._clean.fill_(clean)
+            if scale != before:
+                self._scale.fill_(scale)
+                self._clamp()
+        else:
+            move_(self._scale, self._clean, found, self.settings)
+            self._clamp()
+        self.generation += 1
 
     def get(self) -> float:
         """The scale.  Waits for the device."""
-        return self._numbers.read()[0]
+        return self._scale.item()
 
     def set(self, value: float) -> None:
         """Another scale from now on, within the floor and the cap."""
@@ -207,13 +233,14 @@ class DynamicScaler:
         if "init_scale" in given:
             self._fill(self.settings.init_scale, 0)
         elif "growth_interval" in given:
-            self._fill(*self._numbers.read())
+            self._fill(*self._read())
         else:
-            self._moved()
+            self._clamp()
+            self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""
-        scale, clean = self._numbers.read()
+        scale, clean = self._read()
         return {"loss_scale": scale, "unskipped": clean, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,14 +264,15 @@ class DynamicScaler:
 
     def _fill(self, scale: float, clean: int | None) -> None:
         """Set both within limits: from a count beyond the interval torch's kernel never grows."""
+        self._scale.fill_(self.settings.bounded(scale))
         if clean is not None:
-            clean = min(clean, self.settings.growth_interval - 1, 2**31 - 1)
-        self._numbers.fill(self.settings.bounded(scale), clean)
-        self._moved()
-
-    def _moved(self) -> None:
-        self._numbers.clamp(self.settings)
+            self._clean.fill_(min(clean, self.settings.growth_interval - 1, 2**31 - 1))
+        self._clamp()
         self.generation += 1
+
+    def _clamp(self) -> None:
+        """Bring the scale between floor and cap."""
+        self._scale.clamp_(self.settings.min_loss_scale, self.settings.max_loss_scale)
 
 
 Scaler = StaticScaler | DynamicScaler

@@ -9,22 +9,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config.opt_levels import HALF_TYPES
 from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
-from ..torch_private.optimizers import note_skipped_step
-from ..torch_private.zero_redundancy import is_zero
-from .gradients import Gradients
+from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, note_skipped_step
+from .delayed import finish, make_updates
+from .gradients import Gradients, State
 from .optimizers import closures, zero
-from .optimizers.bare_calls import bare_step, is_bare_zero_grad
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced, put_back
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
 from .step_counts import StepCounter
-from .tensor_lists import drop_grads
+from .step_reports import StepReports
 
 Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
@@ -38,15 +36,13 @@ class StepOwner(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
+    observers: Any  # what is notified of steps, while `observers.all` has some
 
     casts_off: Callable[..., Any]
     """`casts_off(function, ...)` calls it without casts, for what the optimizer computes."""
 
     casts_on: Callable[..., Any]
     """In that: with the casts that hold around the step, for the forward in a closure."""
-
-    def before_step(self, managed: ManagedOptimizer) -> None:
-        """A step begins, skipped or not."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step has ended, skipped or not."""
@@ -61,7 +57,8 @@ class StepOwner(Protocol):
 class ManagedOptimizer:
     """An optimizer whose step looks for overflow.
 
-    `gradients` follows them from `scale_loss` to the step, `counter` counts steps.
+    `gradients` follows them from `scale_loss` to the step, `counter` counts steps, `reports` says
+    what is to be said of them.
     """
 
     def __init__(self, optimizer: Any, session: StepOwner) -> None:
@@ -70,13 +67,11 @@ class ManagedOptimizer:
         self.gradients = Gradients(optimizer, session.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
+        self.reports = StepReports(optimizer, self.gradients, self.counter)
         self.replaced_state: Replaced = []  # what to put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
         self.skipped: bool | Tensor = False  # was the last step?  A tensor is read when asked
         self._is_zero = is_zero(optimizer)
-        self._has_warned = False
-        self._steps = 0
-        self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
         self._methods = Methods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
@@ -84,7 +79,7 @@ class ManagedOptimizer:
 
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
-        self._made_half()
+        self.reports.begin()
         lost = lost_eps(self.optimizer)
         if lost is not None:
             logger.warning(lost)
@@ -114,7 +109,7 @@ class ManagedOptimizer:
         """
         try:
             put_back(self.replaced_state)
-            self.gradients.finish()
+            finish(self.gradients)
         finally:
             self._methods.take_out()
 
@@ -152,37 +147,33 @@ class ManagedOptimizer:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             loss = self.session.casts_on(closure, *args, **kwargs)
-            self.gradients.finish()
+            finish(self.gradients)
             return loss
 
         return evaluate
 
     def before_step(self) -> None:
         """Bring gradients and scalers up to date."""
-        self.session.before_step(self)
+        if self.session.observers.all:
+            self.session.observers.notify("on_step_begin", self.optimizer)
         if self._is_zero and self.session.looks_for_overflow():
             zero.refuse_join(self.optimizer)
         gradients = self.gradients
-        if gradients.block is not None:
-            raise AmpatchError(
-                f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block of "
-                "this optimizer: its gradients are still scaled. Call step() after the block."
-            )
         if gradients.left_scaled:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_left_scaled()
-        gradients.finish()
-        self.check_overflow()
-
-    def check_overflow(self) -> None:
-        """Bring the overflow flag up to date with the gradients, and scalers with the flag."""
-        waiting = list(self.gradients.waiting)
-        for deferred in waiting:
-            deferred.look_again()
-        if not waiting:
-            self.gradients.look_again()
-        for deferred in waiting:
-            deferred.update()
+        if gradients.state is State.SCALED:
+            if gradients.block is not None:
+                raise AmpatchError(
+                    f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block "
+                    "of this optimizer: its gradients are still scaled. Call step() after the "
+                    "block."
+                )
+            finish(gradients)
+        if gradients.waiting:
+            make_updates(gradients)
+        else:
+            gradients.look_again()
 
     def after_step(self) -> None:
         """A step has ended that `note_step` has recorded."""
@@ -226,60 +217,6 @@ class ManagedOptimizer:
         if skipped is True:
             note_skipped_step(self.optimizer)
 
-    def warn_without_block(self) -> None:
-        """Say once if the last step came without `scale_loss`, where there is dynamic scaling.
-
-        A step at a learning rate of zero, by which libraries make an optimizer's state, trains
-        nothing.
-        """
-        if self._has_warned or not self.gradients.has_gradients():
-            return
-        if all(group.get("lr") == 0 for group in self.optimizer.param_groups):
-            return
-        self._has_warned = True
-        logger.warning(
-            "%s.step() came without ampatch.scale_loss since its last step, under a dynamic loss "
-            "scale: small gradients may be lost and overflow is not looked for. Write "
-            "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()' "
-            "before each step.",
-            type(self.optimizer).__name__,
-        )
-
-    def warn_of_new_half(
-        self, names: Callable[[], dict[int, str]], but: Callable[[], set[int]]
-    ) -> None:
-        """Name parameters that have become half since `initialize`; after steps 1, 2, 4, 8, ...
-
-        `names()` gives names by the ids of parameters, `but()` ids of those that a level has made
-        half.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1) or not (found := self._made_half()):
-            return
-        known, left_out = names(), but()
-        for position, param in found:
-            if id(param) not in left_out:
-                logger.warning(
-                    "%s: %s, of shape %s, was FP32 and is %s now: the script has written its "
-                    ".data, as a loss does that casts its own weight to its inputs' dtype. The "
-                    "weight is trained in half, without an FP32 master weight, and small updates "
-                    "are lost. Give that code FP32 inputs (embeddings.float()), or have it "
-                    "compute with weight.to(x.dtype) and leave .data alone.",
-                    *(type(self.optimizer).__name__, known.get(id(param), position)),
-                    *(tuple(param.shape), param.dtype),
-                )
-
-    def _made_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters that were FP32 at the first look and are half, and where; each once."""
-        found = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            for index, param in enumerate(group["params"]):
-                first = self._first_dtypes.setdefault(id(param), param.dtype)
-                if first is torch.float32 and param.dtype in HALF_TYPES and param.requires_grad:
-                    self._first_dtypes[id(param)] = param.dtype
-                    found.append((f"param_groups[{number}]['params'][{index}]", param))
-        return found
-
     # The other methods of the optimizer
 
     def _zero_grad(self, original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -287,7 +224,8 @@ class ManagedOptimizer:
         if args or kwargs or not is_bare_zero_grad(original, self.optimizer):
             result = original(*args, **kwargs)
         else:
-            drop_grads(self.parameters())
+            for param in self.parameters():
+                param.grad = None
         self.gradients.zeroed()
         return result
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ..torch_private.dtensors import meshes_of
+from ..torch_private.dtensors import PLAIN, meshes_of
 from ..torch_private.probes import are_ranks
 from .scale_value import Flag
 
@@ -37,11 +37,16 @@ class Sharers(NamedTuple):
     are_all: bool
 
 
+_NOBODY = Sharers([], are_all=False)
+
+
 def sharers(group: Any, grads: list[Tensor]) -> Sharers:
     """The groups of the gradients' DTensors, by their meshes, and `group`.
 
     A rank has its own part of a DTensor, and an inf may be in one part alone.
     """
+    if group is None and PLAIN.issuperset(map(type, grads)):
+        return _NOBODY
     meshes = meshes_of(grads)
     groups = dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))
     sizes = [mesh.size() for mesh in meshes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -14,10 +13,11 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .gradients import Block, Gradients, Scaled, Seen, unscalers_among, update_scaler
-from .loss_scaler import Scaler
+from .delayed import leave_scaled, settle, update
+from .gradients import Block, Gradients, Scaled, Seen, State, unscalers_among
+from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
-from .tensor_lists import with_grads
+from .process_group import trains_with_others
 
 _RIGHT = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -145,12 +145,15 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         try:
             for one in self._several:
-                one.gather(self._scaler)
-            held = [with_grads(one.parameters()) for one in self._several]
+                if one.state is State.SCALED:
+                    settle(one, self._scaler)
+                one.gather()
+            earlier = [one.with_gradients() for one in self._several]
             scaled, self.scale = self._scaler.scale(self._loss)
-            waits = (one.state for one in self._several if isinstance(one.state, Scaled))
-            self._scaled = next(waits, None) or Scaled(self._scaler, self.scale)
-            for one, params in zip(self._several, held, strict=True):
+            self._scaled = Scaled(self._scaler, self.scale, self._scaler.generation)
+            for one in reversed(self._several):  # what waits scaled is at the same scale
+                self._scaled = one.scaled or self._scaled
+            for one, params in zip(self._several, earlier, strict=True):
                 self._blocks.append(one.begin(params, self._scaled, self._unscalers))
             if self._passed is not None and scaled.requires_grad:
                 scaled.register_hook(self._passed)
@@ -185,8 +188,7 @@ class ScaledBackward:
 
     def is_open(self) -> bool:
         """Whether the gradients of its optimizers are still its own; Ctrl-C may have ended it."""
-        states = (one.state for one in self._several)
-        return all(map(operator.is_, states, self._blocks))
+        return all(one.block is block for one, block in zip(self._several, self._blocks))
 
     def look(self) -> Look:
         """What a backward pass may change."""
@@ -242,7 +244,7 @@ class ScaledBackward:
     def _complete(self) -> None:
         blocks = list(zip(self._several, self._blocks, strict=True))
         for one, block in blocks:
-            if one.state is not block:
+            if one.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer has begun inside this one, so its "
@@ -251,16 +253,22 @@ class ScaledBackward:
                 )
         if self._delay_unscale:
             for one, block in blocks:
-                one.leave_scaled(block, self._scaled)
+                leave_scaled(one, block, self._scaled)
             return
-        flags = []
+        scaler, found = self._scaler, []
         for one, block in blocks:
-            found = one.after_backward(block, self._scaler, self.scale, self._delay_check)
-            if found is not None:
-                flags.append(found)
-        update_scaler(
-            self._scaler, flags, self._several, at_step=self._delay_check, together=self._together
-        )
+            check = one.after_backward(block, scaler, self.scale, is_held=self._delay_check)
+            if check is not None:
+                found.append((one, check))
+        if not isinstance(scaler, DynamicScaler):
+            return
+        flags = [check.found_inf for _, check in found]
+        waiting = [one for one in self._several if one.waiting]
+        if waiting or self._delay_check or self._together or trains_with_others():
+            held = found if self._delay_check else None
+            update(scaler, self._several, flags, held=held, together=self._together)
+        else:
+            scaler.update(flags)
 
 
 class Look(NamedTuple):

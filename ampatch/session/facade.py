@@ -23,7 +23,7 @@ from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
 from ..models.values import map_tensors, tensors_within
-from ..scaling import gradients
+from ..scaling import delayed
 from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, layouts
 from ..scaling.optimizers.closures import evaluates_first
@@ -126,17 +126,14 @@ def in_step(model: nn.Module) -> AbstractContextManager[None]:
 
 def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     """Add an optimizer to an open session, and cast on the devices of its parameters."""
-    is_first = not session.optimizers
     managed = session.manage_optimizer(optimizer)
     session.policies.cast_on({parameter.device.type for parameter in managed.parameters()})
-    if is_first:
-        registry.refresh()  # torch's gradient tools are replaced while there are optimizers
     return managed
 
 
 def drop_findings(session: Session, scaler: Scaler) -> None:
-    """As `gradients.drop_findings`, of the session's optimizers: the script decides about steps."""
-    gradients.drop_findings(scaler, [one.gradients for one in session.optimizers])
+    """As `delayed.drop_findings`, of the session's optimizers: the script decides about steps."""
+    delayed.drop_findings(scaler, [one.gradients for one in session.optimizers])
 
 
 # Casting

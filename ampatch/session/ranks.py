@@ -50,7 +50,8 @@ def _arguments(session: Any) -> str:
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
     """Raise `AmpatchError` for a model whose ranks `join` would let drift apart."""
-    if any(one.looks_for_overflow() or one.process_group is not None for one in sessions):
+    scaling = [one for one in sessions if one.has_losses()]
+    if any(one.looks_for_overflow() or one.process_group is not None for one in scaling):
         raise AmpatchError(
             f"{type(model).__name__}.join(): a rank without data does not see an overflow of the "
             "others, and its loss scale would stay behind. Expected a static scale and no "

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from torch import Tensor, nn
+
 from ..casting.calls import CastState
 from ..casting.install import Installation, RegisteredFunctions
 from ..casting.outermost_forwards import OutermostForwards
@@ -16,12 +18,11 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
-from ..torch_private import dynamo_inputs
+from ..scaling.optimizers.state import fit_state
 from .observers import Observers
 from .policies import Policies, limited, mixes
 from .table import Rows, Table, alive
-from .torch_events import TorchEvents
-from .torch_tools import Needs, TorchTools, tools, watches
+from .torch_tools import TorchTools
 
 
 class OpenSession(Protocol):
@@ -33,8 +34,11 @@ class OpenSession(Protocol):
     optimizer_rows: Rows[ManagedOptimizer]
     is_open: bool
     may_cast: bool
-    forwards: OutermostForwards | None
     handle: Any
+    forwards: OutermostForwards | None
+
+    @property
+    def models(self) -> list[ManagedModel]: ...
 
     def is_alive(self) -> bool: ...
 
@@ -54,7 +58,6 @@ class Registry(Generic[Session]):
     """The open sessions, newest last, and what they share.
 
     `table` finds the session and the managed counterpart of a model or an optimizer.
-    `events` passes what happens in torch to all sessions.
     """
 
     def __init__(self, ask_state: Callable[[], CastState]) -> None:
@@ -64,10 +67,8 @@ class Registry(Generic[Session]):
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
         self.table: Table[Session] = Table()
-        self.events = TorchEvents(self)
         self.opens_as_apex = False  # sessions that open now follow apex's tables
-        self._tools = TorchTools(tools(self.state, self.events), watches(self.state, self.events))
-        self._awaits_dynamo = False
+        self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
@@ -148,6 +149,34 @@ class Registry(Generic[Session]):
         """The managed optimizers of all open sessions."""
         return alive(*[session.optimizer_rows for session in self.sessions])
 
+    def sessions_of(self, module: nn.Module) -> list[Session]:
+        """The enabled sessions that manage weights of a module, or that have no models."""
+        own = set(map(id, module.parameters()))
+
+        def manages(session: Session) -> bool:
+            if not (session.properties.enabled and session.model_rows):
+                return session.properties.enabled
+            models = [managed.model for managed in session.models]
+            return any(not own.isdisjoint(map(id, model.parameters())) for model in models)
+
+        return list(filter(manages, self.sessions))
+
+    # Weights
+
+    def is_lent(self, parameter: Tensor) -> bool:
+        """Whether forwards of a managed model have a half copy of this weight."""
+        return any(managed.lends(parameter) for managed in self.models())
+
+    def give_back_shared(self, model: nn.Module) -> None:
+        """A model is to lend its weights: those that others have made half are FP32 again."""
+        own = set(map(id, model.parameters()))
+        given: set[int] = set()
+        for managed in self.models():
+            if managed.conversions.entries:
+                given |= managed.give_back(own)
+        for optimizer in self.optimizers() if given else ():
+            fit_state(optimizer.optimizer, given)
+
     # Patches and policies
 
     def refresh(self) -> None:
@@ -161,42 +190,28 @@ class Registry(Generic[Session]):
         # Asked once: a session's models may be collected, and its policy go, while this runs.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(one, policy) for one, policy in policies if policy is not None]
-        needs = self._needs(tables=bool(casting))
-        installed = self.installation
-        has_rows = needs.tables or needs.half_models
+        installed, has_tables = self.installation, bool(casting)
+        types = {managed.properties.cast_model_type for managed in self.models()}
+        has_rows = has_tables or not types.isdisjoint(HALF_TYPES)
         overridden = self._overridden() if has_rows else {}
-        needed = (has_rows, needs.tables, overridden)
+        needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
         self.state.process = self.state.in_half_models = None
-        self._tools.take_out_unneeded(needs)
+        if self.sessions:
+            self._tools.put_in()
         if tables_change:
             self._take_out_tables()
             if has_rows:
-                installed.install(needs.tables, overridden)
-            if needs.tables:
+                installed.install(has_tables, overridden)
+            if has_tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
         by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
         self.state.in_half_models = by_init[-1] if by_init else None
-        self._tools.put_in(needs)
         for managed in self.models() if has_rows else ():
             managed.held.put_in(installed.replacements)
-        if needs.half_models and not self._awaits_dynamo:
-            self._awaits_dynamo = True
-            dynamo_inputs.when_imported(self._refresh_tools)
-
-    def _needs(self, *, tables: bool) -> Needs:
-        """What the open sessions need; the caller knows what they cast."""
-        models = self.models()
-        weight_types = [managed.properties.cast_model_type for managed in models]
-        return Needs(
-            sessions=bool(self.sessions),
-            active=True in [session.properties.enabled for session in self.sessions],
-            models=bool(models),
-            optimizers=bool(self.optimizers()),
-            half_models=not set(HALF_TYPES).isdisjoint(weight_types),
-            tables=tables,
-        )
+        if not self.sessions:
+            self._tools.take_out()
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """What is in force outside managed forwards; these sessions cast calls.
@@ -224,10 +239,6 @@ class Registry(Generic[Session]):
             for function in session.policies.tables.functions if session.properties.enabled else ():
                 found[function] = found.get(function, False) or is_everywhere
         return found
-
-    def _refresh_tools(self) -> None:
-        """Dynamo has been imported, and has functions to replace."""
-        self._tools.put_in(self._needs(tables=self.installation.has_tables))
 
     # The user's own functions, and changes to the tables
 
@@ -258,7 +269,6 @@ class Registry(Generic[Session]):
             self.refresh()
 
     def _take_out_tables(self) -> None:
-        self._tools.take_out_over_tables()
         for managed in self.models():
             managed.held.take_out()
         self.installation.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,6 @@ from ..errors import UndoAll
 from ..interop import dynamo_skip, torchscript
 from ..models import module_overrides
 from ..models.managed_model import ManagedModel
-from ..scaling import skip_report
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
@@ -70,6 +70,8 @@ class Session:
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
         self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
+        self.observers = registry.observers
+        self.max_skips = properties.max_consecutive_skips
         self.scalers = _scalers(properties, properties.num_losses)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
@@ -78,6 +80,7 @@ class Session:
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._was_given = False
+        self.last_loss: Callable[[], Tensor | None] = lambda: None  # if it is still there
 
     def _functions(self) -> dict[Any, Choose]:
         """What functions of torch follow in this session instead of their rows."""
@@ -216,7 +219,7 @@ class Session:
     def _fit_optimizers(self) -> None:
         """Fit the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
-        converted = self._converted()
+        converted = self.converted()
         for optimizer in optimizers:
             _fit(optimizer, converted, optimizer.replaced_state)
         for model in models:
@@ -224,7 +227,7 @@ class Session:
         for optimizer in optimizers:
             optimizer.replaced_state.clear()
 
-    def _converted(self) -> set[int]:
+    def converted(self) -> set[int]:
         """Ids of the tensors whose dtype a level has changed."""
         return {key for managed in self.models for key in managed.converted()}
 
@@ -246,7 +249,7 @@ class Session:
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
-            registry.events.give_back_shared(model)
+            registry.give_back_shared(model)
         managed.convert(stays_float)
         managed.warn_of_half_weights()
         managed.install()
@@ -316,6 +319,7 @@ class Session:
         if scaler.is_one:
             block = PlainBackward(loss)
         else:
+            self.last_loss = weakref.ref(loss)
             managed, others = self._partners(managed)
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
@@ -336,34 +340,29 @@ class Session:
             return managed, []
         return managed, [other for other in registry.optimizers() if other not in managed]
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether steps are to come after `scale_loss`."""
+        return self.looks_for_overflow() and not self.scales_by_itself
+
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
         return self.properties.loss_scale == "dynamic"
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
-        return registry.events.is_lent(parameter)
-
-    def before_step(self, managed: ManagedOptimizer) -> None:
-        """A step of one of the optimizers begins."""
-        if registry.observers.all:
-            registry.observers.notify("on_step_begin", managed.optimizer)
+        return registry.is_lent(parameter)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
         weight_cache.forget_all()
-        for model in self.models:
-            if model.statistics is not None:
+        for held in list(self.model_rows.values()):
+            model = held()
+            if model is not None and model.statistics is not None:
                 model.statistics.after_step(managed.skipped)
-        limit = self.properties.max_consecutive_skips
-        if (news := managed.counter.news(limit)) is not None:
-            skip_report.say(managed, *news, limit, self.names)
-        without_block = not (managed.gradients.had_block or self.scales_by_itself)
-        if without_block and self.looks_for_overflow():
-            managed.warn_without_block()
-        managed.warn_of_new_half(self.names, self._converted)
-        if registry.observers.all:
-            registry.observers.notify("on_step", managed.optimizer, managed.skipped)
+        managed.reports.after_step(self)
+        if self.observers.all:
+            self.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # Taken over
 

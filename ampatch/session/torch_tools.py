@@ -1,12 +1,17 @@
-"""Which of torch's own tools are replaced, by what, and which open sessions need that."""
+"""torch's own tools that are replaced while a session is open, and what they ask the sessions.
+
+They are in at every level, and for disabled sessions too: what they do then is to ask, and to call
+the original.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Protocol
+
+from torch import Tensor, nn
 
 from ..casting import autocast_kernels, context_propagation, weight_cache
-from ..casting.calls import CastState
+from ..casting.calls import CastState, here
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.places import give_back, rebind
@@ -20,207 +25,161 @@ from ..interop import (
     torchscript,
 )
 from ..models import own_frame
-from ..scaling.optimizers.all_steps import NotifyOfSteps
+from ..models.lent_weights import note_values, parameter_behind
+from ..models.managed_model import ManagedModel
+from ..scaling.delayed import ready, skip_together
+from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import pass_begins
-from ..torch_private import dynamo_inputs
+from ..torch_private import dynamo
+from ..torch_private.optimizers import notify_of_steps
 from . import ranks
-from .torch_events import TorchEvents
 
 
-class Needs(NamedTuple):
-    """What the open sessions have, as far as it decides which tools are replaced."""
+class Members(Protocol):
+    """The open sessions, and all that they manage."""
 
-    sessions: bool
-    active: bool  # a session that is not disabled
-    models: bool
-    optimizers: bool
-    half_models: bool
-    tables: bool  # torch's functions are patched
+    state: CastState
 
+    def models(self) -> list[ManagedModel]: ...
 
-class Tool(NamedTuple):
-    """Functions of torch that are replaced together, while `is_needed` is true.
+    def optimizers(self) -> list[ManagedOptimizer]: ...
 
-    `is_over_tables`: some of them can be patched by the tables too.  They are replaced after the
-    tables are in and given back before these go.
-    """
+    def sessions_of(self, module: nn.Module) -> list[Any]: ...
 
-    name: str
-    is_needed: Callable[[Needs], bool]
-    replacements: Callable[[], list[Replacement]]
-    is_over_tables: bool = False
-
-
-class Watch(NamedTuple):
-    """A hook of torch's that `keep(needed)` registers while `is_needed` is true, and removes."""
-
-    name: str
-    is_needed: Callable[[Needs], bool]
-    keep: Callable[[bool], None]
-
-
-def tools(state: CastState, events: TorchEvents) -> list[Tool]:
-    """Every tool of torch that is replaced outside the tables."""
-    return [
-        Tool(
-            "clipping and zero_grad: gradients are complete, an overflow is forgotten",
-            lambda needs: needs.optimizers,
-            lambda: clip_grad.replacements(events.ready_gradients, events.forget_overflow),
-            is_over_tables=True,
-        ),
-        Tool(
-            "DistributedDataParallel: ranks compare settings and scales",
-            lambda needs: needs.active,
-            lambda: ddp.at_wrapping(
-                lambda model, group: ranks.compare(events.sessions_of(model), model, group),
-                events.is_lent,
-            ),
-            is_over_tables=True,
-        ),
-        Tool(
-            "DistributedDataParallel.join: refused under a dynamic loss scale",
-            lambda needs: needs.optimizers,
-            lambda: ddp.at_join(
-                lambda model: ranks.refuse_uneven(events.sessions_of(model), model)
-            ),
-            is_over_tables=True,
-        ),
-        Tool(
-            "tensor.data: writes that raise no version",
-            lambda needs: needs.tables or needs.half_models,
-            lambda: tensor_methods.data(events.note_data_access),
-        ),
-        Tool(
-            "torch.jit.script: it compiles the classes' forwards; a warning",
-            lambda needs: needs.models or needs.tables,
-            lambda: torchscript.replacements(state),
-        ),
-        Tool(
-            "activation checkpoints: the recompute has the forward's casts and half copies",
-            lambda needs: needs.tables or needs.half_models,
-            lambda: context_propagation.checkpoints(state),
-        ),
-        Tool(
-            "autograd Functions: a backward has the forward's casts and half copies",
-            lambda needs: needs.tables or needs.half_models,
-            lambda: context_propagation.functions(state),
-        ),
-        Tool(
-            "autograd.grad, backward: weights asked for get nodes of their own, blocks look on",
-            lambda needs: needs.tables or needs.half_models or needs.optimizers,
-            lambda: backward_passes.replacements(events.note_request, pass_begins),
-        ),
-        Tool(
-            "operators with a kernel for autocast: they run inside torch's own",
-            lambda needs: needs.tables or needs.half_models,
-            lambda: autocast_kernels.replacements(state),
-        ),
-        Tool(
-            "replicas of DataParallel: they have the casts of the call",
-            lambda needs: needs.tables,
-            lambda: context_propagation.replicas(state),
-        ),
-        Tool(
-            "DataLoader: data are prepared without casts",
-            lambda needs: needs.tables,
-            lambda: data_loading.replacements(state),
-        ),
-        Tool(
-            "copies and pickles made within a forward: of the parameters, not of lent copies",
-            lambda needs: needs.half_models,
-            tensor_methods.copies,
-        ),
-        Tool(
-            "state dicts: of the parameters, not of lent copies",
-            lambda needs: needs.half_models,
-            tensor_methods.saving,
-        ),
-        Tool(
-            "load_state_dict: running statistics are noted anew",
-            lambda needs: needs.models,
-            lambda: tensor_methods.loading(events.has_loaded),
-        ),
-        Tool(
-            "copies, pickles and replicas of modules: with frames of their own, or none",
-            lambda needs: needs.models,
-            own_frame.copies,
-        ),
-        Tool(
-            "torch.compile: half copies of weights go into graphs, without a warning",
-            lambda needs: needs.half_models and dynamo_inputs.is_imported(),
-            dynamo_inputs.replacements,
-        ),
-        Tool(
-            "module.to(dtype): refused",
-            lambda needs: needs.models,
-            lambda: module_dtype.replacements(events.model_with, events.is_relied_on),
-        ),
-    ]
-
-
-def watches(state: CastState, events: TorchEvents) -> list[Watch]:
-    """Every hook of torch's that is registered for the process."""
-    return [
-        Watch(
-            "TorchFunctionModes: calls go the long way inside them",
-            lambda needs: needs.sessions,
-            FunctionModes(state).watch,
-        ),
-        Watch(
-            "steps of every optimizer: weights are cast anew",
-            lambda needs: needs.tables or needs.half_models,
-            NotifyOfSteps(weight_cache.forget_all).keep,
-        ),
-    ]
-
-
-class _Kept:
-    """A tool, and what is replaced of it now."""
-
-    def __init__(self, tool: Tool) -> None:
-        self.tool = tool
-        self.patches = PatchSet()
-        self.pairs: list[tuple[Any, Any]] = []  # replacement and original
-
-    def is_in(self) -> bool:
-        return bool(self.pairs) or len(self.patches) > 0
+    def is_lent(self, parameter: Tensor) -> bool: ...
 
 
 class TorchTools:
-    """Keeps tools replaced and hooks registered for as long as they are needed.
+    """Puts the replaced tools in with the first session, beneath the patches of the tables."""
 
-    The modules of the process are searched for names bound early once for all tools that change
-    together: a search takes milliseconds, since thousands of modules are imported.
-    """
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._patches = PatchSet()
+        self._pairs: list[tuple[Any, Any]] = []  # replacement and original
+        self._awaits_dynamo = False
 
-    def __init__(self, tools: Iterable[Tool], watches: Iterable[Watch]) -> None:
-        self._kept = [_Kept(tool) for tool in tools]
-        self._watches = list(watches)
+    def put_in(self) -> None:
+        """Replace them.  Harmless when they are in."""
+        if len(self._patches):
+            return
+        self._patches.on_undo(notify_of_steps(weight_cache.forget_all))
+        FunctionModes(self._members.state).watch(self._patches)
+        if self._awaits_dynamo:
+            self._replace([*self._replacements(), *dynamo.gradient_readers()])
+        else:
+            self._replace(self._replacements())
+            self._awaits_dynamo = True
+            dynamo.when_imported(self._put_in_dynamo)
 
-    def take_out_unneeded(self, needs: Needs) -> None:
-        """Give back what is needed no longer."""
-        self._give_back(kept for kept in self._kept if not kept.tool.is_needed(needs))
+    def take_out(self) -> None:
+        """Give them back.  Harmless when they are out."""
+        self._patches.undo()
+        give_back(self._pairs)
+        self._pairs = []
 
-    def take_out_over_tables(self) -> None:
-        """Give back what must not lie over patches of the tables that are about to change."""
-        self._give_back(kept for kept in self._kept if kept.tool.is_over_tables)
+    def _put_in_dynamo(self) -> None:
+        if len(self._patches):
+            self._replace(dynamo.gradient_readers())
 
-    def put_in(self, needs: Needs) -> None:
-        """Replace what is needed and not replaced yet; to be called when the tables are in."""
-        new = [kept for kept in self._kept if kept.tool.is_needed(needs) and not kept.is_in()]
-        for kept in new:
-            for owner, name, make in kept.tool.replacements():
-                original = kept.patches.replace(owner, name, make)
-                kept.pairs.append((vars(owner)[name], original))
-        rebind({id(original): (kept.patches, put) for kept in new for put, original in kept.pairs})
-        for watch in self._watches:
-            watch.keep(watch.is_needed(needs))
+    def _replace(self, replacements: list[Replacement]) -> None:
+        """Replace them, names bound early too: one search of all modules takes milliseconds."""
+        new = []
+        for owner, name, make in replacements:
+            original = self._patches.replace(owner, name, make)
+            new.append((vars(owner)[name], original))
+        self._pairs += new
+        rebind({id(original): (self._patches, put) for put, original in new})
 
-    def _give_back(self, leaving: Iterable[_Kept]) -> None:
-        leaving = [kept for kept in leaving if kept.is_in()]
-        for kept in reversed(leaving):
-            kept.patches.undo()
-        if leaving:
-            give_back(pair for kept in leaving for pair in kept.pairs)
-        for kept in leaving:
-            kept.pairs.clear()
+    def _replacements(self) -> list[Replacement]:
+        """Every tool, each with what it is replaced for."""
+        members, state = self._members, self._members.state
+        return [
+            # gradients are complete where they are clipped; zero_grad forgets an overflow
+            *clip_grad.replacements(self._ready_gradients, self._forget_overflow),
+            # ranks compare settings and scales
+            *ddp.at_wrapping(
+                lambda model, group: ranks.compare(members.sessions_of(model), model, group),
+                members.is_lent,
+            ),
+            # refused under a dynamic loss scale
+            *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
+            # writes that raise no version
+            *tensor_methods.data(_note_data_access),
+            # it compiles the classes' forwards, and warns: TorchScript makes no casts
+            *torchscript.replacements(state),
+            # recomputes and backwards have the forward's casts and half copies
+            *context_propagation.checkpoints(state),
+            *context_propagation.functions(state),
+            # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
+            # scale_loss blocks look on
+            *backward_passes.replacements(self._note_request, pass_begins),
+            # operators with a kernel for autocast run inside torch's own
+            *autocast_kernels.replacements(state),
+            # replicas of DataParallel have the casts of the call
+            *context_propagation.replicas(state),
+            # data are prepared without casts
+            *data_loading.replacements(state),
+            # copies, pickles and state dicts have the parameters, not lent copies
+            *tensor_methods.copies(),
+            *tensor_methods.saving(),
+            # running statistics are noted when they are loaded
+            *tensor_methods.loading(self._has_loaded),
+            # copies, pickles and replicas of modules have frames of their own, or none
+            *own_frame.copies(),
+            # module.to(dtype) is refused
+            *module_dtype.replacements(self._model_with, self._is_relied_on),
+        ]
+
+    def _model_with(self, module: nn.Module) -> nn.Module | None:
+        """The managed model that shares parameters or buffers with a module, or None."""
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for managed in self._members.models():
+            tensors = (*managed.model.parameters(), *managed.model.buffers())
+            if not own.isdisjoint(map(id, tensors)):
+                return managed.model
+        return None
+
+    def _is_relied_on(self, tensor: Tensor) -> bool:
+        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
+        if parameter_behind(tensor) is not None:  # within the forward
+            return True
+        return any(managed.came_with(tensor) for managed in self._members.models()) or any(
+            param is tensor for one in self._members.optimizers() for param in one.parameters()
+        )
+
+    def _note_request(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: see `LastForward.note_request`."""
+        if here.stack:
+            behind = map(parameter_behind, tensors)
+            tensors = tensors + [weight for weight in behind if weight is not None]
+        wanted, may_share = set(map(id, tensors)), False
+        for managed in self._members.models():
+            may_share |= managed.note_request(wanted)
+        return may_share
+
+    def _has_loaded(self, module: nn.Module) -> None:
+        """`module.load_state_dict` has loaded values."""
+        for managed in self._members.models():
+            if managed.statistics is not None:
+                managed.statistics.loaded(module)
+
+    def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
+        """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
+        wanted = {id(tensor) for tensor in tensors}
+        managed = [one.gradients for one in self._members.optimizers()]
+        clipped = [gradients for gradients in managed if ready(gradients, wanted)]
+        if by_norm:
+            skip_together(clipped)
+
+    def _forget_overflow(self, zeroed: set[int]) -> None:
+        """The gradients of these parameters (ids) were zeroed by their module."""
+        for managed in self._members.optimizers():
+            managed.gradients.zeroed_by_others(zeroed)
+
+
+def _note_data_access(tensor: Tensor) -> None:
+    """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
+    if isinstance(tensor, nn.Parameter):
+        weight_cache.forget(tensor)
+    elif here.stack:
+        note_values(tensor)

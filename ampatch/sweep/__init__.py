@@ -5,11 +5,13 @@
 or, from Python, `sweep("train.py", ["--epochs", "2"], seeds=3)`.  Each trial is a fresh process,
 and the script is not edited: its `ampatch.initialize` reads opt level, dtype and settings from the
 environment.  Variables such as `OMP_NUM_THREADS` are set in the shell: torch is there before it.
+Sweeping needs the extra `sweep`; reading results does not.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ _WHERE = {
     "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
     "trial": ("Case", "Trial"),
 }
+_WITH_EXTRA = ("execution.sweep", "report.render")
+_EXTRA = ("matplotlib", "pandas", "rich", "scipy")
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
@@ -56,7 +60,19 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: the command line needs the options alone."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _MODULES[name] in _WITH_EXTRA:
+        check_extra()
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def check_extra() -> None:
+    """Raise `ImportError` where the packages of the extra `sweep` are not installed."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"Sweeping needs {', '.join(missing)}, which the extra sweep brings: "
+            'pip install "ampatch[sweep]"'
+        )
 
 
 def sweep(
@@ -68,6 +84,6 @@ def sweep(
     a part in it.  A run that crashes, diverges or takes longer than `timeout`
     seconds does not end the sweep; its row's `status` says so.
     """
-    from ampatch.sweep.execution.sweep import Sweep
+    from ampatch.sweep import Sweep
 
     return Sweep(script, arguments, **options).run(progress).rows

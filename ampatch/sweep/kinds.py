@@ -118,9 +118,9 @@ class Kind:
         return (
             "Without a call of initialize nothing says which module is the model: O0 and O1 are "
             f"applied from outside, {lacking} cannot be. To add them, import ampatch, and write "
-            "behind model and optimizer: model, optimizer = ampatch.initialize(model, optimizer)"
-            + more
-            * (self.framework == "ignite")
+            "behind model and optimizer: model, optimizer = ampatch.initialize(model, optimizer); "
+            "and for loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()" + more * (self.framework == "ignite")
         )
 
     def in_words(self) -> str:

@@ -16,6 +16,7 @@ from ampatch.errors import did_you_mean
 
 ROUNDS = 3
 ENGINES = ("local", "ray")
+SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 OF_ONE_CALL = ("out", "resume", "overwrite")  # say nothing of how a sweep runs
 AMOUNTS = ("seeds", "rounds", "budget")  # whose values in force the plan of a sweep keeps
 
@@ -64,9 +65,9 @@ class SweepOptions:
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
         seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: plan the sweep for so long (default: 10; no limit with --seeds or --rounds)
+        budget: plan for so long (default: 10; none with --seeds)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
-        margin: the smallest difference from O0 that matters (default: 1%)
+        margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
         resume: go on with the sweep in the folder, as it was
         overwrite: replace the sweep in the folder
@@ -81,6 +82,8 @@ class SweepOptions:
         devices: run a trial on each of these at a time
         jobs: run N trials at a time, for accuracy
         nproc_per_node: start each trial by torchrun
+        in_copy: run each in a copy of the folder, or not
+        cold: import everything anew in each trial
         engine: where trials run: on this machine, on Ray
         address: of a Ray cluster; auto finds one that runs
         gpus_per_trial: asked of Ray (default: 1 a process)
@@ -121,6 +124,8 @@ class SweepOptions:
     )
     jobs: int | None = field(default=None, metadata=_shown("N", parse=int))
     nproc_per_node: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
+    in_copy: bool | None = field(default=None, metadata=_shown(parse=bool, only_for=("local",)))
+    cold: bool = field(default=False, metadata=_shown())
     engine: str = field(default="local", metadata=_shown("|".join(ENGINES)))
     address: str | None = field(default=None, metadata=_shown(only_for=("ray",)))
     gpus_per_trial: float | None = field(
@@ -132,6 +137,8 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         self.levels, self.dtypes = _names(self.levels), _names(self.dtypes)
+        if self.dtypes is not None:
+            self.dtypes = [SHORT_DTYPES.get(name, name) for name in self.dtypes]
         self.devices = tuple(_names(self.devices) or ())
         self.overrides = [self.overrides] if isinstance(self.overrides, str) else [*self.overrides]
         self.metrics, self.better = dict(self.metrics or {}), dict(self.better or {})
@@ -150,6 +157,12 @@ class SweepOptions:
         if self.engine != "local":
             return self.jobs != 1
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1
+
+    @property
+    def copies(self) -> bool:
+        """Whether each trial runs in a copy of the current folder."""
+        is_usual = self.side_by_side and self.engine == "local"
+        return is_usual if self.in_copy is None else self.in_copy
 
     def kept(self) -> dict[str, Any]:
         """The options that a resumed sweep must share."""
@@ -297,7 +310,9 @@ def in_words(options: Mapping[str, Any]) -> str:
         else:
             values = [] if value is None else [value]
         for text in values:
-            words += [flag(one)] if isinstance(text, bool) else [flag(one), str(text)]
+            no = "no-" * (one.default is None and text is False)
+            shown = flag(one).replace("--", f"--{no}")
+            words += [shown] if isinstance(text, bool) else [shown, str(text)]
     return shlex.join(words)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ampatch.config.opt_levels import LEVELS, properties_for
+from ampatch.config.opt_levels import LEVELS, meant_level, properties_for
 from ampatch.errors import did_you_mean
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
@@ -27,6 +27,7 @@ from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
+SUBJECT = "The script"  # where no name is known
 SEED_VARIABLE = "AMPATCH_SEED"
 
 
@@ -67,7 +68,7 @@ def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
         raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
     from_outside = {*FROM_OUTSIDE, AUTOCAST}
     if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
-        raise ValueError(f"{kind.in_words()}. {kind.needs}")
+        raise ValueError(f"{SUBJECT} {kind.in_words()}. {kind.needs}")
     return rows
 
 
@@ -84,6 +85,7 @@ def trials(
     rounds: int = ROUNDS,
     apart: bool = False,
     fewer: Mapping[Case, int] | None = None,
+    again: bool = True,
 ) -> list[Trial]:
     """The trials in their order.
 
@@ -91,6 +93,7 @@ def trials(
     backwards, so that a machine that gets slower slows the first row and the last row alike.
     Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
     runs go on beside each other, so all `rounds` are short.  The second is O0 with another seed.
+    Without `again` O0 runs once in each round.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
@@ -104,7 +107,7 @@ def trials(
             for case in rows
             if seed < (fewer or {}).get(case, max(1, seeds))
         ]
-        if times_speed and (is_short or not apart):
+        if again and times_speed and (is_short or not apart):
             one.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += one if number % 2 == 0 else one[::-1]
     first, second = Trial(BASE), Trial(BASE, 1)
@@ -152,7 +155,8 @@ def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[
         if name not in expected:
             raise ValueError(
                 f"sweep({argument}={given}): unknown {argument[:-1]} {name!r}.\n"
-                f"Expected some of {', '.join(expected)}.{did_you_mean(name, expected)}"
+                f"Expected some of {', '.join(expected)}."
+                f"{meant_level(name) or did_you_mean(name, expected, 0.6)}"
             )
     if not given:
         raise ValueError(f"sweep({argument}=[]): nothing to run.\nExpected some of {expected}.")

@@ -10,10 +10,10 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?), and the order of
   autograd's nodes: `probes`; which kinds of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
-* several ranks: `zero_redundancy`; each rank's part of a DTensor: `dtensors`;
+* each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * the look-up with its fallback: `lookup`;
-* compilers: `dynamo`, `dynamo_inputs` (torch.compile), `tracing_tensors`;
+* compilers: `dynamo` (torch.compile), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
 * activation checkpoints: `checkpoints`; threads that drop objects late: `late_threads`;

@@ -32,6 +32,10 @@ _BFLOAT16 = {
 }
 """By whether the CPU is an ARM: what torch has of the questions about bfloat16."""
 
+_marks_of_fork = [
+    of_torch(f"torch.{kind}._is_in_bad_fork", lambda: False) for kind in ("cuda", "xpu", "mps")
+]
+
 NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
 """What torch raises where a type of devices cannot do what is asked."""
 
@@ -42,6 +46,11 @@ def accelerator() -> str | None:
         return None
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
+
+
+def is_lost_by_fork() -> bool:
+    """In a forked process: whether it cannot use a device, since the one before has asked it."""
+    return any(is_marked() for is_marked in _marks_of_fork)
 
 
 def device_types() -> tuple[str, ...]:

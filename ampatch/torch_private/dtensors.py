@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = frozenset((Tensor, Parameter))
+PLAIN = frozenset((Tensor, Parameter))
+"""Types that are no DTensors."""
+
 _LOCAL, _SPEC = "_local_tensor", "_spec"
 _data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
 
@@ -22,13 +24,13 @@ _data: Any = torch.Tensor.data  # torch's own: sessions replace that of paramete
 def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a DTensor.  Told by what it has, so that the class need not be loaded."""
     return (
-        type(tensor) not in _PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+        type(tensor) not in PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
     )
 
 
 def any_dtensor(tensors: Sequence[Tensor]) -> bool:
     """Whether one of them is a DTensor."""
-    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_dtensor, tensors))
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_dtensor, tensors))
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
 import wrapt
+from torch import Tensor
 
 from .lookup import of_torch
 
@@ -36,3 +38,44 @@ def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
                 skip_code(code)
 
     wrapt.register_post_import_hook(mark, "torch._dynamo.eval_frame")
+
+
+_BUILDER = "torch._dynamo.variables.builder"
+_CLASS = "VariableBuilder"
+_READERS = (_BUILDER, "torch._subclasses.meta_utils")
+
+
+def when_imported(call: Callable[[], None]) -> None:
+    """Have `call()` run once Dynamo's part is imported."""
+    wrapt.register_post_import_hook(lambda module: call(), _BUILDER)
+
+
+def gradient_readers() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """What to replace, `(module, name, make)`: then Dynamo reads no `grad` of tensors that are no
+    leaves, such as half copies of weights.
+
+    It reads it of every tensor that goes into a graph.  Where a tensor is no leaf, torch warns.
+    Dynamo hides the warning, but under a filter that makes errors of warnings nothing is compiled.
+
+    Nothing while Dynamo's part is not imported (to the end: a class is defined after the functions,
+    which it binds), or where torch has other functions.
+    """
+    if not hasattr(sys.modules.get(_BUILDER), _CLASS):
+        return []
+    return [
+        (module, name, make)
+        for module in filter(None, map(sys.modules.get, _READERS))
+        for name, make in (("safe_grad", _of_leaf), ("safe_has_grad", _of_tensor))
+        if hasattr(module, name)
+    ]
+
+
+def _of_leaf(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def grad_of(tensor: Any) -> Any:
+        return original(tensor) if tensor.is_leaf or tensor.retains_grad else None
+
+    return grad_of
+
+
+def _of_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda thing: isinstance(thing, Tensor) or original(thing)

@@ -1,18 +1,29 @@
-"""What torch keeps in optimizers, schedulers and GradScalers."""
+"""What torch keeps in optimizers, schedulers and GradScalers, and puts around their methods.
+
+`torch.optim.Optimizer` wraps `step` and `zero_grad` in a range for the profiler, and `step` in
+loops over hooks: a tenth of a step of a small model, where a step is mostly calls.  While no
+profiler runs and no hook waits, the function inside is called.  A `step` or `zero_grad` that is not
+torch's is called as it is.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .lookup import of_torch
+from .probes import is_profiling
 
 _UNKNOWN = {0: None}  # one hook that is nobody's
 _WHEN = ("pre", "post")
 _FOR_ALL = [
     of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
 ]
+_OWN = [f"_optimizer_step_{when}_hooks" for when in _WHEN]
 
 
 def _code_around_steps() -> Any:
@@ -24,10 +35,50 @@ CODE_AROUND_STEPS = _code_around_steps()
 """The code of the function in which torch wraps each class's `step`; None: it does not so."""
 
 
-def hooks_of_steps(optimizer: Any) -> list[Any]:
-    """What torch's wrapper calls around `step`.  Unknown: None is among them."""
-    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", _UNKNOWN) for when in _WHEN]
-    return [hook for hooks in (*_FOR_ALL, *own) for hook in hooks.values()]
+class _Notify:
+    """A hook after every step of a `torch.optim.Optimizer`, of those that nobody manages too."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+
+    def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        self._notify()
+
+
+def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
+    """Have `notify()` called after every step of any optimizer; returns what ends it."""
+    return register_optimizer_step_post_hook(_Notify(notify)).remove
+
+
+def bare_step(original: Any, optimizer: Any) -> Callable | None:
+    """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
+
+    None where the wrapper is not torch's or has something to do.  Ampatch's own hook does not
+    count: after a step of its optimizers the session itself drops its copies.
+    """
+    function: Any = getattr(original, "__func__", None)
+    if (
+        CODE_AROUND_STEPS is None
+        or getattr(function, "__code__", None) is not CODE_AROUND_STEPS
+        or original.__self__ is not optimizer  # but one that it wraps
+        or is_profiling()
+    ):
+        return None
+    own = [getattr(optimizer, name, _UNKNOWN) for name in _OWN]
+    for hooks in (*_FOR_ALL, *own):
+        for hook in hooks.values():
+            if type(hook) is not _Notify:
+                return None
+    return function.__wrapped__
+
+
+def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
+    """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
+    return (
+        getattr(original, "__func__", None) is Optimizer.zero_grad
+        and original.__self__ is optimizer
+        and not is_profiling()
+    )
 
 
 def skips_in_kernel(optimizer: Any) -> bool:
@@ -50,3 +101,28 @@ def forget_unscaling(scaler: Any, optimizer: Any) -> None:
     Where that cannot be done it refuses the second `unscale_` by an error of its own.
     """
     getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
+
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`.  While nothing has imported the class, none is."""
+    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def zero_steps_in_backward(optimizer: Any) -> bool:
+    """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
+    return getattr(optimizer, "_overlap_with_ddp", False)
+
+
+def build_zero_buckets(optimizer: Any) -> None:
+    """Make its parameters views of buckets once more, if it has buckets at all."""
+    optimizer._build_param_buckets()
+
+
+def is_zero_in_join(optimizer: Any) -> bool:
+    """Whether a `Join` context has it, whose ranks may have no data any more."""
+    config = getattr(optimizer, "_join_config", None)
+    return config is not None and config.enable

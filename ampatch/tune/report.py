@@ -1,11 +1,15 @@
-"""The answer on the terminal: a table of the most sensitive modules, and sentences."""
+"""The answer on the terminal, a table of the most sensitive modules and sentences, and its page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from ampatch.sweep import read_sweep, write_report
+from ampatch.sweep.json_files import write_json
 from ampatch.sweep.report.numbers import MISSING
+from ampatch.sweep.report.results import SUMMARY
 from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
@@ -103,6 +107,14 @@ def _share(share: float) -> str:
     """In percent, with two digits; 100 only where it is all."""
     shown = "over 99" if 0.995 <= share < 1 else f"{float(f'{100 * share:.2g}'):g}"
     return f"{shown} %" if share else ""
+
+
+def write_pages(directory: Path, answer: Answer) -> None:
+    """Write the report of the trials, with this answer in the place of a recommendation."""
+    results = read_sweep(directory).results
+    results.recommendation = " ".join(filter(None, summary(answer)))
+    write_json(directory / SUMMARY, results.to_json())
+    write_report(directory)
 
 
 def write_terminal(answer: Answer, file: Any) -> None:

@@ -12,7 +12,6 @@ from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.paired import available
 from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
@@ -45,7 +44,7 @@ class Tuning:
     Args:
         script: the script's file, or with `module` in `options` the name of a module.
         arguments: the script's own, as for `Sweep`.
-        opt_level: "O1", "O2" or "O3".
+        opt_level: "O1", "O2" or "O3"; with `resume` it may be left out.
         dtype: "float16" (the default) or "bfloat16".
         probe_steps: optimizer steps of the run in which modules are computed in half as well, by
             default 100.
@@ -56,7 +55,7 @@ class Tuning:
             engines, `resume` and `overwrite`.
 
     With `resume` the options and arguments that are not given are those of before.
-    Raises what `Sweep` raises, and `ImportError` without scipy.
+    Raises what `Sweep` raises.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Tuning:
         script: str,
         arguments: Sequence[str] = (),
         *,
-        opt_level: str,
+        opt_level: str | None = None,
         dtype: str | None = None,
         probe_steps: int | None = None,
         candidates: int | None = None,
@@ -80,11 +79,6 @@ class Tuning:
         own |= {"candidates": candidates, "rounds": rounds}
         options["tuning"] = {name: one for name, one in own.items() if one is not None}
         asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
-        if not available():
-            raise ImportError(
-                "ampatch tune judges its trials by tests from scipy, which is not installed. "
-                'pip install "ampatch[sweep]"'
-            )
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None
@@ -98,7 +92,12 @@ class Tuning:
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         own = options["tuning"]
-        self._level = Case(opt_level, own.get("dtype", DTYPE))
+        if "opt_level" not in own:
+            lacking = f" {self.directory} holds no tuning to go on with." if resume else ""
+            raise ValueError(
+                f"--opt-level: expected O1, O2 or O3, the level to bring back.{lacking}"
+            )
+        self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
         self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
         self._most: int | None = own.get("candidates")
@@ -221,7 +220,8 @@ class Tuning:
         self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        unshown = not_shown(row) if outcome in (PASSES, CURED) else ""
+        what, cure = not_shown(row) if outcome in (PASSES, CURED) else ("", "")
+        unshown = what and f"{what}. {cure and f'--resume {cure} shows it.'}".strip()
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,

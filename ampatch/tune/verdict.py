@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
+from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.judge import quality_text
 from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
 from ampatch.sweep.report.recommendation import no_direction
@@ -52,7 +53,7 @@ def passes(row: Row) -> bool:
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
     unknown = no_direction(row)
     if unknown:
-        raise TuneError(f"{row.name}: {unknown}")
+        raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
     untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
         raise TuneError(

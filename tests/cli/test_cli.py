@@ -43,7 +43,7 @@ def test_a_piped_sweep_writes_plain_lines(script, here, warm_trials):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()]
-    assert rows[0][:2] == ["level", "dtype"] and "accuracy" in rows[0] and rows[0][-1] == "status"
+    assert rows[0][:2] == ["level", "dtype"] and "accuracy" in rows[0] and rows[0][-1] == "scale"
     assert [row[:2] for row in rows[2:4]] == [["O0", "float32"], ["O1", "bfloat16"]]
     assert rows[2][-4:] == ["0.7500", "0/10", "1", "ok"]
     assert "Recommendation: " in done.stdout
@@ -85,7 +85,6 @@ def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
 NO_SCRIPT = "the following arguments are required: SCRIPT"
 WATCHES = "does not see.\nExpected the script that it starts; ampatch sweep has --nproc-per-node."
 WRONG = [
-    ("", "the following arguments are required: COMMAND"),
     ("polish", "there is no command 'polish'.\nExpected one of sweep, "),
     ("swep train.py", "there is no command 'swep'. Did you mean \"sweep\"?"),
     ("train.py", "To run a script: ampatch run train.py"),
@@ -130,6 +129,8 @@ WRONG = [
     ("run --dtype=float32 train.py", "for FP32 use opt level O0"),
     ("gradients --dtype float8 train.py", "argument --dtype: float8: not understood"),
     ("run --loss-scale -1 train.py", "argument --loss-scale: -1: not understood"),
+    ("run --loss-scale abc train.py", 'Expected "dynamic" or a positive number, such as 128'),
+    ("run --opt-level o1 train.py", '(the letter O, not the digit zero). Did you mean "O1"?'),
     ("run --loss-scale=1e60 train.py", "argument --loss-scale: 1e60: not understood"),
     ("run --loss-scale", "argument --loss-scale: expected one argument"),
     ("run --stop-at any train.py", "--stop-at goes with --debug"),
@@ -145,6 +146,19 @@ WRONG = [
     ("sweep -m train --lr 1", "Put -- before the script's own arguments: ampatch sweep -m train"),
     ("sweep train.py --rounds 1 --lr=1", "arguments: ampatch sweep train.py --rounds 1 -- --lr=1"),
     ("sweep --lr 1 train.py", "arguments: ampatch sweep SCRIPT -- ARGUMENTS"),
+    ("sweep train.py --epochs 3 --out x",
+     "--epochs 3.\nPut -- before the script's own arguments: ampatch sweep train.py --out x -- --"),
+    ("sweep train.py --seed 3", '--seed 3. Did you mean "--seeds"?\nPut -- before'),
+    ("sweep train.py --metric val_logloss",
+     r"'val_logloss': expected NAME=REGEX, such as 'val_logloss=val_logloss: (\S+)'"),
+    ("sweep train.py --better loss", "'loss': expected NAME=WAY"),
+    ("sweep train.py --levels O7", "Expected some of O0, O1, O2, O3.\n"),
+    ("sweep train.py --levels o1", 'O0, O1, O2, O3. Did you mean "O1"?'),
+    ("tune train.py --opt-level O1 --dtypes float16 --out x",
+     '"--dtype"?\nPut -- before the script\'s own arguments: ampatch tune train.py --opt-level '
+     "O1 --out x -- --dtypes float16"),
+    ("tune train.py --resume",
+     "--opt-level: expected O1, O2 or O3, the level to bring back. ampatch-tune/train holds no"),
     ("sweep train.py --timeout soon", "argument --timeout: invalid float value: 'soon'"),
     ("sweep train.py --timeout -1", "--timeout -1.0: must be above 0"),
     ("sweep train.py --levels O0,O7", "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
@@ -158,12 +172,16 @@ WRONG = [
     ("sweep train.py --with O2", "--with 'O2': expected an opt level and settings"),
     ("sweep train.py --with 'O2 lr=1'", "initialize has no setting 'lr'"),
     ("sweep train.py --with 'O1 master_weights=True'", "are their own masters"),
-    ("sweep train.py --metric acc", "'acc': expected NAME=VALUE"),
     ("sweep train.py --metric 'acc=[('", "no regular expression"),
     (r"sweep train.py --metric 'acc=\d+'", "expected one group in parentheses"),
     ("sweep train.py --resume", "there is no sweep to resume"),
     ("sweep train.py -- --steps {steps}", "give --steps N as well"),
 ]  # fmt: skip
+
+
+def test_the_command_alone_prints_its_help(here):
+    alone = here()
+    assert alone.returncode == 0 and alone.stdout == here("--help").stdout != ""
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])

@@ -8,6 +8,7 @@ from torch import nn
 
 import ampatch
 from ampatch.cli import main
+from ampatch.config import environment
 
 TEXT = '{"0": "float"}'
 
@@ -110,3 +111,52 @@ def test_named_settings_replace_the_scripts(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
     assert model[1].weight.dtype is torch.float16 and ampatch.loss_scale() == 8.0
+
+
+def test_the_class_of_the_model_may_stand_in_front_as_debug_prints_it():
+    def half_layers(key):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        ampatch.initialize(model, opt_level="O2", verbosity=0, overrides={key: "float"})
+        seen = []
+        for layer in model:
+            layer.register_forward_pre_hook(lambda one, args: seen.append(one.weight.dtype))
+        model(torch.ones(1, 2))
+        return [dtype is torch.float16 for dtype in seen]
+
+    for key in ("1", "Sequential.1", "Sequential#2.1", "Sequential.[1-9]"):
+        assert half_layers(key) == [True, False]
+    with pytest.raises(ValueError, match="no submodule matches 'Linear.1'"):
+        half_layers("Linear.1")
+
+
+def test_an_override_from_outside_that_matches_nothing_ends_the_run(monkeypatch):
+    """Another `initialize` may have the module: the first step decides."""
+    monkeypatch.setenv("AMPATCH_OVERRIDES", '{"encoder.gate": "float"}')
+
+    def started(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+        return lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step())
+
+    train = started(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="any ampatch.initialize matches 'encoder.gate'"):
+        train()
+    ampatch.deactivate()
+    train = started(nn.Linear(2, 2))
+    other = nn.Sequential()
+    other.encoder = nn.Sequential()
+    other.encoder.gate = nn.Linear(2, 2)
+    started(other)()
+    train()
+
+
+@pytest.mark.parametrize("name", ["AMPATCH_OPTLEVEL", "AMPATCH_LEVEL", "APMATCH_OPT_LEVEL"])
+def test_a_variable_with_a_name_near_ours_is_named(name, monkeypatch):
+    monkeypatch.setenv(name, "O2")
+    monkeypatch.setenv("AMPATCH_TRIAL_DIR", "x")
+    monkeypatch.setenv("ANOTHER", "x")
+    [said] = environment.misspelt()
+    assert said == (
+        f"The environment has {name}, which means nothing to ampatch. Did you mean "
+        '"AMPATCH_OPT_LEVEL"?'
+    )

@@ -246,3 +246,14 @@ def test_code_that_is_compiled_under_a_report_runs_as_without():
         compiled = torch.compile(function, backend="eager", fullgraph=True)(x)
     assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
     assert not [name for name in found.functions if name.endswith("doubled")]
+
+
+def test_two_models_of_one_class_are_counted_apart():
+    """A GAN's; modules without weights, made anew in each step, are one."""
+    generator, critic = (initialized(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(2))
+    with ampatch.report() as found:
+        for _ in range(3):
+            nn.MSELoss()(critic(generator(torch.ones(2, 4))).float(), torch.ones(2, 4))
+    calls = {name: use.calls for name, use in found.modules.items()}
+    both = {f"Sequential{n}{part}": 3 for n in ("", "#2") for part in ("", ".0", ".1")}
+    assert calls == {**both, "MSELoss": 3}

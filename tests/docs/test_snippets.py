@@ -21,6 +21,7 @@ from warm_python import environment, python
 
 import ampatch
 from ampatch.cli.main import main
+from ampatch.sweep import read_results
 
 RUN_ELSEWHERE = {
     "diagnose.md": "docs/test_docs_diagnose.py",
@@ -36,14 +37,11 @@ NOT_RUN = {
     "ampatch build": "tests/native/test_build_command.py builds",
     "ampatch doctor": "it times products for seconds; tests/cli/ runs it with quicker ones",
     "ampatch tune": "minutes; tests/tune/ runs it, short",
-    "ampatch sweep examples/digits.py --seeds 5 --overwrite": "the README's, at length",
     "benchmarks/on_gpu.sh": "tests/benchmarks/test_on_gpu.py runs it, small",
-    "chromium": "a program of the reader's; the script takes a picture of a report",
     "export": "it sets a variable of the reader's shell",
     "mkdocs serve": "it runs until it is stopped; .ci/run builds the site",
     "mypy": ".ci/run runs it",
     "pip install": "it needs the package index; .ci/run installs",
-    "python -c": "it reduces the picture that chromium takes",
     "python -m pytest": "it is what runs these tests",
     "python train.py": "the reader's script; tests/launch/test_run.py runs one in that way",
     "python benchmarks/run.py --list": "tests/benchmarks/test_one_runner.py runs it",
@@ -169,6 +167,16 @@ def test_a_command_runs(page, command, folder, capsys):
     for part in snippets(page):
         if part.language == "console" and command in commands(part):
             assert printed.split() == part.text.partition("\n")[2].split()
+
+
+def test_the_sweep_of_the_tutorial_gives_what_it_promises(folder):
+    """A recommendation, and for each row whether its loss differs from O0's."""
+    [command] = [one for page, one in QUICK if "train_half.py --seeds" in one]
+    run_command(command, folder)
+    results = read_results(folder / "sweep")
+    assert results.recommendation and not results.recommendation.startswith("Not known")
+    assert [row.opt_level for row in results.rows] == ["O0", "O1", "O2", "O3", "autocast"]
+    assert not any(row.outcome == "untested" for row in results.rows)
 
 
 @pytest.mark.slow

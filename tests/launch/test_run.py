@@ -90,7 +90,7 @@ def test_messages_are_shown_where_the_program_shows_none(setup, verbosity, shown
         assert len(found) == (shown != "none")
         assert all(one.startswith("own: ") == (shown == "own") for one in found)
     assert "lacks" not in done.stderr and not done.stdout
-    assert any("Initialized: " in one for one in said) == (shown != "none")
+    assert any("Initialized:" in one for one in said) == (shown != "none")
 
 
 def test_the_package_shows_messages_and_ends_it(capsys, monkeypatch):

@@ -139,8 +139,9 @@ def test_no_imports_in_a_circle(graph):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_no_circle_in_session_by_annotations_either():
-    inside = {name for name in MODULES if room(name) == "session"}
+@pytest.mark.parametrize("room_of", ["scaling", "session"])
+def test_no_circle_by_annotations_either(room_of):
+    inside = {name for name in MODULES if room(name) == room_of}
     graph = {name: imported(MODULES[name], annotations=True) & inside for name in inside}
     list(graphlib.TopologicalSorter(graph).static_order())
 

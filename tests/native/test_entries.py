@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampatch import native
-from ampatch.models import lent_places, submodule_calls
+from ampatch.models import lent_places
 
 A, B, C = object(), object(), object()
-
-
-def test_entries_are_compared_by_identity():
-    one, equal = torch.ones(2), torch.ones(2)
-    tables = [{"a": one}, {"a": None}, OrderedDict(b=one)]
-    names = ["a", "a", "b"]
-    assert lent_places.entries_are(tables, names, [one, None, one])
-    assert not lent_places.entries_are(tables, names, [one, None, equal])
-    assert not lent_places.entries_are(tables, ["a", "a", "gone"], [one, None, one])
-    assert lent_places.entries_are([], [], [])
 
 
 def test_one_tensor_goes_to_several_places():
@@ -31,26 +20,6 @@ def test_one_tensor_goes_to_several_places():
     assert lent_places.exchange(*every, [B, C], None)
     assert tables == [{"a": C, "b": B}, {"a": C}]
     assert list(tables[0]) == ["a", "b"]
-
-
-def test_hooks_go_out_and_come_back_behind_the_others():
-    tables = [OrderedDict({1: A, 2: B}), OrderedDict({5: C})]
-    submodule_calls.take_out(tables, [1, 7])
-    assert tables == [OrderedDict({2: B}), OrderedDict({5: C})]
-    submodule_calls.put_in(tables, [1, 7], [A, B])
-    assert [list(table.items()) for table in tables] == [[(2, B), (1, A)], [(5, C), (7, B)]]
-    tables[0].move_to_end(1, last=False)  # it knows its entries
-    assert list(tables[0]) == [1, 2]
-
-
-def test_attributes_are_shared_with_plain_tensors_only():
-    parameter, copy = nn.Parameter(torch.ones(2)), torch.ones(2)
-    other = torch.Tensor._make_subclass(type("Other", (Tensor,), {}), torch.ones(2))
-    parameter.lr_mult = 3
-    lent_places.share_attributes([copy, other], [vars(parameter), vars(parameter)])
-    assert copy.lr_mult == 3 and not hasattr(other, "lr_mult")
-    copy.seen = True
-    assert parameter.seen
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")

@@ -12,7 +12,7 @@ from small_training import step
 from torch import nn
 
 import ampatch
-from ampatch.scaling import scale_value
+from ampatch.scaling import scale_value, unscaling
 from ampatch.scaling.loss_scaler import DynamicScaler, StaticScaler
 from ampatch.torch_private import amp_kernels
 
@@ -64,8 +64,8 @@ def has_kernels(request, monkeypatch):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     assert module.update_scale_ is None is not amp_kernels.update_scale_
-    for name in ("update_scale_", "check_and_unscale_"):
-        monkeypatch.setattr(scale_value, name, getattr(module, name))
+    monkeypatch.setattr(scale_value, "update_scale_", None)
+    monkeypatch.setattr(unscaling, "check_and_unscale_", module.check_and_unscale_)
 
 
 @pytest.mark.usefixtures("has_kernels")

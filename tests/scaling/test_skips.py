@@ -122,7 +122,31 @@ def test_each_skip_is_a_line(kind, verbosity, scale_lives_on, caplog):
         lines[1:3] = ["2 steps (3 of 4"]
     name = kind.partition(" ")[0]
     lines = [f"Gradient overflow: {name} skipped {line} since initialize)." for line in lines]
-    assert caplog.messages == lines * verbosity
+    overflows = [one for one in caplog.messages if one.startswith("Gradient")]
+    assert overflows == lines * verbosity
+
+
+def test_from_the_tenth_in_a_row_each_doubling_is_a_line(caplog):
+    caplog.set_level("INFO", "ampatch")
+    told = run(caplog, [math.nan] * 45, limit=1000)
+    assert [one.rpartition(" skipped ")[2] for one in told] == [
+        f"{n} steps in a row ({n} of {n} since initialize)." for n in (10, 20, 40)
+    ]
+    assert caplog.text.count("skipped a step") == 9
+
+
+def test_a_loss_that_is_nan_itself_is_no_overflow_which_is_said_once(caplog):
+    said = "The loss is inf or NaN before it is scaled"
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer)
+    for number in range(4):
+        loss = model(torch.ones(1, 4)).float().sum() * (1e38 if number == 0 else math.nan)
+        with ampatch.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert caplog.text.count(said) == (number > 0)
+    assert "ampatch run --debug SCRIPT, or ampatch.debug(model)" in caplog.text
 
 
 def test_many_offenders_are_counted_and_those_of_no_model_named_by_their_place(caplog):

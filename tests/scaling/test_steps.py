@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 import ampatch
-from ampatch.scaling.optimizers import bare_calls
+from ampatch.torch_private import optimizers as torch_optimizers
 
 
 class Answers(torch.optim.SGD):
@@ -78,7 +78,7 @@ def test_nothing_is_recorded_while_no_profiler_runs():
 def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch):
     model, optimizer = start("O1")
     less = None if lacking == "CODE_AROUND_STEPS" else lambda: True
-    monkeypatch.setattr(bare_calls, lacking, less)
+    monkeypatch.setattr(torch_optimizers, lacking, less)
     assert "wrapper" in frames(lambda: train(model, optimizer))
 
 

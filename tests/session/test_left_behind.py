@@ -20,6 +20,7 @@ from torch import nn
 import ampatch
 from ampatch.errors import UndoAll
 from ampatch.models import conversion
+from ampatch.scaling import optimizer as managed_optimizer
 from ampatch.session.session import registry
 
 H = torch.float16
@@ -123,8 +124,12 @@ def failing(name):
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(level=level) for _ in range(3)], strict=True)
     failed = registry.table.managed(optimizers[1])
-    owner = failed.gradients if part == "finish" else failed
-    monkeypatch.setattr(owner, part, failing(part))
+    if part == "finish":  # of gradients that wait scaled
+        fails = {id(failed.gradients): failing(part)}
+        found = managed_optimizer.finish
+        monkeypatch.setattr(managed_optimizer, part, lambda one: fails.get(id(one), found)(one))
+    else:
+        monkeypatch.setattr(failed, part, failing(part))
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions and registry.state.process is None

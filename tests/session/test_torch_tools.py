@@ -2,75 +2,111 @@
 
 from __future__ import annotations
 
-import operator
+import copy
 import sys
 import types
 
 import pytest
 import torch
+import torch.nn.parallel
 from frames import frames
 from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
 from ampatch.casting.places import bound
-from ampatch.session.torch_tools import Needs, Tool, TorchTools
 
-NOTHING = Needs(*[False] * len(Needs._fields))
 MODULES = 500
+PLACES = [
+    (torch.nn.utils, "clip_grad_norm_"),
+    (nn.Module, "zero_grad"),
+    (nn.Module, "state_dict"),
+    (torch.Tensor, "data"),
+    (torch.Tensor, "__deepcopy__"),
+    (torch.jit, "script"),
+    (BackwardCFunction, "apply"),
+    (DistributedDataParallel, "__init__"),
+]
+
+
+def tools() -> list:
+    return [vars(owner).get(name) for owner, name in PLACES]
+
+
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture
-def library(monkeypatch):
-    """A module with two functions, and one of the user's that has bound both."""
-    library, user = types.ModuleType("a_library"), types.ModuleType("a_script")
-    library.one, library.two = lambda: "one", lambda: "two"
-    user.one, user.two = library.one, library.two
-    for module in (library, user):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return library, user
+def user(monkeypatch):
+    """A module of the user's that has bound a tool."""
+    user = types.ModuleType("a_script")
+    user.clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setitem(sys.modules, "a_script", user)
+    return user
 
 
-def tool(library, name, needed):
-    def make(original):
-        return lambda: f"replaced {original()}"
+@pytest.mark.parametrize("first", [{"opt_level": "O0"}, {"enabled": False}], ids=str)
+def test_tools_are_in_from_the_first_session_to_the_last(first, user):
+    """At each level, for disabled sessions too; names bound early follow, also past the tables."""
+    before, clip = tools(), user.clip
 
-    return Tool(name, needed, lambda: [(library, name, make)], is_over_tables=name == "two")
+    def is_in(*, expected: bool = True):
+        replaced = [now is not was for now, was in zip(tools(), before, strict=True)]
+        assert replaced == [expected] * len(before)
+        assert (user.clip is not clip) is expected
 
-
-def test_each_tool_is_replaced_while_it_is_needed_and_bound_names_follow(library):
-    library, user = library
-    needed = {"one": operator.attrgetter("models"), "two": operator.attrgetter("optimizers")}
-    kept = TorchTools([tool(library, *one) for one in needed.items()], [])
-
-    def seen():
-        return [function() for module in (library, user) for function in (module.one, module.two)]
-
-    for needs, expected in [
-        (NOTHING, ["one", "two"]),
-        (NOTHING._replace(models=True), ["replaced one", "two"]),
-        (NOTHING._replace(models=True, optimizers=True), ["replaced one", "replaced two"]),
-        (NOTHING._replace(optimizers=True), ["one", "replaced two"]),
-        (NOTHING, ["one", "two"]),
-    ]:
-        kept.take_out_unneeded(needs)
-        kept.put_in(needs)
-        assert seen() == expected * 2
-        kept.take_out_over_tables()  # alone, and it goes in again
-        assert seen() == [expected[0], "two"] * 2
-        kept.put_in(needs)
-        assert seen() == expected * 2
+    model, optimizer = pair()
+    ampatch.initialize(model, optimizer, verbosity=0, **first)
+    is_in()
+    second = ampatch.initialize(*pair(), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    is_in()  # the tables are above
+    del second
+    ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    is_in()
+    ampatch.deactivate()
+    is_in(expected=False)
 
 
-def test_a_tool_that_cannot_be_replaced_does_not_keep_the_others_in(library):
-    library, user = library
-    needed = operator.attrgetter("models")
-    fails = Tool("two", needed, lambda: [(library, "two", lambda original: 1 / 0)])
-    kept = TorchTools([tool(library, "one", needed), fails], [])
-    one = library.one
-    with pytest.raises(ZeroDivisionError):
-        kept.put_in(NOTHING._replace(models=True))
-    kept.take_out_unneeded(NOTHING)
-    assert library.one is user.one is one
+def test_a_tool_may_be_a_registered_function_too(user):
+    """Whichever comes first, gradients are unscaled where it is called, and all are given back."""
+    clip, seen = torch.nn.utils.clip_grad_norm_, []
+    for levels in (["O0", "O1"], ["O1", "O0"]):
+        pairs = [pair() for _ in levels]
+        ampatch.register_float_function(torch.nn.utils, "clip_grad_norm_")
+        for (model, optimizer), level in zip(pairs, levels, strict=True):
+            ampatch.initialize(
+                *(model, optimizer),
+                **{
+                    "opt_level": level,
+                    "dtype": torch.bfloat16,
+                    "loss_scale": 128.0,
+                    "verbosity": 0,
+                },
+            )
+        for model, optimizer in pairs:
+            loss = model(torch.ones(1, 2)).float().sum()
+            with ampatch.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
+                scaled.backward()
+            seen.append(user.clip(model.parameters(), 1e9).item())
+        ampatch.unregister_function(torch.nn.utils, "clip_grad_norm_")
+        ampatch.deactivate()
+        assert torch.nn.utils.clip_grad_norm_ is user.clip is clip
+    assert seen == pytest.approx([6**0.5] * 4)
+
+
+def test_a_tool_that_cannot_be_replaced_keeps_none_in(user, monkeypatch):
+    before = tools()
+    model, optimizer = pair()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.nn.parallel, "parallel_apply")
+        with pytest.raises(AttributeError):
+            ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    assert tools() == before and user.clip is torch.nn.utils.clip_grad_norm_
+    ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    assert copy.deepcopy(model).weight.dtype is torch.float32
 
 
 def calls_for_modules(function, monkeypatch) -> int:
@@ -85,8 +121,7 @@ def calls_for_modules(function, monkeypatch) -> int:
 
 def test_the_modules_of_the_process_are_searched_once_for_all_tools(opt_level, monkeypatch):
     """And once for the tables: when a session opens, and when it closes."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = pair()
 
     def open_and_close():
         ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=torch.bfloat16, verbosity=0)

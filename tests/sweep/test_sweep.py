@@ -55,7 +55,7 @@ def test_the_other_figures_are_there(good):
         assert (run.measured.device, row.memory_kind) == ("cpu", "resident")
     base, *others = good.rows
     assert [row.speed for row in others] == [base.step_ms / row.step_ms for row in others]
-    assert (base.speed, [row.pace for row in others]) == (None, ["one round"] * 2)
+    assert (base.speed, [row.pace for row in others]) == (None, ["too few rounds"] * 2)
 
 
 def test_the_script_ran_at_the_level_asked_for_and_not_its_own(good):
@@ -133,7 +133,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (TRAINING + INITIALIZE, "no training: never steps an optimizer (given to ampatch.initial"),
+        (TRAINING + INITIALIZE, "took no step: of an optimizer that was given to ampatch.initial"),
         (
             TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
             "no training: calls ampatch.initialize with enabled=False",
@@ -147,7 +147,7 @@ def test_each_way_to_end_is_a_row(tmp_path):
 def test_a_script_that_does_not_train(tmp_path, body, expected):
     [row] = sweep(written(tmp_path, body), levels=["O0"], out=tmp_path / "out")
     assert row.status.startswith(expected)
-    assert (row.step_ms, row.speed, row.first_loss, row.steps) == (None, None, None, 0)
+    assert (row.step_ms, row.speed, row.steps) == (None, None, 0)
 
 
 def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(tmp_path, monkeypatch):
@@ -249,7 +249,7 @@ def test_a_second_interrupt_ends_what_ignores_the_first_and_keeps_the_file(hangi
     process.send_signal(signal.SIGINT)
     _out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Interrupted. To go on: " in err and "5 of 5 runs are missing." in err
+    assert "Interrupted. To go on: " in err and "0 of 5 runs have ended." in err
     resumed = err.partition("To go on: ")[2].partition("\n")[0]
     assert shlex.split(resumed)[1:] == [*process.args[1:], "--resume"]
     assert "Traceback" not in err

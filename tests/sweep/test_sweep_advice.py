@@ -57,7 +57,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
     half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
     monkeypatch.setattr(planning, "measured", lambda: half)
-    monkeypatch.setattr("ampatch.sweep.report.render.available", lambda: False)  # no pictures
+    monkeypatch.setattr("ampatch.sweep.report.render.pictures", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return machine
@@ -110,7 +110,13 @@ def test_each_advice_does_what_it_says(kind, machine, capsys):
             assert {row.seeds for row in results.rows} == {int(value)}
         else:
             assert flag == "--budget" and results.settings["seeds"] == 5
-            assert {row.seeds for row in results.rows} == {5}
+            before_it = " ".join([before.recommendation, *before.notes])
+            has_all = f"--budget {value} has all" in before_it
+            assert (
+                {row.seeds for row in results.rows} == {5}
+                if has_all
+                else min(row.seeds for row in results.rows) >= 3
+            )
         assert before.options.keys() - {"budget"} <= results.options.keys()
     assert followed, results.recommendation
 
@@ -130,10 +136,11 @@ def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):
     """Also where the last run has changed what all of it would take."""
     machine.slower = 0.7
     results = sweep("--budget", "2")
-    [note] = [one for one in results.notes if one.startswith("Planned")]
+    [note] = [one for one in results.notes if "--resume --budget" in one]
     said = capsys.readouterr()
-    last = [line for line in (said.err + said.out).splitlines() if "Planned" in line][-1]
-    assert last == f"Note: {note}" and "--resume --budget" in note
+    lines = [line for line in (said.err + said.out).splitlines() if line.startswith("Note: ")]
+    assert [line for line in lines if "--resume --budget" in line][-1].endswith(note)
+    assert said.err.count("Planned for --budget") == 1  # and not again with each run
     assert note in Path("ampatch-sweep/train/report.html").read_text()
 
 
@@ -172,7 +179,13 @@ def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, 
     [
         ("epoch 3 loss 0.5 val_acc: 0.93, 4 s", r"val_acc=val_acc: ([\d.]+)"),
         ("Accuracy = 93.1%", r"Accuracy=Accuracy = ([\d.]+)"),
+        ("val_logloss: 0.9242", r"val_logloss=val_logloss: ([\d.]+)"),
+        ("Epoch 2 Loss 0.5 Test Loss: 0.93", r"Test_Loss=Test Loss: ([\d.]+)"),
+        ("valid/ppl = 17.5, 4 s", r"valid/ppl=valid/ppl = ([\d.]+)"),
+        ("eval_foo 0.93", r"eval_foo=eval_foo ([\d.]+)"),
+        ("test_loss 1.5 accuracy 0.93", r"accuracy=accuracy ([\d.]+)"),  # the better one
         ("lr 0.1 loss 0.5 acc_std 0.2 epoch 7", None),
+        ("val time: 3.25 test_batch 12.5 Test images: 360 latest 0.93 validate 3", None),
         ("", None),
     ],
 )

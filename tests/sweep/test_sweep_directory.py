@@ -176,7 +176,7 @@ def test_a_row_with_fewer_seeds_runs_no_more_and_may_have_more_later(script, mac
 
 def test_a_recommendation_is_for_the_kind_of_script(script, machine, monkeypatch):
     kinds = []
-    monkeypatch.setattr(outcome, "recommendation", lambda *given: kinds.append(given[-1]) or "")
+    monkeypatch.setattr(outcome, "recommendation", lambda *given: kinds.append(given[1]) or "")
     kind = Kind(NO_AMP)
     Sweep(script, rows=[Case("O0")], kind=kind, rounds=1, out="out").run()
     assert set(kinds) == {kind}

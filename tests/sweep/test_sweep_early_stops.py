@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sweep_runs import INITIALIZE, TRAINING, log_of, planned
+from sweep_runs import INITIALIZE, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory
@@ -93,13 +93,36 @@ def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path):
 
 
 def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
-    plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), autocast=False)
-    said = stopped(plan)
-    assert "(O1-bfloat16 seed 0). It may go on from a file that was there before" in said
+    plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), **OF_TWO)
+    plan.run(shown := Said())
+    [said] = [one for one in shown.events if "O1-bfloat16 seed 0 took no step" in one]
+    assert "It may go on from a file that was there before" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
     assert not any("several machines" in note for note in plan.results.notes)
     said = stopped(planned(tmp_path, RESUMING, repr(str(tmp_path)), overwrite=True))  # it is there
     assert "a file that was there before" in said and "{trial_dir}" in said
+
+
+def test_a_row_that_swallows_its_errors_is_marked_and_the_others_run(tmp_path):
+    """As scripts do that skip a batch without enough memory."""
+    script = f"""
+    {TRAINING.replace('["AMPATCH_OPT_LEVEL"]', '.get("AMPATCH_OPT_LEVEL")')}
+    {INITIALIZE.replace("O3", "O2").replace(", loss_scale=1.0", "")}
+    for _ in range(9):
+        try:
+            if level == "O2":
+                raise RuntimeError("a batch that is too large")
+            step()
+        except RuntimeError as error:
+            print("skipped:", error)
+    """
+    plan = planned(tmp_path, script, levels=["O0", "O2"], seeds=2)
+    plan.run(shown := Said())
+    base, row, autocast = plan.rows
+    assert (base.status, autocast.status, autocast.steps) == ("ok", "ok", 9)
+    assert row.status.startswith("took no step") and (row.outcome, row.runs) == ("failed", 1)
+    [said] = [one for one in shown.events if "took no step" in one]
+    assert "It may catch its errors." in said and "skipped: a batch that is too large" in said
 
 
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):

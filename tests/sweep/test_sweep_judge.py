@@ -9,17 +9,10 @@ from sweep_made import trained
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.plan import cases
-from ampatch.sweep.report.paired import MISSING
-from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.recommendation import not_shown, recommendation
 from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.table import Table, columns
 from ampatch.sweep.trial import Case, Trial
-
-
-def test_without_scipy_accuracy_is_not_tested(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    row = rows_of([0.90, 0.91, 0.92], [0.80, 0.81, 0.82])[1]
-    assert (row.outcome, row.comparisons[0].p) == ("untested", None)
-    assert "pip install scipy" in MISSING
 
 
 def run_of(level, seed, accuracy=None, ms=1.0, loss=1.0, repeat=0, error="", **kind):
@@ -106,9 +99,46 @@ def test_one_seed_recommends_nothing_however_fast():
         runs += [run_of("O0", 0, 0.9, repeat=repeat), again(0, repeat=repeat)]
         runs.append(run_of("O1", 0, 0.85, ms=0.5, repeat=repeat))
     assert recommendation(summarize(runs)) == (
-        "Not known yet: O1 in bfloat16 is 2.00 times as fast as O0 (2.00 to 2.00), but its "
-        "accuracy is not tested (one seed). More seeds are needed: --resume --seeds 5."
+        "Stay with O0 for now. Speed: O1 in bfloat16 is 2.00 times as fast as O0 (2.00 to 2.00). "
+        "Accuracy: O1 in bfloat16: its accuracy is not tested (one seed). To settle it: --resume "
+        "--seeds 3."
     )
+
+
+def fixed_time(counts, accuracies=None):
+    """Runs of O0 and O2 that took so many steps with each seed, of the loss `1 / (1 + step)`."""
+    runs = []
+    for level, of_seeds in counts.items():
+        case = Case(level) if level == "O0" else Case(level, "bfloat16")
+        for seed, steps in enumerate(of_seeds):
+            losses = [1 / (1 + seed / 100 + step) for step in range(steps)]
+            accuracy = accuracies and accuracies[level][seed]
+            runs.append(trained(Trial(case, seed), losses, steps=steps, accuracy=accuracy))
+    return summarize(runs)
+
+
+def test_losses_after_unequal_numbers_of_steps_are_shown_and_not_tested():
+    counts = {"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}
+    base, row = fixed_time(counts)
+    assert row.outcome == "untested"
+    said = "last loss 0.002747 against 0.0008994, not tested (it took 373 steps and O0 1140)"
+    assert said in row.verdict
+    assert "have the script report a metric" in recommendation([base, row])
+    assert base.first_loss == row.first_loss  # over the shortest row's window
+    head, _, *lines = str(Table.of(columns([base, row]), [base, row])).splitlines()
+    assert "steps" in head.split() and " 1140 " in lines[0] and " 373 " in lines[1]
+
+
+def test_accuracy_is_what_rows_of_unequal_length_are_judged_by():
+    accuracies = {"O0": (0.97, 0.98, 0.975), "O2": (0.9702, 0.9797, 0.9751)}
+    _, row = fixed_time({"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}, accuracies)
+    assert row.outcome == "within" and not_shown(row) == ("", "")
+    assert [one.outcome for one in row.comparisons] == ["within", "untested"]
+    _, row = fixed_time({"O0": (100, 98, 99), "O2": (99, 98, 100)}, accuracies)
+    assert [one.outcome for one in row.comparisons] == ["within", "within"]  # 1 % is no difference
+    assert "steps" not in [column.title for column in columns([row])]
+    _, row = fixed_time({"O0": (100, 80, 90), "O2": (80, 100, 90)}, accuracies)  # ended early
+    assert [one.outcome for one in row.comparisons] == ["within", "untested"]
 
 
 def test_rows_share_one_level_of_significance():
@@ -202,5 +232,9 @@ def test_metrics_are_found_in_the_output(tmp_path):
     patterns = {"acc": r"^accuracy (\S+)", "mantissa": r"^accuracy ([\d.]+)", "other": r"x(\d)"}
     expected = Series([0, 1, 2], [0.1, 0.5, 0.1])
     assert read_metrics(log, patterns) == {"acc": expected, "mantissa": expected}
+    log.write_text("acc 77.539%\nacc (88.5),\nacc 90;\nacc -1e-1%\n")
+    found = read_metrics(log, {"acc": r"acc (\S+)"})["acc"].values
+    assert found == [77.539, 88.5, 90.0, -0.1]
+    log.write_text("between\n")
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"})

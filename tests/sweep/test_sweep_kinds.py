@@ -296,3 +296,24 @@ def test_rows_by_kind(name):
     labels = [case.label for case in cases(None, ["bfloat16"], autocast=True, kind=kind)]
     own = ["autocast-float16+bfloat16"] if name == TORCH_AMP else []
     assert labels == ["O0", "O1-bfloat16", *own]
+
+
+def test_losses_of_a_plain_backward_beside_initialize_are_recorded(tmp_path):
+    """A script in which only the line with `initialize` was added, in each row."""
+    line = "    model, optimizer = ampatch.initialize(model, optimizer)\n"
+    script = PLAIN.replace("    for _", f"    import ampatch\n{line}    for _", 1)
+    swept = planned(tmp_path, script, levels=["O0", "O1", "O2"]).run()
+    printed = {}
+    for run in swept.runs:
+        printed[run.case.opt_level] = [*map(float, log_of(swept, run.case.label).split())]
+        recorded = run.measured.losses["0"].values
+        assert recorded == pytest.approx(printed[run.case.opt_level], rel=0.01)
+    assert {*printed} == {"O0", "O1", "O2", "autocast"}
+    assert not any("no loss was recorded" in note for note in swept.results.notes)
+
+
+def test_what_is_to_be_added_has_both_lines(tmp_path):
+    swept = planned(tmp_path, PLAIN).run()
+    [note] = [note for note in swept.results.notes if "has no mixed precision" in note]
+    assert "ampatch.initialize(model, optimizer); and for loss.backward(): with " in note
+    assert "ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()" in note

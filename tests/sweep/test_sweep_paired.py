@@ -4,6 +4,7 @@ import math
 import random
 import statistics
 
+import pandas
 import pytest
 
 from ampatch.sweep.report.paired import LEVEL, POWER, holm, paired, smallest_seen
@@ -62,8 +63,12 @@ def test_samples_without_scatter_differ_or_do_not(ours, base, p):
 
 def test_holm_by_hand():
     """The smallest of four times 4, the next times 3, ...; never below one before it."""
-    assert holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+    for p, corrected in (
+        ([0.04, 0.01, 0.03, 0.5], [0.09, 0.04, 0.09, 0.5]),
+        ([0.9, 0.8], [1.0, 1.0]),
+        ([], []),
+    ):
+        assert list(holm(pandas.Series(p, dtype=float))) == pytest.approx(corrected)
 
 
 @pytest.mark.parametrize(("n", "rows"), [(2, 1), (3, 1), (3, 9), (8, 3)])

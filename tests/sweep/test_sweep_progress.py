@@ -12,15 +12,15 @@ def test_a_pipe_gets_lines_with_the_time_left():
     stream = io.StringIO()
     timing = Trial(Case("O1", "float16"), repeat=1, short=True)
     with Lines(stream) as shown:
-        shown.started(1, 8, Trial(Case("O0")))
+        shown.started(1, 0, Trial(Case("O0")))
         shown.reached(Trial(Case("O0")), 3, 0.5)
         shown.ended(made_run(Case("O0")))  # in 2.5 s
         shown.said("a note")
         shown.started(2, 8, Trial(Case("O1", "float16"), seed=1), 3723.4)
         shown.started(4, 8, timing, 5)
     assert stream.getvalue().splitlines() == [
-        "[1/8] O0 seed 0: started",
-        "[1/8] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s",
+        "[1] O0 seed 0: started",
+        "[1] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s",
         "Note: a note",
         "[2/8] O1-float16 seed 1: started, about 1:02:03 left",
         "[4/8] O1-float16 seed 0 repeat 1 (timing): started, about 0:00:05 left",

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason=f"no chromium: none of {', '.join(NAMES)} in PATH"),
 ]
-WIDTHS = {390: 5200, 1280: 3200}  # pixels: heights that hold the whole page
+WIDTHS = {390: 5200, 1280: 3200, 1400: 3200}  # pixels: heights that hold the whole page
 # A window cannot be as narrow as a phone, a frame can.
 FRAME = """<!DOCTYPE html><title>-</title><iframe id="f" style="width: {width}px; height: 800px;
 border: 0" onload="const page = this.contentDocument;

@@ -164,13 +164,6 @@ def test_a_tuning_that_goes_on_judges_by_the_margin_of_before(tuned):
     assert tuned(["O3"], noise=0.01, resume=True, margin="1%")[0].outcome == "undecided"
 
 
-def test_without_scipy_nothing_is_begun(tuned, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"scipy.*ampatch\[sweep\]"):
-        tuned(["head"])
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_seed_that_does_not_reach_the_script_is_seen_before_the_probe(tuned, monkeypatch):
     monkeypatch.setitem(globals(), "SPREAD", 0.0)
     said = []

@@ -153,11 +153,14 @@ def members() -> None:
     amp.deactivate()
     assert_type(amp.cache_info().hits, int)
     amp.observe(object())()
-    amp.log_metrics(accuracy=0.5)
+    amp.log_metrics(accuracy=0.5, loss=torch.ones(()))
 
     amp.add_models(sgd)  # type: ignore[type-var]
     amp.add_optimizers(net)  # type: ignore[type-var]
     amp.log_metrics(accuracy="high")  # type: ignore[arg-type]
+    amp.log_metrics("accuracy", 0.5)  # type: ignore[arg-type]
+    level: amp.OptLevel = "O2"
+    amp.initialize(net, opt_level=level)
 
 
 # The training loop

@@ -4,8 +4,7 @@ Where to look first:
 
 * kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps), `zero`
   (ZeroRedundancyOptimizer); who calls a closure: `closures`;
-* the state of parameters: `state`;
-* replaced methods: `wrappers`, `bare_calls`; hooks on the steps of all optimizers: `all_steps`.
+* the state of parameters: `state`; replaced methods: `wrappers`.
 
 `ampatch/compat/apex/optimizers/` has apex's own classes, such as `FusedAdam`.
 """

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import AmpatchError
-from ...torch_private import zero_redundancy
+from ...torch_private import optimizers
 
 
 def refuse_join(optimizer: Any) -> None:
     """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
-    if zero_redundancy.is_in_join(optimizer):
+    if optimizers.is_zero_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
             "without data would make a step that the others skip. Nothing was changed. Expected "
@@ -29,9 +29,9 @@ def rebuild_buckets(optimizer: Any) -> None:
     Raises `AmpatchError` if buckets cannot hold them.
     """
     if not (
-        zero_redundancy.is_zero(optimizer)
+        optimizers.is_zero(optimizer)
         and getattr(optimizer, "parameters_as_bucket_view", False)
-        and not zero_redundancy.steps_in_backward(optimizer)
+        and not optimizers.zero_steps_in_backward(optimizer)
     ):
         return
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
@@ -42,4 +42,4 @@ def rebuild_buckets(optimizer: Any) -> None:
             "dtype. Expected parameters_as_bucket_view=False, or a level with one dtype for all "
             "parameters that the optimizer was given: O0, O1 or O2."
         )
-    zero_redundancy.build_buckets(optimizer)
+    optimizers.build_zero_buckets(optimizer)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.session.facade import map_tensors
+from ampatch.sweep.execution.plain_training import PlainTraining
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.torch_private.optimizers import forget_unscaling
 
@@ -49,9 +50,11 @@ class AutocastBaseline:
         self._stepped: set[int] = set()  # since the scaler's last update
         self._last_skipped: dict[int, Any] = {}
         self._initialize = ampatch.initialize
+        self._unscaled_losses = PlainTraining(recorder, "")
 
     def install(self) -> None:
         """Replace the public functions, for the rest of the process."""
+        self._unscaled_losses.watch_losses()  # up to the first `scale_loss`
         for name in _PUBLIC:
             original = getattr(ampatch, name)
             for module in (ampatch, sys.modules.get("ampatch.compat.apex.amp")):
@@ -84,6 +87,7 @@ class AutocastBaseline:
             return
         self._update_after_step()
         listed = _listed(optimizers)
+        self._unscaled_losses.mute()
         self._recorder.on_loss(loss, loss_id)
         for optimizer in listed:
             self._scale_again(optimizer)

@@ -1,7 +1,7 @@
 """How much of a sweep fits its budget: what trials will take, and the largest plan that fits.
 
 The first whole run of O0 says how long a process, a step and a run take.  Another row is taken to
-need O0's time, longer by the measured speed of its half type, until its own runs have shown theirs.
+need O0's time, longer by the measured speed of its half type, until runs in it have shown theirs.
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
 `plans` has what is given up, in its order.
@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.plan import trials
-from ampatch.sweep.report.figures import OK, status, step_ms
+from ampatch.sweep.report.figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
-TESTED = 3  # seeds: with two the test sees only what is enormous
 FEWEST_ROUNDS = 2  # from which a speed can be told apart
 SECONDS = 3.0  # training in a short run, which is there for its timing
 LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
 FEWEST_STEPS = 6  # where only O0 has a whole run: one without a time, one to warm up, and four
 _USABLE = 0.95  # share of the budget; the rest is between the runs
+_LITTLE_MORE = 1.25  # budgets, for the third seed once the second has begun
 _HARDLY = 1.1  # times the smallest plan: where processes start slowly, whole runs cost no more
 
 
@@ -47,20 +48,47 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
     """Whether a trial is worth its time.
 
     A short run is not, after a failed run of its row or of O0.  A whole run is not, after a failed
-    short run of its row (with `fail_fast`: after any failed run of it).
+    short run of its row, or one without a step (with `fail_fast`: after any failed run of it).
     """
     needed = (trial.case, BASE) if trial.short else (trial.case,)
     failed = [run for run in runs if run.case in needed and status(run) != OK]
     at_once = trial.short or fail_fast
-    return not any((at_once or run.trial.short) and not run.trial.again for run in failed)
+    return not any(
+        not run.trial.again and (at_once or run.trial.short or status(run).startswith(NO_STEP))
+        for run in failed
+    )
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one."""
+    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one.
+
+    `all_rows`: O3 too, where others may be recommended before it.  `again`: O0 twice in a round.
+    """
 
     seeds: int
     rounds: int
+    all_rows: bool = True
+    again: bool = True
+
+    def rows(self, rows: Sequence[Case]) -> Sequence[Case]:
+        """Those that run, of all `rows`."""
+        first = [row for row in rows if row.opt_level != "O3"]
+        return rows if self.all_rows or len(first) < 2 else first
+
+    def trials(
+        self, rows: Sequence[Case], begun: Collection[Trial] = (), **others: Any
+    ) -> list[Trial]:
+        """The trials in their order, without a second O0 in seeds of which one is over without."""
+        every = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
+        last = max((one.round for one in begun if one.case != BASE), default=(0, 0))
+        is_over = last > (0, 0) and not any(one.again for one in begun)
+        late = {t for t in every if t.again and not t.repeat and (is_over or t.round < last)}
+        return [one for one in every if one in begun or one not in late]
+
+    def answers_all(self, wish: Amounts) -> bool:
+        """Whether it has the seeds that a verdict on accuracy takes."""
+        return self.seeds >= min(wish.seeds, TESTED)
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,7 @@ class Facts:
 
     spent: float
     start: float  # a process without its training
-    beside: float  # a whole run of O0 without its steps
+    beside: float  # a whole run without its steps, the quickest
     steps: int  # in a whole run
     short: int  # steps of a timed run
     step: Mapping[Case, float]  # for rows that have run
@@ -85,21 +113,31 @@ class Facts:
         if not bases:
             return None
         trained = [run for run in runs if run.steps]
+        good = [run for run in runs if not run.trial.short and status(run) == OK]
         return cls(
             spent=sum(run.seconds for run in runs),
             start=min(map(_beside_steps, trained)),
-            beside=statistics.mean(map(_beside_steps, bases)),
+            beside=min(map(_beside_steps, good)),
             steps=bases[0].steps,
             short=short_steps(bases) or FEWEST_STEPS,
             step=_means((run.case, _step(run)) for run in trained if _step(run)),
-            whole=_means((run.case, run.seconds) for run in runs if not run.trial.short),
+            whole=_means(
+                (run.case, run.seconds)
+                for run in runs
+                if not run.trial.short and run is not bases[0]  # it started cold
+            ),
             lowest=lowest,
         )
 
     def of_step(self, case: Case) -> float:
-        """A step of a row: as measured, or O0's with the speed of the half type."""
+        """A step of a row: as measured, of it or of others in its type; or O0's by that's speed."""
+        if case in self.step:
+            return self.step[case]
+        alike = [seconds for other, seconds in self.step.items() if other.dtype == case.dtype]
+        if alike:
+            return max(alike)
         halves = [min(1.0, self.lowest.get(name, 1.0)) for name in (case.dtype or "").split("+")]
-        return self.step.get(case, self.step.get(BASE, 0.0) / min(halves))
+        return self.step.get(BASE, 0.0) / min(halves)
 
     def of_trial(self, trial: Trial, few_steps: bool) -> float:
         """What a trial will take."""
@@ -111,63 +149,90 @@ class Facts:
 
     def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
         """What the whole sweep will have taken, with what has run already."""
-        left = (one for one in trials(rows, plan.seeds, plan.rounds) if one not in begun)
+        left = (one for one in plan.trials(rows, begun) if one not in begun)
         return self.spent + sum(self.of_trial(one, not plan.seeds) for one in left)
+
+    def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
+        """The budget that a plan fits."""
+        return math.ceil(self.of_plan(rows, plan, begun) / 60 / _USABLE)
 
 
 def plans(wish: Amounts) -> Iterator[Amounts]:
-    """The plans to choose from, the largest first."""
-    enough = min(wish.seeds, TESTED)
+    """The plans to choose from, the best first.
+
+    An answer takes `TESTED` seeds of the rows that may be recommended; they are rounds of the speed
+    as well.  They come before more rounds, before O3, and before the second O0 of each round.
+    """
+    enough, least = min(wish.seeds, TESTED), min(wish.rounds, FEWEST_ROUNDS)
     for n in range(wish.seeds, enough - 1, -1):
         yield Amounts(n, wish.rounds)
-    rounds = range(wish.rounds, min(wish.rounds, FEWEST_ROUNDS) - 1, -1)
-    for n, one in itertools.product(range(enough - 1, -1, -1), rounds):
-        yield Amounts(n, one)
+    few = min(wish.rounds, max(enough, least))
+    yield Amounts(enough, few)
+    yield Amounts(enough, few, all_rows=False)
+    if few >= TESTED:
+        yield Amounts(enough, few, all_rows=False, again=False)
+    yield Amounts(min(enough, 2), min(wish.rounds, max(2, least)), all_rows=False)
+    for n in (1, 0):
+        yield Amounts(n, wish.rounds)
+        for rounds in range(wish.rounds, least - 1, -1):
+            yield Amounts(n, rounds, all_rows=False)
 
 
 def fitting(
     rows: Sequence[Case], wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
 ) -> Amounts:
-    """The largest plan that takes no more than `minutes`, or hardly more than the smallest.
+    """The best plan that takes no more than `minutes`, or hardly more than the smallest.
 
     A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
-    nothing.
+    nothing.  The third follows on the second where it takes a quarter more than the budget at most:
+    it would be there for nothing.
     """
     whole = (one for one in begun if not one.short and one.case != BASE)
     started = max((trial.seed + 1 for trial in whole), default=0)
     least = started if started > 1 else 0
-    possible = [dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish)]
-    limit = max(_USABLE * 60 * minutes, _HARDLY * facts.of_plan(rows, possible[-1], begun))
-    return next(p for p in possible if facts.of_plan(rows, p, begun) <= limit)
+    possible = (dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish))
+    times = {one: facts.of_plan(rows, one, begun) for one in possible}
+    limit = max(_USABLE * 60 * minutes, _HARDLY * min(times.values()))
+    fit = next(one for one, taken in times.items() if taken <= limit)
+    if least > 1 and not fit.answers_all(wish):
+        with_answer = [one for one in times if one.answers_all(wish)]
+        if times[with_answer[-1]] <= _LITTLE_MORE * 60 * minutes:
+            return with_answer[-1]
+    return fit
 
 
-def in_words(
-    rows: Sequence[Case],
-    wish: Amounts,
-    plan: Amounts,
-    minutes: float | None,
-    facts: Facts,
-    begun: Collection[Trial],
-) -> str:
-    """What is planned and how long it takes, what was left out, and the budget that has it all."""
-    taken = facts.of_plan(rows, plan, begun)
+def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: float) -> str:
+    """What is planned, how long it takes, and what of it can be known then."""
     limit = "" if minutes is None else f" for --budget {minutes:g}"
-    said = [f"Planned{limit}: {_counts(plan)}, about {duration(taken)} in all."]
-    if not plan.seeds:
-        said.append(f"Only O0 runs to its end, others {FEWEST_STEPS} steps: accuracy is untested.")
-    if minutes is not None and taken > 60 * minutes:
-        said.append("No smaller plan says anything, so this one takes longer than its budget.")
-    if plan != wish:
-        enough = math.ceil(facts.of_plan(rows, wish, begun) / 60 / _USABLE)
-        said.append(f"--resume --budget {enough} runs all: {_counts(wish)}.")
-    return " ".join(said)
-
-
-def _counts(plan: Amounts) -> str:
-    """`3 seeds and 4 rounds of timing`."""
-    seeds = max(1, plan.seeds)
+    seeds = counted(max(1, plan.seeds), "seed")
+    names = ", ".join(dict.fromkeys(row.level_name for row in plan.rows(rows)))
     rounds = f" and {counted(plan.rounds, 'round')} of timing"  # each seed is one, too
-    return f"{counted(seeds, 'seed')}{rounds if plan.rounds > seeds else ''}"
+    said = f"Planned{limit}: {seeds}{rounds if plan.rounds > plan.seeds else ''} of {names}"
+    if not plan.seeds:
+        said += f", in which all but O0 take {FEWEST_STEPS} steps"
+    said += f"; about {duration(taken)} in all."
+    if minutes is not None and taken > 60 * minutes:
+        said += " No smaller plan says anything, so this one takes longer than its budget."
+    return said
+
+
+def left_out(
+    wish: Amounts, plan: Amounts, has_again: bool, to_answer: int, to_have_all: int
+) -> str:
+    """What a budget has left out, and the budgets that have it; "" for nothing."""
+    if not plan.answers_all(wish):
+        return (
+            f"{counted(max(1, plan.seeds), 'seed')} can show how fast the rows are; whether they "
+            f"are as accurate takes {TESTED}: --resume --budget {to_answer} answers both."
+        )
+    missing = {
+        "O3": not plan.all_rows,
+        "a second timing of O0": not has_again,
+        counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
+        "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
+    }
+    names = ", ".join(name for name, is_missing in missing.items() if is_missing)
+    return f"Left out: {names}. --resume --budget {to_have_all} has all." if names else ""
 
 
 def duration(taken: float) -> str:

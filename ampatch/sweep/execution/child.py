@@ -5,7 +5,8 @@
 Runs the script under a recorder and writes what was measured to the trial's record, also
 when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file
 holds the number of steps and the loss.  The exit code is the script's.  ORDER is made by
-`Runner`, in JSON: the runner, the trial, and a pipe that closes when the sweep has ended.
+`Runner`, in JSON: the runner, the trial, a pipe that closes when the sweep has ended, and whether
+to say what was imported.
 Under torchrun only rank 0 records.
 """
 
@@ -18,7 +19,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +39,10 @@ from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic
+from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Reach, Runner
-from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything
+from ampatch.sweep.execution.seeding import OwnSeeds, draw, seed_everything
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
@@ -49,6 +51,10 @@ from ampatch.sweep.plan import AUTOCAST, counts_its_steps
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 from ampatch.torch_private import late_threads
 
+_SITE_PACKAGES = tuple(
+    os.path.join(path, "")
+    for path in (*map(sysconfig.get_path, ("purelib", "platlib")), Path(torch.__file__).parents[1])
+)
 _GUARD = """
 import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sweep, or this process, sends SIGKILL next
@@ -59,8 +65,8 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    order = json.loads(argv[0])
+def run(order: dict[str, Any]) -> int:
+    """Be the trial of this order; returns the exit code."""
     runner, trial = restored(Runner, order["runner"]), restored(Trial, order["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
     is_ranked = runner.processes is not None
@@ -73,10 +79,14 @@ def main(argv: Sequence[str]) -> int:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
+    draw(order.get("drawn", 0))  # as imports that are done already have
     own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
     own_seeds.watch()
     record = None if rank else _Record(files.record, watched, own_seeds)
+    before = dict(os.environ)
     ending = runner.program.run(runner.script_arguments(trial))
+    if order["imports"] and not ending.exit_code:
+        write_json(files.imports, {"modules": _installed(), "variables": changes(before)})
     if is_ranked:
         ranks.leave_word(ending.error)
     if record is not None:
@@ -175,6 +185,8 @@ class _Watched:
             self._forwards = open_sessions()[-1].forwards
         else:
             ampatch.observe(self.recorder)
+            if case.engine != AUTOCAST:  # which does so by itself
+                watch_unscaled(self.recorder)
             if "eps" in dict(case.settings):
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
@@ -215,6 +227,21 @@ def _measured(recorder: Recorder) -> Measured:
         return Measured(error=describe(error))
 
 
+def changes(before: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are new, or have another value than `before`."""
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _installed() -> list[str]:
+    """The modules that are imported from site-packages, in the order of their imports."""
+    modules = [(name, getattr(one, "__spec__", None)) for name, one in sys.modules.items()]
+    return [
+        name
+        for name, spec in modules
+        if spec and spec.name == name and (spec.origin or "").startswith(_SITE_PACKAGES)
+    ]
+
+
 def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
     """Have this process and its children killed when the sweep's process has ended.
 
@@ -230,4 +257,4 @@ def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(json.loads(sys.argv[1])))

@@ -54,12 +54,14 @@ class RunFiles:
     log: Path
     directory: Path
     ranks: Path  # a directory for torchrun, until the run has ended
+    imports: Path  # what a cold run has imported, until it has ended
+    copy: Path  # of the current folder, with --in-copy; then what was written there
 
     @classmethod
     def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
         """The files of a trial, or of its stem."""
         stem = trial if isinstance(trial, str) else trial.file_stem
-        endings = ("json", "record", "progress", "log", "dir", "ranks")
+        endings = ("json", "record", "progress", "log", "dir", "ranks", "imports", "copy")
         return cls(*(directory / f"{stem}.{ending}" for ending in endings))
 
     def remove(self) -> None:
@@ -67,12 +69,14 @@ class RunFiles:
         self.run.unlink(missing_ok=True)
         self.log.unlink(missing_ok=True)
         remove_directory(self.directory)
+        remove_directory(self.copy)
         self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
         """Delete what is there while the trial runs."""
         self.record.unlink(missing_ok=True)
         self.progress.unlink(missing_ok=True)
+        self.imports.unlink(missing_ok=True)
         remove_directory(self.ranks)
 
     @contextlib.contextmanager

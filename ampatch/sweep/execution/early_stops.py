@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import OK, brief, status
+from ampatch.sweep.report.figures import NO_STEP, OK, brief, status
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE
 
@@ -32,7 +32,10 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     said = status(run)
     if run.case == BASE and LATE in said:
         return f"{script}: {said}"
-    if said.startswith("no training") and not run.steps:
+    others = [one for one in earlier if one.steps and status(one) == OK]
+    if said.startswith(NO_STEP) and run.case != BASE and others:
+        return ""
+    if said.startswith(("no training", NO_STEP)) and not run.steps:
         kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return _no_integration(script, kind)
@@ -72,11 +75,12 @@ def lacks_memory(said: str) -> bool:
 def failure(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output, which has an exception's message already."""
     said, shown = status(run), last_lines(log)
+    hint = " It may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
     if not shown:
-        return f"{run.trial.label} {said}. It printed nothing."
+        return f"{run.trial.label} {said}.{hint} It printed nothing."
     if said.partition(": ")[2] in shown:
         said = brief(said)
-    return f"{run.trial.label} {said}. Its last lines:\n{shown}"
+    return f"{run.trial.label} {said}.{hint} Its last lines:\n{shown}"
 
 
 def last_lines(log: Path) -> str:

@@ -13,7 +13,6 @@ from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report import paired
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.start_check import note as starts_note
@@ -40,6 +39,7 @@ def script_notes(
         "starts": starts_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
+        "files": _files_note(runs),
         "seeds": _seed_note(script, arguments, options, runs) if plan.seeds > 1 else "",
         "autocast": _autocast_note(script, plan.kind, runs),
         "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
@@ -55,12 +55,14 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
     return f"{said} {plan.kind.needs}." if asks_for_all else said
 
 
-def other_notes(options: SweepOptions, plan: Plan, runs: Sequence[Run]) -> list[str]:
+def other_notes(
+    options: SweepOptions, plan: Plan, runs: Sequence[Run], is_complete: bool
+) -> list[str]:
     """How the runs were timed, tested and ended."""
-    planned = [plan.speeds_in_words(), plan.in_words()] if plan.has_budget else []
-    notes = [*planned, *_timing_notes(plan, runs)]
-    if not paired.available() and any(run.trial.seed for run in runs):
-        notes.append(paired.MISSING)
+    said = plan.left_out() if is_complete else plan.in_words()
+    planned = [plan.speeds_in_words(), said] if plan.has_budget else []
+    copies = [_copies_note(runs)] if options.copies else []
+    notes = [*planned, *_timing_notes(plan, runs), *filter(None, copies)]
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
@@ -167,6 +169,27 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
         f"{script}: no loss was recorded, as it calls neither scale_loss nor backward(). Rows are "
         "compared by metrics alone: have it print one (--metric), or call "
         "ampatch.log_metrics(loss=...)."
+    )
+
+
+def _copies_note(runs: Sequence[Run]) -> str:
+    """Where trials write that run in copies of the folder."""
+    links = ", ".join(name for run in runs for name in run.linked)
+    linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
+    said = "Each trial ran in a copy of the current folder; what it wrote there stays in"
+    return f"{said} runs/*.copy.{linked}" if runs else ""
+
+
+def _files_note(runs: Sequence[Run]) -> str:
+    """What O0 has written into the user's folder."""
+    wrote = next((run.wrote for run in runs if run.wrote), [])
+    if not wrote:
+        return ""
+    shown = ", ".join(wrote[:4]) + (f" and {len(wrote) - 4} more" if len(wrote) > 4 else "")
+    return (
+        f"O0 has written {shown}: trials write over one another's files and over yours, and what "
+        "one has left the next may read. Give each its own place, such as -- --out "
+        f"{{trial_dir}}/{Path(wrote[0]).parts[0]}, or a copy of the folder: --in-copy."
     )
 
 

@@ -57,27 +57,32 @@ class Outcome:
         said = [note for about, note in self._script_notes().items() if about not in known]
         return [*said, *([planned] if planned else [])]
 
+    @property
+    def planned(self) -> int:
+        """How many runs there are, with those that are to come."""
+        done, fail_fast = {run.trial for run in self.runs}, self._options.fail_fast
+        return sum(
+            trial in done or is_due(trial, self.runs, fail_fast) for trial in self._plan.trials
+        )
+
     def write(self) -> None:
         write_files(self._held.path, self.results())
 
     def results(self) -> Results:
         runs, options, plan = self.runs, self._options, self._plan
         rows = summarize(runs, options.judge, options.better, self._margin)
-        done = {run.trial for run in runs}
         self._stems |= dict.fromkeys(trial.file_stem for trial in plan.possible)
         trouble = notes.baseline_trouble(self._script, plan.kind)
         said = [  # what matters most comes first
             *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
-            *notes.other_notes(options, plan, runs),
+            *notes.other_notes(options, plan, runs, len(runs) == self.planned),
         ]
         return Results(
             script=self._script,
             arguments=self._arguments,
             started=self._started,
-            planned=sum(
-                trial in done or is_due(trial, runs, options.fail_fast) for trial in plan.trials
-            ),
+            planned=self.planned,
             settings=self._held.settings,
             versions=machine.versions(),
             machine={
@@ -86,7 +91,7 @@ class Outcome:
             },
             rows=rows,
             done=len(runs),
-            recommendation=trouble or recommendation(rows, plan.kind),
+            recommendation=trouble or recommendation(rows, plan.kind, plan.way_on()),
             notes=[note for note in said if note],
             provenance={**self._provenance, **machine.devices(runs)},
             plan=plan.made_of(),

@@ -33,6 +33,13 @@ def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
     recorder.on_initialize(properties_for(asked["opt_level"], asked["dtype"]))
 
 
+def watch_unscaled(recorder: Recorder) -> None:
+    """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
+    plain = PlainTraining(recorder, "")
+    plain.watch_losses()
+    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.mute()))
+
+
 class PlainTraining:
     """Reports backward passes and steps to `recorder`, from `start` to `stop`.
 
@@ -44,6 +51,7 @@ class PlainTraining:
     ) -> None:
         self._recorder, self._name, self._first_step = recorder, name, first_step
         self._patches = PatchSet()
+        self._is_over = False
         self._hooks: list[Any] = []
         self._steps = 0
         self._given: Any = None
@@ -74,7 +82,13 @@ class PlainTraining:
         self._patches.replace(torch.autograd, "backward", self._reporting)
 
     def stop(self) -> None:
+        """Report nothing more, and put back what was there before."""
+        self.mute()
         self._patches.undo()
+
+    def mute(self) -> None:
+        """Report nothing more; the patches stay, as a session may have put its own around them."""
+        self._is_over = True
         for hook in self._hooks:
             hook.remove()
 
@@ -82,7 +96,8 @@ class PlainTraining:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            self._recorder.on_loss(self._before_scaling(first))
+            if not self._is_over:
+                self._recorder.on_loss(self._before_scaling(first))
             return original(tensors, *args, **kwargs)
 
         return backward
@@ -101,7 +116,12 @@ class PlainTraining:
         def scale(scaler: Any, outputs: Any) -> Any:
             result = original(scaler, outputs)
             scaled = [result] if isinstance(result, Tensor) else result
-            if scaler.is_enabled() and scaled and isinstance(scaled, (list, tuple)):
+            if (
+                not self._is_over
+                and scaler.is_enabled()
+                and scaled
+                and isinstance(scaled, (list, tuple))
+            ):
                 self._waiting += len(scaled)
                 self._scale = original(scaler, torch.ones((), device=scaled[0].device))
                 self._recorder.on_scale(self._scale)
@@ -114,7 +134,7 @@ class PlainTraining:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._steps
             result = original(scaler, optimizer, *args, **kwargs)
-            if self._steps == before and scaler.is_enabled():
+            if self._steps == before and scaler.is_enabled() and not self._is_over:
                 self._step_begins(optimizer)
                 self._recorder.on_step(optimizer, True)
             return result

@@ -20,6 +20,7 @@ from ampatch.sweep.execution.budget import (
     Facts,
     fitting,
     in_words,
+    left_out,
     plans,
     short_steps,
 )
@@ -28,7 +29,8 @@ from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.plan import DTYPES, cases, check_possible, trials
+from ampatch.sweep.plan import DTYPES, cases, check_possible
+from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -66,24 +68,44 @@ class Plan:
         return max(1, self.amounts.seeds)
 
     def fit(self, runs: Sequence[Run]) -> bool:
-        """Plan anew with what runs have shown; whether that says anything new."""
-        before = self._facts, self.amounts
+        """Plan anew with what runs have shown; whether another question is answered then."""
+        before = self._facts, self.amounts.answers_all(self.wish)
         self._facts = Facts.of(runs, self._half.lowest)
         self._ended = {run.trial for run in runs}
         if self._minutes is not None and self._facts is not None:
             self.amounts = fitting(self.cases, self.wish, self._minutes, self._facts, self._ended)
         self._make()
         is_first = before[0] is None and self._facts is not None
-        return is_first or before[1] != self.amounts
+        return is_first or before[1] != self.amounts.answers_all(self.wish)
 
     def in_words(self) -> str:
-        """What is planned; "" before the first run of O0, and where a sweep is a part of more."""
+        """What is planned and left out; "" before the first run of O0, and in a part of more."""
         is_part = self._options.rows is not None or self._options.side_by_side
         if self._facts is None or is_part or len(self.cases) == 1:
             return ""
-        return in_words(
-            self.cases, self.wish, self.amounts, self._minutes, self._facts, self._ended
+        taken = self._facts.of_plan(self.cases, self.amounts, self._ended)
+        said = in_words(self.cases, self.amounts, self._minutes, taken)
+        return f"{said} {self.left_out()}".strip()
+
+    def left_out(self) -> str:
+        """What a budget has left out, and the budget that has it; "" for nothing."""
+        if not self.has_budget or self._facts is None:
+            return ""
+        answers, complete = (
+            self._facts.minutes(self.cases, one, self._ended) for one in (self._enough, self.wish)
         )
+        has_again = any(trial.again for trial in self.trials)
+        return left_out(self.wish, self.amounts, has_again, answers, complete)
+
+    def way_on(self) -> str:
+        """The options that answer what the plan does not."""
+        if self._facts is None or not self.has_budget or self.amounts.answers_all(self.wish):
+            return ""
+        return f"--resume --budget {self._facts.minutes(self.cases, self._enough, self._ended)}"
+
+    @property
+    def _enough(self) -> Amounts:
+        return Amounts(min(self.wish.seeds, TESTED), self.wish.rounds, all_rows=False)
 
     def speeds_in_words(self) -> str:
         """How fast the half types of the rows are here; "" where that was not measured."""
@@ -211,8 +233,9 @@ class Plan:
 
     def _trials(self, amounts: Amounts) -> list[Trial]:
         options = self._options
+        begun = self._ended if self.has_budget else ()
         apart, fewer = options.side_by_side, options.fewer_seeds
-        return trials(self.cases, amounts.seeds, amounts.rounds, apart=apart, fewer=fewer)
+        return amounts.trials(self.cases, begun, apart=apart, fewer=fewer)
 
     def _rows(self) -> list[Case]:
         options = self._options

@@ -25,7 +25,7 @@ class Progress(Protocol):
         """The sweep has ended or was interrupted."""
 
     def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        """A trial starts, as the one with this `number` (from 1) of `count`.
+        """A trial starts, as the one with this `number` (from 1) of `count`; 0: it may change.
 
         It and those after it take about so many `seconds`, where that is known.
         """
@@ -65,7 +65,7 @@ class Lines(Progress):
         self._write("")
 
     def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        self._names[trial] = f"[{number}/{count}] {trial.label}"
+        self._names[trial] = f"[{number}{f'/{count}' if count else ''}] {trial.label}"
         self._end = None if seconds is None else time.monotonic() + seconds
         self._show(trial, "started")
 

@@ -15,7 +15,7 @@ import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.integrations import framework_patches
 from ampatch.sweep.execution.autocast_off import AutocastOff
-from ampatch.sweep.execution.plain_training import PlainTraining
+from ampatch.sweep.execution.plain_training import PlainTraining, watch_unscaled
 from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, LATE, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.measure.recorder import Recorder
 
@@ -53,7 +53,8 @@ class Recognition:
             self._name = AMPATCH
             modules = {name: [one.integration] for name, one in FRAMEWORKS.items()}
             self._framework = _running(sys._getframe(), modules)
-            self._plain.stop()
+            self._plain.mute()
+            watch_unscaled(self._recorder)
             return
         raise AmpatchError(
             f"{LATE}: a sweep cannot tell which part of this training is to be compared. Expected "

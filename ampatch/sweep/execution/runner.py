@@ -12,24 +12,25 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import ranks
+from ampatch.sweep.execution import own_files, ranks
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.slot import Slot
+from ampatch.sweep.execution.warm import POLL, Forked, Warm
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.plan import SEED_VARIABLE, placeholders
-from ampatch.sweep.trial import Trial
+from ampatch.sweep.trial import BASE, Trial
 
-POLL = 0.1  # seconds between two looks at the child
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
 
 
@@ -50,18 +51,22 @@ class Watch:
     """Handed to `Runner.run`: `reached(reach)` hears of progress; the events end the trial.
 
     `cancelled` lets the script end by itself within a time of grace, `killed` does not; both
-    may be set from another thread.
+    may be set from another thread.  Trials may be forked by `warm`.
     """
 
-    def __init__(self, reached: Callable[[Reach], None]) -> None:
-        self._reached = reached
+    def __init__(self, reached: Callable[[Reach], None], warm: Warm | None = None) -> None:
+        self._reached, self.warm = reached, warm
         self._last: Reach | None = None
         self.cancelled, self.killed = threading.Event(), threading.Event()
 
-    def look(self, progress: Path) -> None:
-        """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
+    def check(self) -> None:
+        """Raise `Cancelled` if the trial was."""
         if self.cancelled.is_set():
             raise Cancelled
+
+    def look(self, progress: Path) -> None:
+        """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
+        self.check()
         found = read_json(progress)
         reach = None if found is None else restored(Reach, found)
         if reach not in (None, self._last):
@@ -83,17 +88,24 @@ class Runner:
     override_seeds: bool = False  # the script's own seeds depend on the trial's
     processes: int | None = None  # torchrun starts so many for each trial
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
+    in_copy: bool = False  # each trial runs in a copy of the current folder
 
     def run(self, trial: Trial, watch: Watch, slot: Slot) -> Run:
-        """Run the script in a fresh process, and write what it measured to a file.
+        """Run the script in a process of its own, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
         and also when this process is killed.  Raises `Cancelled` when `watch` says so.
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
-        started = time.monotonic()
-        with files.own_directory(), self._child(trial, files, slot, watch) as child:
+        here, ours = Path.cwd(), self.directory.parent
+        is_first = trial == Trial(BASE)
+        script = self.program.file().resolve().parent
+        folders = [here] if script.is_relative_to(here) else [here, script]
+        before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
+        copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
+        with copy, files.own_directory(), self._child(trial, files, slot, watch) as child:
+            started = time.monotonic()
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -110,8 +122,12 @@ class Runner:
             alone=slot.alone,
             host=socket.gethostname(),
             devices=slot.devices,
+            wrote=own_files.changed(before, own_files.listed(folders, ours)) if before else [],
+            linked=own_files.large(here, ours) if is_first and self.in_copy else [],
         )
         write_json(files.run, run.to_json())
+        if watch.warm is not None:
+            watch.warm.learn(read_json(files.imports))
         files.remove_unfinished()
         return run
 
@@ -126,21 +142,32 @@ class Runner:
     @contextmanager
     def _child(
         self, trial: Trial, files: RunFiles, slot: Slot, watch: Watch
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    ) -> Iterator[subprocess.Popen[bytes] | Forked]:
         """The running child; at the end of the block it and all it started are ended.
 
         The child has a session of its own, so that one signal reaches the processes it
         starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
         """
         guard, held = os.pipe() if hasattr(os, "killpg") else (None, None)
+        order = {"runner": self, "trial": trial, "guard": guard, "imports": False}
+        environment = slot.apply(_environment(trial, files))
+        child: subprocess.Popen[bytes] | Forked | None = None
         try:
             with files.log.open("wb") as log:
-                child = subprocess.Popen(
-                    self._command(trial, files, guard),
+                # Integrations of frameworks come in before the script imports these.
+                warm = watch.warm
+                is_warm = warm is not None and guard is not None and not self.in_copy
+                if is_warm and self.kind.name != FRAMEWORK:
+                    order["imports"] = warm.is_to_learn
+                    ends = (log.fileno(), guard)
+                    child = warm.start(plain(order), environment, ends, watch.check)
+                child = child or subprocess.Popen(
+                    self._command(order, files),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=slot.apply(_environment(trial, files)),
+                    env=environment,
+                    cwd=files.copy if self.in_copy else None,
                     start_new_session=True,
                     pass_fds=() if guard is None else (guard,),
                 )
@@ -159,16 +186,15 @@ class Runner:
         directory = str(RunFiles.of(self.directory, trial).directory.resolve())
         return placeholders(self.arguments, trial.seed, self.steps, directory)
 
-    def _command(self, trial: Trial, files: RunFiles, guard: int | None) -> list[str]:
+    def _command(self, order: dict[str, Any], files: RunFiles) -> list[str]:
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
             launcher += ranks.launcher(self.processes, files.ranks)
-        order = json.dumps(plain({"runner": self, "trial": trial, "guard": guard}))
-        return [*launcher, "ampatch.sweep.execution.child", order]
+        return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(order))]
 
 
 def _watch(
-    child: subprocess.Popen[bytes],
+    child: subprocess.Popen[bytes] | Forked,
     files: RunFiles,
     started: float,
     timeout: float | None,
@@ -183,7 +209,7 @@ def _watch(
     return True
 
 
-def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
+def _end(child: subprocess.Popen[bytes] | Forked, watch: Watch) -> None:
     """Ask the child to end, then end it with everything it started."""
     _signal(child, signal.SIGTERM)
     try:
@@ -195,7 +221,7 @@ def _end(child: subprocess.Popen[bytes], watch: Watch) -> None:
         child.wait()
 
 
-def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+def _signal(child: subprocess.Popen[bytes] | Forked, number: int) -> None:
     """Send a signal to the child's process group, or to the child where there are no groups."""
     if not hasattr(os, "killpg"):
         child.send_signal(number)
@@ -226,7 +252,7 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)
     environment[DIRECTORY_VARIABLE] = str(files.directory.resolve())
-    environment.setdefault("PYTHONHASHSEED", str(trial.seed))
+    environment.setdefault("PYTHONHASHSEED", "0")  # one for all, as those that are forked have
     path = python_path(environment)
     if path is not None:
         environment["PYTHONPATH"] = path

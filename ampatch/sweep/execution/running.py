@@ -20,6 +20,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.options import SweepOptions
+from ampatch.sweep.plan import SUBJECT
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -100,7 +101,7 @@ class Course:
         try:
             is_new = self._plan.recognize(kind)
         except ValueError as error:
-            raise SweepError(f"{self._program} {error}") from None
+            raise SweepError(str(error).replace(SUBJECT, str(self._program), 1)) from None
         if is_new:
             self._held.keep(self._plan.settings())
             self._outcome.write()  # the record names each trial before it starts
@@ -109,9 +110,9 @@ class Course:
     def _take(self, event: Event, shown: Progress) -> None:
         if isinstance(event, Started):
             self._begun.add(event.trial)
-            left, count = self._plan.left(self._begun), len(self._plan.trials)
+            count = 0 if self._plan.has_budget else self._outcome.planned
             seconds = self._plan.seconds_left(self._begun - {event.trial})
-            shown.started(count - len(left), count, event.trial, seconds)
+            shown.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Reached):
             self._say_if_long(shown)
             shown.reached(event.trial, event.reach.steps, event.reach.loss)

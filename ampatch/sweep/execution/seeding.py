@@ -23,6 +23,7 @@ import torch
 from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.own_lines import own_line
 
+_MOST = 64  # words
 _GLOBAL = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
@@ -39,6 +40,31 @@ def seed_everything(seed: int) -> None:
         import numpy
 
         numpy.random.seed(seed)
+
+
+def drawn() -> int | None:
+    """How many words of `random` imports have drawn since `seed_everything(0)`: `rich` draws one.
+
+    None where they are too many, or where another generator has moved.
+    """
+    found = _states()
+    seed_everything(0)
+    for count in range(_MOST):
+        if _states() == found:
+            return count
+        draw(1)
+    return None
+
+
+def draw(words: int) -> None:
+    """Draw so many words of 32 bits, which nobody needs."""
+    random.getrandbits(32 * words)
+
+
+def _states() -> list[str]:
+    numpy: Any = sys.modules.get("numpy.random")
+    others = [] if numpy is None else [str(numpy.get_state())]
+    return [str(random.getstate()), str(torch.get_rng_state().tolist()), *others]
 
 
 class OwnSeeds:

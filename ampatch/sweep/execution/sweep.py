@@ -129,15 +129,20 @@ class Sweep:
         train, or reports no such metric; and at the end, if trials were lost with what ran
         them.  What was submitted ends with this call.
         """
+        program = self._program
+        if self._options.copies and self._file.resolve().is_relative_to(Path.cwd()):
+            here = str(self._file.resolve().relative_to(Path.cwd()))  # its copy runs
+            program = program if program.is_module else Program(here)
         runner = Runner(
-            self._program,
+            program,
             self.arguments,
-            self._held.runs,
+            self._held.runs.resolve(),  # a trial in a copy has another current folder
             metrics=self._options.metrics,
             timeout=self._options.timeout,
             processes=self._options.nproc_per_node,
             override_seeds=self._options.override_seeds,
             probe=self._options.probe,
+            in_copy=self._options.copies,
         )
         try:
             shown, engine = progress or Silent(), engines.make(self._options)

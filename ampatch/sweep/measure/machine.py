@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def versions() -> dict[str, str]:
 def state_of_the_machine() -> dict[str, Any]:
     """What timings depend on, for the record of a run: native part, load, threads."""
     return {
+        "began": time.time(),  # seconds
         "native": native.status().in_force,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),

@@ -11,12 +11,19 @@ from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.directions import direction
 
 _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
+_OF_VALIDATION = r"(?:val|valid|validation|test|testing|eval|evaluation|dev|held.?out)"
+_VALIDATION = re.compile(rf"{_OF_VALIDATION}(?![a-z])", re.IGNORECASE)
+_COUNTED = re.compile("time|sec|duration|speed|step|epoch|batch|size|count|lr", re.IGNORECASE)
+_NAMED = re.compile(
+    rf"((?:\b{_OF_VALIDATION}[ /_:-]+)?\b[A-Za-z][\w@/-]*)(\s*[:=] *| +)\d+\.?\d*", re.IGNORECASE
+)
 
 
 def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
     r"""For each pattern with a match, by name: every number its group matched.
 
-    The group `([\d.]+)` matches 2.5 in 2.5e-05: the exponent is added to the number.
+    The group `([\d.]+)` matches 2.5 in 2.5e-05: the exponent is added to the number.  `(\S+)`
+    matches what stands at a number, too, as in `77.5%`: that is left out.
     `^` and `$` match at the begin and end of each line.  Raises `ValueError` for a match that is
     not a number.
     """
@@ -32,22 +39,34 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
 def hint(log: Path, size: int) -> tuple[str, str] | None:
     r"""A number in the output that looks like a metric, and the `--metric` that reads it.
 
-    `acc 0.93` and `acc=acc ([\d.]+)`; None where there is none.  `size` is that of the file now.
+    `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None where there is none.  A name that is
+    better when higher looks so, any that speaks of validation but a time or a count, and no loss of
+    training.  `size` is that of the file now.
     """
     text = log.read_bytes().decode("utf-8", "replace")
-    for match in re.finditer(r"([A-Za-z][\w@-]*)(\s*[:=] *| +)\d+\.?\d*", text):
-        name, between = match.groups()
-        if direction(name) == "higher":
-            said = re.escape(name + between).replace("\\ ", " ")
-            return match[0], rf"{name}={said}([\d.]+)"
+    for is_wanted in (_is_score, _is_of_validation):
+        for match in _NAMED.finditer(text):
+            name, between = match.groups()
+            if is_wanted(name, match[0]):
+                said = re.escape(name + between).replace("\\ ", " ")
+                return match[0], rf"{'_'.join(name.split())}={said}([\d.]+)"
     return None
+
+
+def _is_score(name: str, _: str) -> bool:
+    return direction(name) == "higher"
+
+
+def _is_of_validation(name: str, shown: str) -> bool:
+    return bool(_VALIDATION.match(name)) and "." in shown and not _COUNTED.search(name)
 
 
 def _number(match: re.Match[str], name: str, log: Path) -> float:
     exponent = _EXPONENT.match(match.string, match.end(1))
     try:
-        return float(match[1] + exponent[0] if exponent else match[1])
-    except (TypeError, ValueError):
+        number = match[1] + exponent[0] if exponent else match[1]
+        return float(number.strip("%,;:()[]"))
+    except (AttributeError, TypeError, ValueError):
         raise ValueError(
             f"--metric {name}={match.re.pattern}: found {match[1]!r} in {match[0]!r} ({log}), "
             "expected a number."

@@ -5,6 +5,7 @@ Values on a device are kept as small tensors and read in batches, long after the
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -84,18 +85,19 @@ def peak_memory() -> tuple[int | None, str]:
     """The most memory this process ever held, and of which kind.
 
     On an accelerator what PyTorch allocated on all devices together.  On CPU, and where
-    PyTorch keeps no such figure, the resident set, the interpreter and PyTorch's own code
-    included: read from /proc where there is one, because `ru_maxrss` of a child starts at the
-    peak of the process that started it.
+    PyTorch keeps no such figure, the resident set: read from /proc where there is one, because
+    `ru_maxrss` of a child starts at the peak of the process that started it.  There the pages of
+    files, such as the code of libraries, are left out: a process that is forked counts those that
+    it has used itself, another all that imports have read.
     """
     on_devices = device_figures.peak_memory()
     if on_devices is not None:
         return on_devices, "device"
     status = Path("/proc/self/status")
     if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024, "resident"
+        kibibytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", status.read_text(), re.M))
+        if {"VmHWM", "RssFile"} <= kibibytes.keys():
+            return (int(kibibytes["VmHWM"]) - int(kibibytes["RssFile"])) * 1024, "resident"
     return _peak_by_resource(), "resident"
 
 

@@ -75,6 +75,8 @@ class Run:
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
     host: str = ""
     devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
+    wrote: list[str] = field(default_factory=list)  # O0's first: files in the user's folder
+    linked: list[str] = field(default_factory=list)  # O0's first: what is no copy in its copy
 
     @property
     def case(self) -> Case:

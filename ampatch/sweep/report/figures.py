@@ -4,8 +4,9 @@
   or a quarter of a short run) and the first step after `log_metrics`, which contains an
   evaluation, do not count.  With several optimizers the one that steps most often counts.
 * CPU time: what the process used of all processors from step to step.
-* First and last loss: means over the first and the last twentieth of all
-  losses given to `scale_loss`; with several losses, those of the lowest `loss_id`.
+* First and last loss: means over the first and the last twentieth of all losses given to
+  `scale_loss` or `backward()`; with several losses, those of the lowest `loss_id`.  First losses of
+  rows with unequal numbers of losses are means over as many as in the shortest run.
 * A run has diverged if its last loss is not finite, or if an earlier loss was not and
   the optimizer step after it was taken.  An overflow that the loss scaler skipped is
   no divergence.
@@ -27,7 +28,7 @@ from ampatch.sweep.trial import BASE
 WARM_UP = 10  # steps
 SHARE = 20  # first and last loss are means over this fraction of them: 1/20
 
-OK = "ok"
+OK, NO_STEP = "ok", "took no step"
 
 
 def step_times(measured: Measured | None, first: int | None = None) -> Spread | None:
@@ -68,13 +69,15 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
     return None if times is None else times.median
 
 
-def first_and_last(measured: Measured | None) -> tuple[float | None, float | None]:
-    """The loss at the start and at the end."""
+def first_and_last(
+    measured: Measured | None, first: int | None = None
+) -> tuple[float | None, float | None]:
+    """The loss at the start and at the end; that at the start as the mean of the `first` ones."""
     losses = main_losses(measured).values
     if not losses:
         return None, None
     count = max(1, len(losses) // SHARE)
-    return mean(losses[:count]), mean(losses[-count:])
+    return mean(losses[: first or count]), mean(losses[-count:])
 
 
 def main_losses(measured: Measured | None) -> Series:
@@ -106,7 +109,7 @@ def status(run: Run) -> str:
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
-        return "no training: never steps an optimizer (given to ampatch.initialize)"
+        return f"{NO_STEP}: of an optimizer that was given to ampatch.initialize"
     if measured.opt_level != run.case.opt_level:
         return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
     return divergence(measured) or OK

@@ -9,36 +9,46 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
+
+from pandas import DataFrame, Series
 
 from ampatch.sweep.report import margin, numbers, pace
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
-from ampatch.sweep.report.paired import available, holm, paired, smallest_seen
+from ampatch.sweep.report.paired import holm, paired, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
+from ampatch.sweep.trial import BASE
 
-Samples = dict[str, dict[int, float]]  # by quantity one value for each seed
+Samples = dict[tuple[str, str], DataFrame]
+"""By row and quantity: for each seed, the index, one value and how many steps it took."""
+ONE_SEED, SAME_SEEDS = "one seed", "O0 is the same with each seed"  # why there is no test
+UNEVEN = 1.02  # times as many steps: losses after them are not those of one training
 
 
 def compare(
-    sample: Samples,
-    base: Samples,
+    samples: Samples,
+    row: str,
     judged: str | None,
     better: Mapping[str, str],
     seeds_matter: bool = True,
     matters: Margin = ONE_PERCENT,
 ) -> list[Comparison]:
-    """Comparisons of each quantity that both have with some seed, the judged one first.
+    """Comparisons of each quantity that a row and O0 have with some seed, the judged one first.
 
     `matters` is the smallest difference that does.  They have no outcome until `corrected` has
     seen those of all rows.
     """
-    names = [name for name in sample if sample[name].keys() & base.get(name, {}).keys()]
+    pairs = {
+        name: sample.merge(samples[BASE.label, name], on="seed", suffixes=("", "_of_base"))
+        for (label, name), sample in samples.items()
+        if label == row and (BASE.label, name) in samples
+    }
+    names = [name for name, pair in pairs.items() if len(pair)]
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
     compared = [
-        _compared(name, sample[name], base[name], way, seeds_matter)
+        _compared(name, pairs[name], way, seeds_matter)
         for name, way in directions(names, better).items()
     ]
     return [
@@ -54,15 +64,16 @@ def directions(names: Iterable[str], given: Mapping[str, str]) -> dict[str, str 
 
 def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]]:
     """The comparisons of all rows, with each quantity's p corrected over the rows, and outcomes."""
-    tested: dict[str, list[Comparison]] = {}
-    for one in itertools.chain(*compared):
-        if one.p is not None:
-            tested.setdefault(one.name, []).append(one)
-    judged = {}
-    for ones in tested.values():
-        for one, p in zip(ones, holm([one.p for one in ones if one.p is not None])):
-            judged[id(one)] = _judged(one, p, len(ones))
-    return [[judged.get(id(one), one) for one in of_row] for of_row in compared]
+    tested = DataFrame(
+        [(id(one), one.name, one.p) for one in itertools.chain(*compared) if one.p is not None],
+        columns=["id", "name", "p"],
+    ).set_index("id")
+    by_name = tested.groupby("name").p
+    p, rows = by_name.transform(holm), by_name.transform("size")
+    return [
+        [_judged(one, p[id(one)], rows[id(one)]) if id(one) in p else one for one in of_row]
+        for of_row in compared
+    ]
 
 
 def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
@@ -74,21 +85,15 @@ def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
 
 
-def _compared(
-    name: str,
-    sample: dict[int, float],
-    base: dict[int, float],
-    better: str | None,
-    seeds_matter: bool,
-) -> Comparison:
-    seeds = sorted(sample.keys() & base.keys())
-    ours, theirs = [sample[seed] for seed in seeds], [base[seed] for seed in seeds]
+def _compared(name: str, pair: DataFrame, better: str | None, seeds_matter: bool) -> Comparison:
+    """The comparison of values with O0's of the same seed."""
+    ours, theirs = pair.value, pair.value_of_base
     mean, base_mean = numbers.mean(ours), numbers.mean(theirs)
     plain = Comparison(
-        name=name, better=better, n=len(seeds), mean=mean, sd=_sd(ours),
+        name=name, better=better, n=len(pair), mean=mean, sd=_sd(ours),
         base_mean=base_mean, base_sd=_sd(theirs), difference=mean - base_mean,
     )  # fmt: skip
-    untested = _reason_against_a_test([*ours, *theirs], len(seeds), seeds_matter)
+    untested = _reason_against_a_test(name, pair, seeds_matter)
     if untested:
         lost = all(map(math.isfinite, theirs)) and not all(map(math.isfinite, ours))
         outcome = "worse" if lost else "untested"
@@ -100,21 +105,23 @@ def _compared(
     )  # fmt: skip
 
 
-def _reason_against_a_test(values: Sequence[float], seeds: int, seeds_matter: bool) -> str:
-    if not all(map(math.isfinite, values)):
+def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> str:
+    if not all(map(math.isfinite, [*pair.value, *pair.value_of_base])):
         return "not all values are finite"
-    if seeds < 2:
-        return "one seed"
-    if not seeds_matter:
-        return "O0 is the same with each seed"
-    return "" if available() else "scipy is not installed"
+    factors = pair.steps / pair.steps_of_base
+    if name == LOSS and not factors.between(1 / UNEVEN, UNEVEN).all():
+        steps, of_base = pair.steps.mean(), pair.steps_of_base.mean()
+        return f"it took {steps:.0f} steps and O0 {of_base:.0f}"
+    if len(pair) < 2:
+        return ONE_SEED
+    return "" if seeds_matter else SAME_SEEDS
 
 
 def _judged(one: Comparison, p: float, rows: int) -> Comparison:
     """A comparison with its corrected p, what it would have seen, and its outcome."""
     smallest = smallest_seen(one.scatter, one.n, rows) if one.scatter else None
     outcome = margin.outcome(one, p)
-    return dataclasses.replace(one, corrected_p=p, smallest=smallest, outcome=outcome)
+    return dataclasses.replace(one, corrected_p=float(p), smallest=smallest, outcome=outcome)
 
 
 def _quality(row: Row) -> str:
@@ -161,8 +168,6 @@ def difference_text(one: Comparison) -> str:
     return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
 
 
-def _sd(values: Sequence[float]) -> float | None:
+def _sd(values: Series) -> float | None:
     """The standard deviation; None of a single value, and where one is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return None
-    return statistics.stdev(values)
+    return values.std() if len(values) > 1 and all(map(math.isfinite, values)) else None

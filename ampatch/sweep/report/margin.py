@@ -91,8 +91,9 @@ def margin_text(one: Comparison) -> str:
 
 
 def weighed(row: Row) -> list[Comparison]:
-    """What decides about a row: the judged quantity, and the last loss."""
-    return [one for number, one in enumerate(row.comparisons) if not number or one.name == LOSS]
+    """What decides about a row: the judged quantity, and the last loss after as many steps."""
+    others = [one for one in row.comparisons[1:] if one.name == LOSS and not one.is_uneven]
+    return [*row.comparisons[:1], *others]
 
 
 def worse(row: Row) -> list[Comparison]:

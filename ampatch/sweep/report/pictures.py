@@ -13,7 +13,13 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas
+from matplotlib import style
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure  # not pyplot, which has global state
+from pandas import DataFrame
 
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report import provenance
@@ -23,9 +29,6 @@ from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import FORMATS, Results, Row
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
@@ -49,10 +52,6 @@ LOOKS = (
     "Dashed lines and lighter bars are bfloat16. Bands are the range over seeds, whiskers the "
     "quartiles over rounds; \N{DAGGER} and \N{DOUBLE DAGGER} are those of the table."
 )
-MISSING = (
-    'No plots: matplotlib or pandas is not installed. pip install "ampatch[sweep]"; then '
-    "`ampatch report DIR` draws them."
-)
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,8 @@ class Picture:
         return f"data:image/svg+xml;base64,{base64.b64encode(self.files['svg']).decode()}"
 
 
-def available() -> bool:
-    """Whether matplotlib and pandas are installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-        import pandas  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
-    """The pictures that have something to draw.  Needs matplotlib and pandas."""
+    """The pictures that have something to draw."""
     losses = losses_of(runs)
     made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
     return [picture for picture in made if picture is not None]
@@ -126,15 +115,18 @@ def _with_legend(lines: dict[str, Any]) -> float:
 
 
 def _speed(results: Results) -> Picture | None:
-    timed = [row for row in results.rows if row.speeds is not None]
-    if all(row.label == BASE.label for row in timed):  # O0 is as fast as itself
+    timed = [row for row in results.rows if row.speeds is not None and row.label != BASE.label]
+    if not timed:
         return None
 
     def draw(panels: list[Any]) -> None:
         _draw_bars(panels[0], results, timed)
         panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
 
-    caption = "Speed relative to O0 in the same round, and the median time of a step."
+    caption = (
+        "Speed relative to O0 in the same round, and the median time of a step; grey: what O0 "
+        "itself differed by."
+    )
     names = [textwrap.fill(row.name, NAME) for row in timed]
     height = 0.9 + sum(0.12 + 0.17 * (name.count("\n") + 1) for name in names)
     return _picture("speed", caption, results, [height], draw)
@@ -148,9 +140,6 @@ def _picture(
     draw: Callable[[list[Any]], None],
 ) -> Picture:
     """What `draw` draws on panels of these heights in inches; lines get a legend."""
-    from matplotlib import style
-    from matplotlib.figure import Figure  # not pyplot, which has global state
-
     with style.context(["default", STYLE]):  # not the user's style
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
@@ -208,8 +197,6 @@ def _draw_differences(axes: Any, results: Results, apart: dict[str, DataFrame]) 
 
 def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     """A bar for each row, the first on top, with its text on the right."""
-    from matplotlib.colors import to_rgb
-
     texts = []
     for height, row in enumerate(rows):
         speeds = row.speeds
@@ -230,6 +217,8 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     axes.axvline(1, color="#333333", lw=1, ls=":")
+    if reach := rows[0].reach:
+        axes.axvspan(1 / reach, reach, color="#8c8c8c", alpha=0.25, lw=0, zorder=0)
     beside = axes.secondary_yaxis("right")
     beside.set_yticks(range(len(rows)), texts)
     beside.tick_params(length=0)
@@ -251,8 +240,6 @@ def losses_of(runs: Iterable[Run]) -> DataFrame:
 
     `seconds` are those since the run's first loss.
     """
-    import pandas
-
     parts = []
     for run in runs:
         series = main_losses(run.measured)

@@ -10,24 +10,26 @@ import re
 from collections.abc import Sequence
 
 from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.judge import difference_text, quality_text
+from ampatch.sweep.report.judge import ONE_SEED, SAME_SEEDS, difference_text, quality_text
 from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
-from ampatch.sweep.report.paired import smallest_seen
+from ampatch.sweep.report.paired import TESTED, smallest_seen
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
 
 NOTHING_YET = "Nothing to compare yet"
-MORE_SEEDS = 5  # are advised where the scatter over the seeds is not known
-LEAST_SEEDS = 3  # with one and the same difference
 MOST_SEEDS = 50
 _LESS_MEMORY = 0.95  # relative to O0's; above it no sentence mentions memory
 _HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
-def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
-    """What to train a script of this kind with, and why; or what is missing to say it."""
+def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, more: str = "") -> str:
+    """What to train a script of this kind with, and why; or what is known, and what settles it.
+
+    `more` are the options by which a sweep goes on that had no time for accuracy.
+    """
     apart = [row for row in rows if row.start]
     if apart:
         first = next((row for row in apart if row.outcome != "baseline"), apart[0])
@@ -39,30 +41,22 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN) -> str:
         return f"{NOTHING_YET}: {_what_lacks(rows)}."
     base = next(row for row in rows if row.outcome == "baseline")
     well = [row for row in rows if row.outcome not in ("baseline", "failed")]
-    accurate = [row for row in well if not worse(row)]
     left = [row for row in well if not pace.surely_not(row)]
-    fit = [row for row in left if row in accurate]
+    fit = [row for row in left if not worse(row)]
     if left and not fit:
         return _none_as_accurate(left)
-    faster = pace.worthwhile(fit)
-    if not faster:
-        why = pace.none_recommended(fit or well, base)
-        known = [row for row in accurate if not no_direction(row)]
-        return why + _smaller(known, base) if why.startswith("Stay") else why
-    shown = [row for row in faster if not not_shown(row)]
+    if not fit:
+        return _none_faster([row for row in well if row.pace], base)
+    shown = [row for row in pace.worthwhile(fit) if not not_shown(row)[0]]
     if not shown:
-        fastest = max(faster, key=lambda row: row.decisive.median)
-        return (
-            f"Not known yet: {_name(fastest)} is {pace.in_words(fastest)}, but {not_shown(fastest)}"
-        )
+        return _so_far(fit, more)
     best, others = _with_most_fp32(shown, kind)
     said = f"Use {_name(best)}: {pace.in_words(best)}; {_accuracy(best.comparisons[0])}."
     much = _memory(best, base)
-    more = [f"It takes {much} than O0"] if much else []
+    also = [f"It takes {much} than O0"] if much else []
     if others:
-        names = ", ".join(map(_name, others))
-        more.append(f"{names} {'is' if len(others) == 1 else 'are'} not surely faster")
-    return f"{said} {', and '.join(more)}." if more else said
+        also.append(f"{_names(others)} {'is' if len(others) == 1 else 'are'} not surely faster")
+    return f"{said} {', and '.join(also)}." if also else said
 
 
 def anything_compared(rows: Sequence[Row]) -> bool:
@@ -71,40 +65,84 @@ def anything_compared(rows: Sequence[Row]) -> bool:
     return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
 
 
-def not_shown(row: Row) -> str:
-    """What was not shown of a row's accuracy, as the end of a sentence; "" if all was."""
+def not_shown(row: Row) -> tuple[str, str]:
+    """What was not shown of a row's accuracy, and the option that may show it; "" if all was."""
     if not row.comparisons:
-        return "no loss or metric was compared with O0's."
+        why = (
+            "no loss or metric was compared with O0's" if row.steps else "it has not run to its end"
+        )
+        return why, "" if row.steps else f"--seeds {TESTED}"
     judged = row.comparisons[0]
     if judged.has_no_verdict:
-        return no_direction(row) + _cure(judged)
+        seeds = f"--seeds {TESTED} " if judged.untested == ONE_SEED else ""
+        return no_direction(row), seeds + option(judged.name)
     untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
     if untested is not None:
-        return f"its {untested.title} is not tested ({untested.untested}).{_cure(untested)}"
+        cure = f"--seeds {TESTED}" if untested.untested == ONE_SEED else ""
+        return f"its {untested.title} is not tested ({untested.untested}){_hint(untested)}", cure
+    ends = f"with {judged.n} seeds the 95 % interval of its {judged.title} ends"
+    matters = f"{judged.matters:.2g} matters (--margin)"
     if not judged.scatter:
-        return _without_scatter(judged)
+        off = f"its {judged.title} is {judged.difference:+.2g} off with each of {judged.n} seeds"
+        if not is_shown(judged):
+            return f"{off}, and {matters}", f"--seeds {judged.n + 2}"
+        few = f"the same {judged.title} with {judged.n} seeds says little", f"--seeds {TESTED}"
+        return few if judged.n < TESTED else ("", "")
     if is_shown(judged):
-        return ""
-    said = (
-        f"with {judged.n} seeds the 95 % interval of its {judged.title} ends "
-        f"{at_worst(judged):.2g} worse than O0's, and {judged.matters:.2g} matters (--margin)."
+        return "", ""
+    said, seeds = (
+        f"{ends} {at_worst(judged):.2g} worse than O0's, and {matters}",
+        _seeds_for(judged),
     )
-    seeds = _seeds_for(judged)
     if seeds is None:
-        return f"{said} Not even {MOST_SEEDS} seeds like these would end it before that."
-    return f"{said} More seeds are needed, about {seeds}: --resume --seeds {seeds}."
+        return f"{said}; not even {MOST_SEEDS} seeds like these would end it before that", ""
+    return said, f"--seeds {seeds}"
 
 
 def no_direction(row: Row) -> str:
-    """A sentence if the judged metric differs from O0's and has no direction, else ""."""
+    """How the judged metric differs from O0's, if it has no direction; else ""."""
     if not (row.comparisons and row.comparisons[0].has_no_verdict):
         return ""
     one = row.comparisons[0]
     difference = difference_text(one) or f"{one.difference:+.2g}"
     return (
         f"its {one.title} differs from O0's by {difference}, and the name does not say whether "
-        f"lower or higher is better: --resume {option(one.name)}."
+        "lower or higher is better"
     )
+
+
+def _so_far(fit: Sequence[Row], more: str) -> str:
+    """What is known of speed and of accuracy, each by itself, and what settles the rest."""
+    faster = pace.worthwhile(fit)
+    first = max(faster or fit, key=lambda row: row.speeds.median if row.speeds else 0.0)
+    others = [row for row in fit if row not in (first, *faster)]
+    speed = f"{_name(first)} is {pace.in_words(first) or 'not timed'}"
+    if others:
+        speed += f"; {_names(others)} {'is' if len(others) == 1 else 'are'} not told apart from O0"
+    good = [row for row in fit if not not_shown(row)[0]]
+    what, cure = not_shown(first) if faster or not good else ("", "")
+    known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
+    accuracy = "; ".join([*known, *([f"{_name(first)}: {what}"] if what else [])])
+    rounds = ""
+    if first.pace == pace.UNKNOWN:
+        rounds = f"--rounds {first.speeds.n + ROUNDS}"
+    elif not faster and not cure.startswith("--seeds"):  # each seed is a round
+        rounds = f"--rounds {ROUNDS}"
+    options = " ".join(filter(None, (rounds, cure)))
+    said = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
+    way_on = more or (options and f"--resume {options}")
+    idle = ", on an idle machine" if not faster and first.pace == pace.UNKNOWN else ""
+    return f"{said} To settle it{idle}: {way_on}." if way_on else said
+
+
+def _none_faster(rows: Sequence[Row], base: Row) -> str:
+    """A sentence: no row is fast enough; and the one that saves most memory, if any."""
+    fastest = max(rows, key=lambda row: row.decisive.median)
+    said = (
+        f"Stay with O0: no row is {pace.WORTHWHILE:g} times as fast. The fastest, {fastest.name}, "
+        f"is {pace.in_words(fastest)}."
+    )
+    return said + _smaller([row for row in rows if not worse(row) and not no_direction(row)], base)
 
 
 def _accuracy(one: Comparison) -> str:
@@ -125,26 +163,12 @@ def _none_as_accurate(rows: Sequence[Row]) -> str:
     )
 
 
-def _without_scatter(one: Comparison) -> str:
-    """What the same difference with each seed does not show: it has no scatter to test by."""
-    if not is_shown(one):
-        return (
-            f"its {one.title} is {one.difference:+.2g} off with each of {one.n} seeds, and "
-            f"{one.matters:.2g} matters (--margin). "
-            f"--resume --seeds {max(MORE_SEEDS, one.n + 3)} says more."
-        )
-    if one.n < LEAST_SEEDS:
-        return (
-            f"the same {one.title} with {one.n} seeds says little: --resume --seeds {MORE_SEEDS}."
-        )
-    return ""
-
-
-def _cure(one: Comparison) -> str:
-    if one.untested == "one seed":
-        return f" More seeds are needed: --resume --seeds {MORE_SEEDS}."
-    if one.untested == "O0 is the same with each seed":
-        return " Have the seed reach the script: {seed} among its arguments, or --override-seeds."
+def _hint(one: Comparison) -> str:
+    """How an untested quantity can be tested, where no option of the sweep does it."""
+    if one.is_uneven:
+        return ": have the script report a metric, by log_metrics or --metric"
+    if one.untested == SAME_SEEDS:
+        return ": have the seed reach the script, by {seed} among its arguments or --override-seeds"
     return ""
 
 
@@ -199,6 +223,10 @@ def _smaller(fit: Sequence[Row], base: Row) -> str:
         return ""
     at = pace.in_words(least) or "its speed was not measured"
     return f" {_name(least)} takes {_memory(least, base)}: {at}."
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(map(_name, rows))
 
 
 def _name(row: Row) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import setting_text, split_interval
-from ampatch.sweep.report.pictures import LOOKS, Picture, available, pictures
-from ampatch.sweep.report.pictures import MISSING as NO_PICTURES
+from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
 from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
@@ -23,17 +22,15 @@ from ampatch.sweep.report.summary_files import filled, write_tables
 from ampatch.sweep.report.table import Table, by_row, columns, notes
 
 
-def write_report(directory: str | Path) -> str:
+def write_report(directory: str | Path) -> None:
     """Write report and pictures, and the table as CSV, Markdown and LaTeX again.
 
-    Returns a sentence that says what the report lacks and why, or "" if it is complete.
     Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
     version's format, `OSError` if nothing can be written.
     """
     sweep = read_sweep(directory)
     path, results = sweep.directory, sweep.results
-    lacking = "" if available() else NO_PICTURES
-    drawn = [] if lacking else pictures(results, sweep.runs)
+    drawn = pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
     for old in DRAWN:
         (path / old).unlink(missing_ok=True)
@@ -41,12 +38,11 @@ def write_report(directory: str | Path) -> str:
         for form, content in picture.files.items():
             (path / PLOTS / f"{picture.name}.{form}").write_bytes(content)
     write_tables(path, results)
-    write_whole(path / REPORT, as_html(results, drawn, lacking))
-    return lacking
+    write_whole(path / REPORT, as_html(results, drawn))
 
 
-def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> str:
-    """The page; `lacking` says why there are no pictures, if there are none."""
+def as_html(results: Results, drawn: Sequence[Picture]) -> str:
+    """The page."""
     rows = results.rows
     return filled(
         "page.html",
@@ -58,7 +54,6 @@ def as_html(results: Results, drawn: Sequence[Picture], lacking: str = "") -> st
         explained=notes(rows),
         drawn=drawn,
         looks=LOOKS,
-        lacking=lacking,
         facts=facts(results),
         settings={n: setting_text(v) for n, v in {**results.options, **results.settings}.items()},
         split_interval=split_interval,

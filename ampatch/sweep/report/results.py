@@ -85,6 +85,11 @@ class Comparison:
         return self.name.replace("_", " ")
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether it was not tested because the two took different numbers of steps."""
+        return self.untested.startswith("it took ")
+
+    @property
     def has_no_verdict(self) -> bool:
         """Whether it differs from O0's, and which way is better is not known."""
         is_lost = self.outcome == "worse"  # no number, whichever way is better

@@ -9,15 +9,20 @@ ran several times.  `judge.py` compares these values.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pandas import DataFrame
 
 from ampatch.sweep.measure.record import Measured, Run
 from ampatch.sweep.report.figures import (
     OK,
+    SHARE,
     cpu_ms,
     first_and_last,
+    main_losses,
     spread_of,
     status,
     step_ms,
@@ -31,6 +36,9 @@ from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
+FIRST = "loss at the start"
+NEAR = 2  # rounds, by their seconds: runs further apart are not compared in speed
+ENOUGH_ROUNDS = 3  # to take O0's noise from them, where it ran once in each
 Milliseconds = Callable[[Measured | None, int | None], float | None]
 """Milliseconds of the first N steps."""
 
@@ -50,15 +58,20 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base = by_case.get(BASE, [])
+    base, values, given = by_case.get(BASE, []), values_of(runs), better or {}
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
-    rows = [_row(case, of_case, base, starts.get(case, "")) for case, of_case in by_case.items()]
-    given = better or {}
-    rows = [dataclasses.replace(row, better=directions(_quantities(row), given)) for row in rows]
+    of_rounds: Counter[tuple[int, int]] = Counter()
+    for run in runs:
+        of_rounds[run.trial.round] += run.seconds
+    samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
+    rows = [
+        _row(case, of_case, base, of_rounds, means, samples, starts.get(case, ""), given)
+        for case, of_case in by_case.items()
+    ]
     how = judged, given, seeds_matter(base), margin
     compared = [
-        [] if case == BASE or case in starts else compare(samples_of(of), samples_of(base), *how)
-        for case, of in by_case.items()
+        [] if case == BASE or case in starts else compare(samples, case.label, *how)
+        for case in by_case
     ]
     judged_rows = [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
     return [row if row.outcome == "baseline" else _beside(row, judged_rows) for row in judged_rows]
@@ -83,59 +96,69 @@ def _trained(row: Row) -> tuple | None:
     return row.seeds, row.first_loss, row.last_loss, row.metrics
 
 
-def alone(runs: Iterable[Run]) -> list[Run]:
-    """The runs whose times count: those that had their devices for themselves."""
-    return [run for run in runs if run.alone and run.measured is not None]
+def values_of(runs: Iterable[Run]) -> DataFrame:
+    """A line for each last value of whole runs, and for first losses: over equal windows.
+
+    `is_ok` is whether the run went well, `steps` how many it took.
+    """
+    whole = [run for run in runs if run.measured and not run.trial.short]
+    counts = [len(main_losses(run.measured).values) for run in whole if status(run) == OK]
+    window = max(1, min(filter(None, counts), default=0) // SHARE) if any(counts) else None
+    lines = [
+        (run.case.label, run.trial.seed, name, value, status(run) == OK, float(run.steps))
+        for run in whole
+        for name, value in _finals(run.measured, window).items()
+    ]
+    columns = ["row", "seed", "name", "value", "is_ok", "steps"]
+    return DataFrame(lines, columns=columns).astype({"is_ok": bool})
 
 
-def samples_of(runs: Iterable[Run]) -> Samples:
-    """For each quantity one value per seed, from the runs with status "ok"."""
-    values: dict[str, dict[int, list[float]]] = {}
-    for run in runs:
-        if run.trial.short or status(run) != OK:
-            continue
-        for name, value in _finals(run.measured or Measured()).items():
-            values.setdefault(name, {}).setdefault(run.trial.seed, []).append(value)
-    return {
-        name: {seed: mean(of_seed) for seed, of_seed in seeds.items()}
-        for name, seeds in values.items()
-    }
+def samples_of(values: DataFrame) -> Samples:
+    """By row and quantity one value for each seed, from the runs with status "ok"."""
+    good = values[values.is_ok & (values.name != FIRST)]
+    seeds = _means(good, ["row", "name", "seed"]).reset_index("seed")
+    return {key: part.set_index("seed") for key, part in seeds.groupby(["row", "name"], sort=False)}
 
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
-    """Whether runs with different seeds differ in any measured loss or metric."""
-    first, *others = list(_of_seeds(runs).values()) or [None]
-    return not others or any(other != first for other in others)
+    """Whether runs of O0 with different seeds differ in a loss at the end or start, or a metric."""
+    base = _of_base(runs)
+    return base.seed.nunique() < 2 or bool((base.groupby("name").value.nunique() > 1).any())
 
 
 def says_how_well(runs: Iterable[Run]) -> bool:
     """Whether a loss or a metric was measured at O0."""
-    return any(losses or finals for losses, finals in _of_seeds(runs).values())
+    return not _of_base(runs).empty
 
 
-def _of_seeds(runs: Iterable[Run]) -> dict[int, tuple[list[list[float]], dict[str, float]]]:
-    """Losses and last values of each seed, of whole runs at O0."""
-    return {
-        run.trial.seed: (
-            [series.values for series in run.measured.losses.values()],
-            _finals(run.measured),
-        )
-        for run in runs
-        if status(run) == OK and run.case == BASE and not run.trial.short and run.measured
-    }
+def _of_base(runs: Iterable[Run]) -> DataFrame:
+    values = values_of(run for run in runs if run.case == BASE)
+    return values[values.is_ok]
 
 
-def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Row:
+def _row(
+    case: Case,
+    runs: Sequence[Run],
+    base: Sequence[Run],
+    of_rounds: Mapping[tuple[int, int], float],
+    means: Mapping[tuple[str, str], float],
+    samples: Samples,
+    start: str,
+    better: Mapping[str, str],
+) -> Row:
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [said for said in map(status, runs) if said != OK]
-    runs_alone, base_alone = alone(runs), alone(base)
-    timed = [run.measured for run in runs_alone]
-    times, both = _times(timed), (step_ms, cpu_ms)
-    speeds, cpu_speeds = (spread_of(_ratios(case, runs_alone, base_alone, ms)) for ms in both)
-    reach, cpu_reach = (reach_of(_ratios(BASE, base_alone, base_alone, ms)) for ms in both)
+    runs_alone, base_alone = ([r for r in of if r.alone and r.measured] for of in (runs, base))
+    times = DataFrame(filter(None, (step_times(run.measured) for run in runs_alone)))
+    pairs = _pairs(case, runs_alone, base_alone, of_rounds)
+    speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
+    pairs = _pairs(BASE, base_alone, base_alone, of_rounds)
+    reach, cpu_reach = (reach_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
     is_paced = case != BASE and not trouble
     pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
-    firsts, lasts = zip(*map(first_and_last, measured)) if measured else ((), ())
+    metrics = {name: value for (row, name), value in means.items() if row == case.label}
+    names = [name for name in metrics if name != FIRST]
+    own = {} if trouble else {name: of for (row, name), of in samples.items() if row == case.label}
     return Row(
         label=case.label,
         opt_level=case.level_name,
@@ -146,9 +169,11 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         runs=len(runs),
         good_runs=len(runs) - len(trouble),
         seeds=len({run.trial.seed for run in runs}),
-        step_ms=times and times.median,
-        step_times=times,
-        cpu_ms=_median(map(cpu_ms, timed)),
+        step_ms=None if times.empty else times["median"].median(),
+        step_times=None
+        if times.empty
+        else Spread(*times[["median", "low", "high"]].median(), int(times.n.sum())),
+        cpu_ms=_median(cpu_ms(run.measured) for run in runs_alone),
         speed=speeds and speeds.median,
         speeds=speeds,
         cpu_speeds=cpu_speeds,
@@ -158,10 +183,15 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
         by_cpu=by_cpu,
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
-        first_loss=_mean(firsts),
-        last_loss=_mean(lasts),
-        metrics=_metrics(measured),
-        sds=_sds(runs),
+        first_loss=metrics.pop(FIRST, None),
+        last_loss=metrics.pop(LOSS, None),
+        metrics=metrics,
+        sds={
+            name: of.value.std()
+            for name, of in own.items()
+            if of.value.nunique() > 1 and all(map(math.isfinite, of.value))
+        },
+        better=directions(names, better),
         steps=int(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
@@ -172,70 +202,66 @@ def _row(case: Case, runs: Sequence[Run], base: Sequence[Run], start: str) -> Ro
     )
 
 
-def _finals(measured: Measured) -> dict[str, float]:
-    _, last = first_and_last(measured)
+def _finals(measured: Measured, window: int | None = None) -> dict[str, float]:
+    """The last value of each metric, and the last loss; with a `window` the first one too."""
+    first, last = first_and_last(measured, window)
     finals = {name: series.values[-1] for name, series in measured.metrics.items()}
-    return finals if last is None else {**finals, LOSS: last}
+    if last is not None:
+        finals |= {LOSS: last, **({FIRST: first} if window else {})}
+    return finals
 
 
-def _quantities(row: Row) -> list[str]:
-    return [*row.metrics, *([] if row.last_loss is None else [LOSS])]
+def _means(values: DataFrame, by: list[str]) -> DataFrame:
+    """The means of values and steps; inf and NaN stay what they are."""
+    return values.groupby(by, sort=False)[["value", "steps"]].agg(mean)
 
 
-def _metrics(measured: Sequence[Measured]) -> dict[str, float]:
-    """The mean of the last values of each metric."""
-    names = dict.fromkeys(name for one in measured for name in one.metrics)
-    lasts = ([m.metrics[name].values[-1] for m in measured if name in m.metrics] for name in names)
-    return dict(zip(names, map(mean, lasts)))
+def _pairs(
+    case: Case,
+    runs: Sequence[Run],
+    base: Sequence[Run],
+    of_rounds: Mapping[tuple[int, int], float],
+) -> list[tuple[Run, Run]]:
+    """The runs whose speed counts, each with O0 of the same round.
 
-
-def _sds(runs: Sequence[Run]) -> dict[str, float]:
-    """Standard deviations over the seeds, where they differ; none of a row with failed runs."""
-    if any(status(run) != OK for run in runs):
-        return {}
-    samples = {name: list(seeds.values()) for name, seeds in samples_of(runs).items()}
-    return {
-        name: statistics.stdev(values)
-        for name, values in samples.items()
-        if len(set(values)) > 1 and all(map(math.isfinite, values))
-    }
-
-
-def _times(measured: Sequence[Measured]) -> Spread | None:
-    """Medians over the runs of their medians and quartiles."""
-    spreads = [spread for spread in map(step_times, measured) if spread is not None]
-    if not spreads:
-        return None
-    columns = ([getattr(spread, name) for spread in spreads] for name in ("median", "low", "high"))
-    return Spread(*map(statistics.median, columns), sum(spread.n for spread in spreads))
-
-
-def _ratios(case: Case, runs: Sequence[Run], base: Sequence[Run], ms: Milliseconds) -> list[float]:
-    """The speeds relative to O0 of the same round; for O0 those of its second run."""
+    For O0 those of its second runs; where rounds lack one, also those of each round with the next.
+    """
     of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
     timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
     compared = [run for run in runs if run.trial.short or run.trial.round not in timed]
     compared = [run for run in runs if run.trial.again] if case == BASE else compared
-    ratios = (
-        _speed(run, of_round[run.trial.round], ms)
+    pairs = [
+        (run, of_round[run.trial.round])
         for run in compared
         if run.trial.round in of_round and status(run) == OK
-    )
+    ]
+    pairs = [pair for pair in pairs if _apart(*pair) <= NEAR * of_rounds[pair[0].trial.round]]
+    if case == BASE and len(pairs) < len(of_round) >= ENOUGH_ROUNDS:
+        pairs += itertools.pairwise(of_round.values())
+    return pairs
+
+
+def _apart(run: Run, other: Run) -> float:
+    """Seconds between the beginnings of two runs; 0 where these are not known."""
+    began = [one.measured.machine.get("began") for one in (run, other)]
+    return 0.0 if None in began else abs(began[0] - began[1])
+
+
+def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
+    """The speeds of the first of each pair relative to the second."""
+    ratios = (_speed(run, beside, ms) for run, beside in pairs)
     return [ratio for ratio in ratios if ratio is not None]
 
 
 def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
     """One run's speed relative to another's; a short run is compared over as many steps."""
-    first = min(len(one.measured.step_seconds) for one in (run, base)) if run.trial.short else None
+    both = run, base
+    is_short = any(one.trial.short for one in both)
+    first = min(len(one.measured.step_seconds) for one in both) if is_short else None
     own, of_base = ms(run.measured, first), ms(base.measured, first)
     return of_base / own if own and of_base else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return mean(there) if there else None
-
-
 def _median(values: Iterable[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+    there = DataFrame({"value": list(values)}, dtype=float).value.dropna()
+    return None if there.empty else there.median()

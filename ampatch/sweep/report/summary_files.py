@@ -1,19 +1,18 @@
-"""A sweep's results as files: JSON, CSV, Markdown and LaTeX.
+"""A sweep's results as files: JSON, CSV, Markdown and LaTeX; they are written after each run.
 
-They are written after each run, and without an extra: so by Python's own `csv` and by `templates/`.
 What a template shows is escaped as its format needs it, unless it is marked as `safe`.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import write_json, write_whole
+import jinja2  # torch depends on it
+from pandas import DataFrame
+
+from ampatch.sweep.json_files import plain, write_json, write_whole
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
@@ -29,8 +28,6 @@ _JUDGED = (
     "name", "better", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p",
     "corrected_p", "smallest",
 )  # fmt: skip
-
-
 _IN_LATEX = str.maketrans(
     {
         **{letter: f"\\{letter}" for letter in "{}$&#%_"},
@@ -61,36 +58,24 @@ def as_csv(results: Results) -> str:
     Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
     figures come from; comments at the top would have to be told to every reader.
     """
-    metrics = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
-    scatter = list(dict.fromkeys(name for row in results.rows for name in row.sds))
-    origin = {
-        f"from:{name.replace(',', '').replace(' ', '_')}": text
-        for name, text in provenance.facts(results).items()
-    }
-    lines = [{**_csv_line(row, metrics, scatter), **origin} for row in results.rows]
-    text = io.StringIO()
-    head = {**_csv_line(_NOTHING, metrics, scatter), **origin}
-    writer = csv.DictWriter(text, list(head), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    lines = DataFrame([plain(_csv_line(row)) for row in results.rows], dtype=object)
+    for name, text in provenance.facts(results).items():
+        lines[f"from:{name.replace(',', '').replace(' ', '_')}"] = text
+    return lines.to_csv(index=False, lineterminator="\n")
 
 
-_NOTHING = Row("", "", "")
-
-
-def _csv_line(row: Row, metrics: Sequence[str], scatter: Sequence[str]) -> dict[str, Any]:
-    """The figures of a row by their columns, which are the same for every row."""
+def _csv_line(row: Row) -> dict[str, Any]:
+    """The figures of a row by their columns."""
     judged = row.comparisons[0] if row.comparisons else None
     return {
         **{name: getattr(row, name) for name in _PLAIN},
         **{f"step_ms_{end}": getattr(row.step_times, end, None) for end in ("low", "high")},
         **{f"speed_{end}": getattr(row.speeds, end, None) for end in ("low", "high")},
-        **{f"metric:{name}": row.metrics.get(name) for name in metrics},
-        **{f"sd:{name}": row.sds.get(name) for name in scatter},
         **{f"judged_{name}": getattr(judged, name, None) for name in _JUDGED},
         "marks": "; ".join(mark_notes([row])),
         "verdict": row.verdict,
+        **{f"metric:{name}": value for name, value in row.metrics.items()},
+        **{f"sd:{name}": value for name, value in row.sds.items()},
     }
 
 
@@ -113,8 +98,14 @@ def as_markdown(results: Results) -> str:
 def as_latex(results: Results) -> str:
     """The main columns as a `tabular` environment; comments say where they come from."""
     main = [column for column in by_row(columns(results.rows)) if column.main]
-    origin = [*provenance.lines(results), *mark_notes(results.rows)]
-    return filled("summary.tex", origin=origin, table=Table.of(main, results.rows))
+    table = Table.of(main, results.rows)
+    lines = DataFrame(table.lines, columns=[column.title for column in table.columns], dtype=str)
+    sides = "".join("r" if column.right else "l" for column in table.columns)
+    shown = lines.map(latex).rename(columns=latex)
+    origin = [*provenance.lines(results), *mark_notes(results.rows), r"needs \usepackage{booktabs}"]
+    return "".join(f"% {line}\n" for line in origin) + shown.to_latex(
+        index=False, escape=False, column_format=f"@{{}}{sides}@{{}}"
+    )
 
 
 def filled(name: str, **shown: Any) -> str:
@@ -123,34 +114,22 @@ def filled(name: str, **shown: Any) -> str:
 
 
 @functools.cache
-def _environment(form: str) -> Any:
-    import jinja2  # torch depends on it, so it is there without an extra
-
-    settings: dict[str, Any] = {
-        ".html": {"autoescape": True},
-        ".md": {"finalize": _escape_by(markdown)},
-        ".tex": {"finalize": _escape_by(latex)},
-    }
+def _environment(form: str) -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        **settings[form],
+        **({"autoescape": True} if form == ".html" else {"finalize": _for_markdown}),
     )
 
 
-def _escape_by(escape: Any) -> Any:
-    def finalize(value: Any) -> Any:
-        return value if hasattr(value, "__html__") else escape(str(value))
-
-    return finalize
-
-
-def markdown(text: str) -> str:
-    """`text` as Markdown shows it, also in a table."""
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+def _for_markdown(value: Any) -> Any:
+    """`value` as Markdown shows it, also in a table."""
+    if hasattr(value, "__html__"):
+        return value
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 def latex(text: str) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.figures import brief
-from ampatch.sweep.report.judge import difference_text
+from ampatch.sweep.report.figures import OK, brief
+from ampatch.sweep.report.judge import UNEVEN, difference_text
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
@@ -26,7 +26,7 @@ MARKS = {
 }
 _MEMORY = {
     "device": "memory: the most that PyTorch allocated on the device",
-    "resident": "memory: the largest resident set, PyTorch itself included",
+    "resident": "memory: the largest resident set, without the code of libraries",
 }
 
 
@@ -83,12 +83,14 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
+    status = Column("status", lambda row: brief(row.status), right=False, main=False)
     return [
         *NAMES,
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", _speed),
         Column("memory MiB", _mebibytes),
+        *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _are_uneven(rows) else []),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
         _scattered(LOSS, lambda row: row.last_loss),
         *(
@@ -98,8 +100,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         *_difference(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
-        Column("status", lambda row: brief(row.status), right=False, main=False),
+        *([status] if any(row.status != OK for row in rows) else []),
     ]
+
+
+def _are_uneven(rows: Sequence[Row]) -> bool:
+    """Whether rows that went well took different numbers of steps, as their losses say."""
+    steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
+    is_said = any(one.is_uneven for row in rows for one in row.comparisons)
+    return is_said or (bool(steps) and max(steps) > UNEVEN * min(steps))
 
 
 def by_row(shown: Sequence[Column]) -> list[Column]:
@@ -116,6 +125,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
         **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
+        "losses: those of scale_loss with loss_id 0, or of all backward() calls, as divided for "
+        "accumulation": any(row.last_loss is not None for row in rows),
     }
     of_columns = [one for one, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)

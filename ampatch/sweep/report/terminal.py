@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-from ampatch.sweep.report.figures import OK, brief
+from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.report.table import NAMES, Table, columns, notes
@@ -51,7 +51,7 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def _parts(table: Table) -> list[Table]:
-    """The columns in parts that fit on the terminal; without one that only says "ok"."""
+    """The columns in parts that fit on the terminal."""
     names = len(NAMES)
     texts = [[column.title, *cells] for column, *cells in zip(table.columns, *table.lines)]
     widths = [max(map(len, cells)) + GAP for cells in texts]
@@ -61,8 +61,6 @@ def _parts(table: Table) -> list[Table]:
         if parts[-1] and sum(widths[one] for one in [*parts[-1], number]) > room:
             parts.append([])
         parts[-1].append(number)
-    if len(parts) > 1 and all(set(texts[number][1:]) == {OK} for number in parts[-1]):
-        parts.pop()
     return [table.part([*range(names), *part]) for part in parts]
 
 

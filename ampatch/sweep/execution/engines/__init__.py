@@ -7,6 +7,7 @@ import os
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.slot import Slot, device_groups, thread_variables
+from ampatch.sweep.execution.warm import Warm
 from ampatch.sweep.options import SweepOptions
 
 
@@ -24,6 +25,7 @@ def make(options: SweepOptions) -> Engine:
         slots = [Slot(alone=len(groups) == 1, devices=group) for group in groups]
         return LocalEngine(slots, timed=Slot(devices=groups[0]))
     jobs = options.jobs or 1
+    warm = None if options.cold or options.side_by_side or options.nproc_per_node else Warm()
     share = max(1, (os.cpu_count() or 1) // jobs)
     variables = thread_variables(share if jobs > 1 else None)
-    return LocalEngine([Slot(alone=jobs == 1, variables=variables)] * jobs, timed=Slot())
+    return LocalEngine([Slot(alone=jobs == 1, variables=variables)] * jobs, timed=Slot(), warm=warm)

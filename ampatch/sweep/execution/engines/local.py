@@ -10,13 +10,18 @@ from collections.abc import Iterable, Sequence
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
 from ampatch.sweep.execution.runner import Runner, Watch
 from ampatch.sweep.execution.slot import Slot
+from ampatch.sweep.execution.warm import Warm
 from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`."""
+    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`.
 
-    def __init__(self, slots: Sequence[Slot], timed: Slot) -> None:
+    With `warm` they are forked; they run one at a time.
+    """
+
+    def __init__(self, slots: Sequence[Slot], timed: Slot, warm: Warm | None = None) -> None:
+        self._warm = warm
         self._free = deque(slots)
         self._timed = timed
         self._running: dict[Trial, tuple[Slot, Watch, threading.Thread]] = {}
@@ -35,13 +40,16 @@ class LocalEngine:
                 watch.killed.set()
             self._join()
             raise
+        finally:
+            if self._warm is not None:
+                self._warm.close()
 
     def has_room(self) -> bool:
         return bool(self._free)
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         slot = self._timed if alone else self._free.popleft()
-        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)))
+        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)), self._warm)
         thread = threading.Thread(target=self._work, args=(runner, trial, watch, slot), daemon=True)
         self._running[trial] = slot, watch, thread
         self._news.put(Started(trial))

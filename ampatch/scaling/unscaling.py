@@ -1,0 +1,100 @@
+"""Whole lists of gradients in one call: unscaled, multiplied, added to earlier ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.opt_levels import HALF_TYPES
+from ..native import part
+from ..torch_private import foreach
+from ..torch_private.amp_kernels import check_and_unscale_
+from ..torch_private.devices import is_owned_by_host
+from ..torch_private.dtensors import are_laid_out_alike, local_of
+from .scale_value import Flag
+
+_dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_sparse"))
+_HALF = frozenset(HALF_TYPES)
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_unscale = None if part is None else part.unscale
+_reciprocal = torch.ops.aten.reciprocal.default
+"""Not the function that is patched: reports would count the call as the script's."""
+
+
+def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
+    """Divide gradients by `scale` (0-dim), in place; returns `found_inf`, whether they had an inf
+    or NaN: `at_once` as a `bool`, else as a 0-dim FP32 tensor where the scale lives.
+    """
+    if at_once and _unscale is not None and (bad := _unscale(grads, scale)) is not None:
+        return bad
+    inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
+    for device, group in _alike(grads):
+        here = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
+        check_and_unscale_(group, here, inverse.to(device))
+        if here is not found_inf:
+            found_inf = torch.maximum(found_inf, here.to(scale.device))
+    return found_inf.tolist() != 0 if at_once else found_inf
+
+
+def multiply_(grads: list[Tensor], factor: Any) -> None:
+    """Multiply gradients by a number or a 0-dim tensor, in place.
+
+    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  A
+    tensor keeps its own.
+    """
+    for device, group in _alike(grads):
+        if isinstance(factor, Tensor):
+            foreach.mul_(group, factor.to(device))
+        elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
+            foreach.mul_(group, torch.tensor(factor, dtype=torch.float64, device=device))
+        else:
+            foreach.mul_(group, factor)
+
+
+def add_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the gradients that were set aside, with those added that they have now."""
+    earlier: list[Tensor] = []
+    more: list[Tensor] = []
+    for tensor, grad in aside:
+        new = tensor.grad
+        if new is None:
+            tensor.grad = grad
+        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # as torch's lists can add them
+            earlier.append(local_of(grad))
+            more.append(local_of(new))
+            tensor.grad = grad
+        else:
+            tensor.grad = grad + new
+    if earlier:
+        foreach.add_(earlier, more)
+
+
+def _alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    """The tensors behind gradients (`values`), in lists that one kernel takes together."""
+    if (
+        set(map(type, grads)) == {Tensor}
+        and (len(grads) == 1 or all(map(_is_cpu, grads)))
+        and not any(map(_is_sparse, grads))
+        and _COMPLEX.isdisjoint(map(_dtype, grads))
+    ):  # the usual case, without a look at each
+        return [(grads[0].device, grads)]
+    groups: dict[tuple[torch.device, type], list[Tensor]] = {}
+    for grad in map(values, grads):
+        groups.setdefault((grad.device, type(grad)), []).append(grad)
+    return [(device, group) for (device, _), group in groups.items()]
+
+
+def values(grad: Tensor) -> Tensor:
+    """The tensor of real numbers that a gradient consists of.
+
+    A sparse one's values, this rank's of a DTensor, real and imaginary parts as they are in memory.
+    """
+    grad = local_of(grad)
+    grad = grad._values() if grad.is_sparse else grad
+    if not grad.is_complex():
+        return grad
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

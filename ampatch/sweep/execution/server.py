@@ -1,0 +1,112 @@
+"""The process that trials are forked from: `warm.py` starts it, and says what it imports.
+
+    python -m ampatch.sweep.execution.server PIPE
+
+It imports, and does nothing else, so that a trial that is forked from it differs from one that
+starts cold by a full `sys.modules` alone.  `obstacle` says where that does not hold.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+import torch
+
+from ampatch.sweep.execution import child, seeding
+from ampatch.torch_private.devices import is_lost_by_fork
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the sweep has ended; in each forked trial, run it and return its exit status."""
+    pipe = Connection(int(argv[0]))
+    before = dict(os.environ)
+    seeding.seed_everything(0)
+    said = obstacle(**pipe.recv())
+    drawn = seeding.drawn()
+    pipe.send(said or "an import draws random numbers" * (drawn is None))
+    set_by_imports = child.changes(before)
+    while True:
+        try:
+            order, environment = pipe.recv()
+        except EOFError:
+            os._exit(0)  # what libraries have for the end of a process is the trials'
+        log, guard = recv_handle(pipe), recv_handle(pipe)
+        if os.fork() == 0:
+            break
+        os.close(log)
+        os.close(guard)
+        pipe.send(os.waitstatus_to_exitcode(os.wait()[1]))
+    os.setsid()
+    pipe.send(os.getpid())
+    pipe.close()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update({**environment, **set_by_imports})
+    return child.run({**order, "guard": guard, "drawn": drawn})
+
+
+def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Import these modules; returns why a process that is forked then is not as a cold one, or "".
+
+    `variables` are those that a cold run had set at its end.
+    """
+    before = dict(os.environ)
+    known = set(sys.modules)
+    apex = _Apex()
+    sys.meta_path.insert(0, apex)
+    own_folder = [] if getattr(sys.flags, "safe_path", False) else [sys.path.pop(0)]
+    for name in modules:
+        _import(name)
+    sys.path[:0] = own_folder
+    sys.meta_path.remove(apex)
+    by_imports = child.changes(before)
+    by_script = [name for name in variables if by_imports.get(name) != variables[name]]
+    if by_script:
+        return f"{by_script[0]} is set in the script, and may be read at an import after that"
+    new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
+    homes = (getattr(value, "__module__", None) for values in new for value in values)
+    if apex.is_asked or any(str(home).startswith("ampatch.") for home in homes):
+        return "a library imports ampatch or apex, which the trials change"
+    return "" if _survives_fork() else "an import has touched a device, or started a thread"
+
+
+class _Apex:
+    """Finds no module, and notes who looks for apex: trials have one of ampatch."""
+
+    is_asked = False
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        self.is_asked |= name.partition(".")[0] == "apex"
+
+
+def _import(name: str) -> None:
+    """Import a module; of one that raises nothing stays."""
+    known = set(sys.modules)
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit):
+        for left in sys.modules.keys() - known:
+            del sys.modules[left]
+
+
+def _survives_fork() -> bool:
+    """Whether a copy of this process has all of it: no thread, and devices that it can use."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(is_lost_by_fork())
+    is_lost = os.waitpid(pid, 0)[1] or torch.cuda.is_initialized()
+    # Libraries end threads of their own before a fork, OpenBLAS for one: those are not counted.
+    return not is_lost and len(os.listdir("/proc/self/task")) == threading.active_count() == 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Trials that start warm: a process of the sweep has the imports, and forks one after the other.
+
+What a cold run had imported is learned; `server.py` imports it, once, before the next trial.  It
+may find that a fork would not be as a cold start is: then trials go on to start cold.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Pipe
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+IS_POSSIBLE = sys.platform == "linux"  # elsewhere libraries of the system do not survive a fork
+POLL = 0.1  # seconds
+
+
+class Warm:
+    """The server of one sweep, whose trials run one at a time."""
+
+    def __init__(self) -> None:
+        self._learned: dict[str, Any] | None = None
+        self._server: Any = None
+        self._pipe: Any = None
+
+    @property
+    def is_to_learn(self) -> bool:
+        """Whether a cold run is to say what it has imported."""
+        return IS_POSSIBLE and self._learned is None
+
+    def learn(self, imports: dict[str, Any] | None) -> None:
+        """Take what a cold run has imported, and the variables that it has set."""
+        self._learned = self._learned or imports
+
+    def start(
+        self,
+        order: dict[str, Any],
+        environment: Mapping[str, str],
+        files: Sequence[int],
+        wait: Callable[[], None],
+    ) -> Forked | None:
+        """A forked trial; None: it is to start cold.
+
+        `files` are its log and its guard.  `wait` is called again and again during the imports.
+        """
+        if self._learned is None:
+            return None
+        try:
+            if self._server is None:
+                self._begin(environment, wait)
+            if self._pipe is None:
+                return None
+            self._pipe.send((order, environment))
+            for file in files:
+                send_handle(self._pipe, file, self._server.pid)
+            return Forked(self._pipe)
+        except (EOFError, OSError):  # the server is gone
+            self._pipe = None
+            return None
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+
+    def _begin(self, environment: Mapping[str, str], wait: Callable[[], None]) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "ampatch.sweep.execution.server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the sweep alone
+                pass_fds=[theirs.fileno()],
+            )
+        ours.send(self._learned)
+        while not ours.poll(POLL):
+            wait()
+        self._pipe = ours if ours.recv() == "" else None
+
+
+class Forked:
+    """A forked trial, as `subprocess.Popen` is one that starts cold."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self.pid: int = pipe.recv()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal, or None while the process runs."""
+        return self.wait() if self.returncode is None and self._pipe.poll() else self.returncode
+
+    def wait(self) -> int:
+        """The exit status, when the process has ended."""
+        if self.returncode is None:
+            try:
+                self.returncode = int(self._pipe.recv())
+            except (EOFError, OSError):  # nobody waits for the trial any more
+                self.returncode = -signal.SIGKILL
+                self.send_signal(signal.SIGKILL)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process and to all that it has started."""
+        os.killpg(self.pid, number)
