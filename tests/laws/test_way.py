@@ -13,9 +13,9 @@ from warm_python import environment, python
 
 MOST = {
     "O1 forward": (37, 8, 19),
-    "O1 step": (156, 29, 91),
+    "O1 step": (132, 28, 78),
     "O2 forward": (44, 10, 31),
-    "O2 step with an overflow": (152, 30, 99),
+    "O2 step with an overflow": (135, 30, 92),
 }
 COUNT = """
 import json, sys
