@@ -328,7 +328,11 @@ class ManagedModel:
 
     def end(self, call: Call) -> None:
         """A call has ended.  What it wrote into its inputs is written into the caller's own."""
-        self._state.end(call)
+        if self._state.modes and is_mode_on():
+            with unseen():
+                return self.end(call)
+        if call.owner is not None:  # else it has not begun
+            self._state.end(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.last is not None:
             copies.last.note(copies.used)

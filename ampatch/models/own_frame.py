@@ -18,7 +18,6 @@ code of its own, since Dynamo compiles one code a few times only.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections import deque
@@ -285,7 +284,10 @@ def copies() -> list[Replacement]:
             reduced: Any = self.__reduce_ex__(4)
             if isinstance(reduced, str):
                 return self
-            twin = copy._reconstruct(self, None, *reduced)  # type: ignore[attr-defined]
+            make, args, *state = reduced
+            twin = make(*args)
+            if state and state[0] is not None:
+                twin.__setstate__(state[0])
             _give_own(twin, self)
             return twin
 
