@@ -205,8 +205,13 @@ OTHERS = {
     "torch.utils._device": "_push_mode _pop_mode",
     "torch.overrides": "_push_mode _pop_mode get_ignored_functions get_testing_overrides"
     " _get_overridable_functions _get_tensor_methods",
+    "torch.autograd": "grad backward",
+    "torch.nn.utils": "clip_grad_norm clip_grad_norm_ clip_grad_value_ clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad": "clip_grad_norm clip_grad_norm_ clip_grad_value_",
+    "torch._subclasses.meta_utils": "safe_grad",
     # if another test imported Dynamo
     "torch._dynamo.trace_rules": "get_tensor_method is_callable_allowed load_object",
+    "torch._dynamo.variables.builder": "safe_grad safe_has_grad",
 }
 """Places beside the rows."""
 

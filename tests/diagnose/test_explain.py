@@ -146,7 +146,10 @@ def test_dtypes_of_modules(level, takes, gives):
     use = found.modules["0"]
     assert (use.kind, use.calls, use.takes, use.gives) == ("Linear", 1, {takes}, {gives})
     assert set(found.modules) == {"", "0", "1"}
-    assert bool(found.functions) == (level == "O1")
+    # On the CPU batch_norm has a row at each of these levels: with half weights it sums in half.
+    casting = {name for name, use in found.functions.items() if use.casts}
+    rest = set(found.functions) - {"torch.batch_norm"}
+    assert (bool(casting), bool(rest)) == ((True, True) if level == "O1" else (False, False))
 
 
 def test_other_models_are_left_out_and_none_takes_all():
