@@ -94,6 +94,12 @@ MODES: dict[str, Mode] = {
         {"models": None, "dtype": "bfloat16"},
         "Exact. torch.{dtype}, SGD.",
     ),
+    "way": Mode(
+        "Calls of ampatch's functions, and the files that they are in",
+        "way:report",
+        {},
+        "Exact. One Linear in float16, in Python, after four steps.",
+    ),
     "native": Mode(
         "What each function of the native part gives",
         "native_entries:report",

@@ -129,6 +129,13 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
+        if isinstance(model, torch.jit.RecursiveScriptModule):
+            raise AmpatchError(
+                f"{call}: models[{index}], {model.original_name}, is TorchScript, which calls "
+                "torch's operators itself: nothing in it can be cast. Nothing was changed. Give "
+                "the model as it was before torch.jit.script, and compile it by torch.compile; or "
+                "give a model that has this one as a submodule."
+            )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "

@@ -9,14 +9,13 @@ import torch
 
 from ..casting import user_functions
 from ..casting.calls import KEEP
-from ..casting.contexts import PolicyContext
-from ..casting.policy import Policy
+from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
-from ..casting.torch_autocast import devices_on, half_type
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
 from ..session.session import cast_state, registry
+from ..torch_private.autocast import devices_on, half_type
 from ..types import Function, Owner, Precision
 
 

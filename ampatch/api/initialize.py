@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -179,7 +180,6 @@ def initialize(
     for name in ("models", "optimizers", "process_group"):
         del settings[name]
     set_verbosity(verbosity)
-    registry.state.end_abandoned()
     plan = plan_of(settings)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
@@ -230,7 +230,6 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
-    registry.state.end_abandoned()
     session = registry.session_of(to, f"{call}(to=...)")
     holders = [registry.table.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
@@ -269,7 +268,6 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
-    registry.state.end_abandoned()
     session = _session_of(listed)
     new = [one for one in listed if registry.table.session_of(one) is None]
     if session.properties.enabled:
@@ -300,7 +298,7 @@ def _session_of(optimizers: list[Any]) -> Session:
 
 
 def unwrap(model: Model) -> Model:
-    """A plain copy of a managed model: no hooks or patches.
+    """A plain copy of a managed model, without patches.
 
     Raises `AmpatchError` for a model that no open session manages.
     """
@@ -310,8 +308,7 @@ def unwrap(model: Model) -> Model:
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
             "ampatch.initialize; copy.deepcopy does for a plain model."
         )
-    plain: Any = managed.plain_copy()
-    return plain
+    return copy.deepcopy(model)
 
 
 def cache_info() -> CacheInfo:

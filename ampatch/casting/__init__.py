@@ -4,16 +4,15 @@ Where to look first:
 
 * which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
 * what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`;
-* what is in force, and for which thread: `policy`, `cast_state`; what pushes a policy of its own,
-  and whether a forward still runs: `calls`; the user's blocks: `contexts`; recomputations, custom
-  Functions' backward and replicas: `context_propagation`;
+* what is in force, for which thread, and what begins and ends with it: `calls`; policies and the
+  user's blocks: `policy`; recomputations, custom Functions' backward and replicas:
+  `context_propagation`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`;
-* what is patched, and how it is undone: `install`, `replacements`, `patches`, `rebind`,
-  `places`; functions that modules hold: `held_functions`;
-* the user's functions: `user_functions`, `registered_functions`;
-* torch.compile: `dynamo_tables`, `recording`;
+* what is patched, and how it is undone: `install`, `patches`, `places`; functions that modules
+  hold: `held_functions`; the user's functions: `user_functions`;
+* torch.compile: `dynamo_tables`;
 * `__torch_function__` and modes: `handlers`, `handler_tables`;
-* torch.autocast beside ampatch: `autocast_interop`, `torch_autocast`; operators with a kernel for
-  it: `autocast_kernels`; where casts begin under --auto: `outermost_forwards`;
+* torch.autocast beside ampatch: `autocast_interop`; operators with a kernel for it:
+  `autocast_kernels`; where casts begin under --auto: `outermost_forwards`;
 * what is reported: `cast_observers`, `dtype_errors`.
 """

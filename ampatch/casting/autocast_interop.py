@@ -39,13 +39,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST
+from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
-from .calls import BACKWARD, REGION, here
-from .cast_state import CastState
+from .calls import BACKWARD, REGION, CastState, here
 from .policy import Policy
-from .torch_autocast import is_enabled, set_enabled
 
 Make = Callable[[Callable], Callable]
 
@@ -88,14 +86,18 @@ class AutocastInterop:
 
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
-            entered = original(region)
-            if not hasattr(region, _IGNORED) and not is_compiling():
-                try:
-                    self._put_under(region)
-                except BaseException:  # whose `with` statement does not begin
+            if hasattr(region, _IGNORED) or is_compiling():
+                return original(region)
+            was_on, entered = is_enabled(region.device), None
+            try:
+                entered = original(region)
+                self._put_under(region)
+                return entered
+            except BaseException:  # whose `with` statement does not begin
+                if entered is not None:
                     region.__exit__(None, None, None)
-                    raise
-            return entered
+                set_enabled(region.device, was_on)
+                raise
 
         return enter
 
@@ -104,11 +106,15 @@ class AutocastInterop:
             try:
                 if here.stack:
                     self._state.leave(region)
-            except BaseException:  # Ctrl-C: no frame tells later that the region has ended
+            except BaseException:  # Ctrl-C: nothing else ends the region
                 self._state.leave(region)
                 raise
             finally:
-                ended = original(region, *exception)
+                try:
+                    ended = original(region, *exception)
+                except BaseException:
+                    set_enabled(region.device, region.prev)
+                    raise
             return ended
 
         return exit
@@ -116,7 +122,6 @@ class AutocastInterop:
     def _put_under(self, region: torch.autocast) -> None:
         """Push the policy that holds in a region, for tensors on its type of device."""
         state, device = self._state, region.device
-        state.end_abandoned()
         policy, is_on = state.current(), is_enabled(device)
         is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
@@ -128,7 +133,7 @@ class AutocastInterop:
             policy = policy.in_type(region.fast_dtype)
         else:
             policy = without(policy, device)
-        state.enter(policy, REGION, begun_by=region)
+        state.enter(policy, REGION, region)
 
     # The switch
 

@@ -15,13 +15,13 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from ..config.opt_levels import HALF_TYPES
+from ..torch_private.autocast import call_with, is_enabled
 from ..torch_private.custom_ops import CALLED, autocast_devices
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
-from .cast_state import CastState
+from .calls import CastState
 from .patches import Replacement
 from .rules import kind_of
-from .torch_autocast import call_with, is_enabled
 
 
 def replacements(state: CastState) -> list[Replacement]:
@@ -47,8 +47,7 @@ def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable
         for kind in sorted(kinds, key="cpu".__eq__):  # an accelerator before the host
             half = None if is_enabled(kind) else state.half_dtype_of(kind, args, kwargs)
             if half in HALF_TYPES:
-                with state.casts_off:
-                    return call_with(kind, half, original, (self, *args), kwargs)
+                return state.casts_off(call_with, kind, half, original, (self, *args), kwargs)
         return original(self, *args, **kwargs)
 
     return __call__

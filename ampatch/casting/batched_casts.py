@@ -37,8 +37,14 @@ from ..torch_private.modules import (
     backward_tables,
     span_of,
 )
-from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import are_ranks, is_batched, is_recording, running_ddp
+from ..torch_private.probes import (
+    are_ranks,
+    is_batched,
+    is_recording,
+    keep_plain,
+    run_when_ready,
+    running_ddp,
+)
 from ..torch_private.tensors import (
     TENSOR_HOOKS_CAN_BE_SEEN,
     hooks_of,
@@ -85,6 +91,7 @@ class _CastTogether(Function):
         return None, None, *[None if grad is None else next(made) for grad in grads]
 
 
+keep_plain(_CastTogether)  # ampatch's own patches are for the script's Functions
 _apply = super(Function, _CastTogether).apply
 """`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
 

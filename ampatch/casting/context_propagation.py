@@ -16,11 +16,10 @@ it in a `partial`, and Dynamo knows it by its identity.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
-from types import FrameType
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch.nn.parallel
@@ -28,13 +27,11 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ..torch_private.autocast import has_custom_fwd
+from ..torch_private.autocast import devices_on, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
 from ..torch_private.probes import keeps_graph
-from .calls import BACKWARD, BLOCK, KEEP, USER, Call, calling_frame, computes_in, here
-from .cast_state import CastState
+from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, here
 from .patches import Replacement
-from .torch_autocast import devices_on
 
 _POLICY = "_ampatch_policy"
 _LENT = "_ampatch_lent"
@@ -102,11 +99,9 @@ def _under_noted(original: Callable, state: CastState) -> Callable:
                 return original(self, *args)
             policy = KEEP
         taken = _Taken(policy, BACKWARD if means_ours else BLOCK, lent, dtype)
-        call = taken.begin(state, sys._getframe())
         try:
-            return original(self, *args)
+            return state.within(functools.partial(taken.begin, state), original, self, *args)
         finally:
-            state.end(call)
             if lent and not keeps_graph():
                 setattr(self, _LENT, _NOTHING)
 
@@ -124,21 +119,23 @@ class _Taken(NamedTuple):
     lent: Sequence[Any] = ()
     computes_in: Any = KEEP
 
-    def begin(self, state: CastState, caller: FrameType | None, is_apart: bool = False) -> Call:
-        """That code begins; `is_apart`: with casts of its own.  All ends with what is returned."""
-        first = call = state.enter(self.policy, self.kind, caller=caller)
-        try:
-            for index, copies in enumerate(self.lent):
-                if index:
-                    call = state.enter(KEEP, self.kind, caller=caller)
-                copies.lend_again(call)
-            call.computes_in = self.computes_in
-            if is_apart and self.policy is not None:
-                self.policy.cache.open_apart(call)
-        except BaseException:
-            state.end(first)
-            raise
-        return first
+    def begin(self, state: CastState, call: Call) -> None:
+        """That code begins.  What begins beside `call` ends with it."""
+        call.kind = self.kind
+        state.begin(call, None)
+        state.set_policy(call, self.policy)
+        for index, copies in enumerate(self.lent):
+            if index:
+                call = Call()
+                state.begin(call, None)
+            copies.lend_again(call)
+        call.computes_in = self.computes_in
+
+    def begin_apart(self, state: CastState, call: Call) -> None:
+        """As `begin`, with casts of its own."""
+        self.begin(state, call)
+        if self.policy is not None:
+            self.policy.cache.open_apart(here.stack[-1])
 
 
 def _taken(state: CastState) -> _Taken:
@@ -151,50 +148,13 @@ def _taken(state: CastState) -> _Taken:
 def _along(function: Callable, state: CastState) -> Callable:
     """`function` under the present policy; torch's autocast stays as it is there."""
     taken = _taken(state)._replace(lent=())
-
-    def along(*args: Any, **kwargs: Any) -> Any:
-        call = taken.begin(state, sys._getframe())
-        try:
-            return function(*args, **kwargs)
-        finally:
-            state.end(call)
-
-    return along
+    return functools.partial(state.within, functools.partial(taken.begin, state), function)
 
 
-def _repeatable(function: Callable, state: CastState) -> Callable:
+def _repeatable(function: Callable, state: CastState, taken: _Taken | None = None) -> Callable:
     """`function` under the present policy, with what is lent now and with casts of its own."""
-    taken = _taken(state)
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        call = taken.begin(state, sys._getframe(), is_apart=True)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            state.end(call)
-
-    return again
-
-
-class _Recompute:
-    """The context of a recompute: what the forward had, and in it the user's own context.
-
-    In the forward, too, the user's context is entered under that policy.
-    """
-
-    def __init__(self, state: CastState, taken: _Taken, users: Any) -> None:
-        self._state, self._taken, self._users = state, taken, users
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            call = self._taken.begin(self._state, calling_frame(), is_apart=True)
-            stack.callback(self._state.end, call)
-            stack.enter_context(self._users)
-            self._entered = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._entered.__exit__(*error)
+    taken = taken or _taken(state)
+    return functools.partial(state.within, functools.partial(taken.begin_apart, state), function)
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
@@ -207,26 +167,33 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         taken = _taken(state)
         contexts = kwargs[CONTEXTS] if position is None else args[position]
 
-        def in_recompute() -> tuple[Any, Any]:
+        users: list[Any] = []
+
+        def of_users() -> tuple[Any, Any]:
             forward, recompute = contexts()
-            return forward, _Recompute(state, taken, recompute)
+            users.append(recompute)
+            return forward, nullcontext()
+
+        def in_users(*args: Any, **kwargs: Any) -> Any:
+            """The recompute, in the user's context for it, which is under the forward's policy."""
+            with users[-1]:
+                return function(*args, **kwargs)
 
         if position is None:
-            kwargs[CONTEXTS] = in_recompute
+            kwargs[CONTEXTS] = of_users
         else:
-            args = (*args[:position], in_recompute, *args[position + 1 :])
-        around = original(function, *args, **kwargs)
+            args = (*args[:position], of_users, *args[position + 1 :])
+        around = original(_repeatable(in_users, state, taken), *args, **kwargs)
         if taken.policy is None:
             yield from around
             return
-        # A generator may be left suspended by the frame that advances it: so the frame around.
-        callers = [one.caller for one in here.stack if one.caller is not None]
-        call = state.enter(KEEP, caller=callers[-1] if callers else calling_frame())
+        call = Call()
         try:
+            state.begin(call, None)
             taken.policy.cache.open_apart(call)
             yield from around
         finally:
-            state.end(call)
+            state.remove(call)  # perhaps late: what holds an exception holds the generator
 
     return generator
 

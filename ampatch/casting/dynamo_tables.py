@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import wrapt
 
-from .cast_state import CastState
+from .calls import CastState
 from .patches import PatchSet
-from .recording import is_opaque_call
 
 Original = Callable[[Any], Any]
 Correction = Callable[[ModuleType, PatchSet, Original], None]
@@ -186,3 +185,24 @@ def _trace_regions(
 
     patches.replace(variable, "enter", enter)
     patches.replace(variable, "exit", leave)
+
+
+def opaque_call(function: Callable) -> Callable:
+    """`function` as an object that a graph of Dynamo's holds.
+
+    A graph's code names torch's functions.  Run under another policy than the one it was
+    recorded under, it would find a replacement under the name, and cast by the new policy.
+    """
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return recorded
+
+
+_OPAQUE_CALL = opaque_call(len).__code__
+
+
+def is_opaque_call(function: Any) -> bool:
+    """Whether it comes from `opaque_call`."""
+    return getattr(function, "__code__", None) is _OPAQUE_CALL

@@ -33,7 +33,7 @@ from ..torch_private.torch_functions import (
     push_mode,
 )
 from .arguments import leaves
-from .cast_state import CastState
+from .calls import CastState
 from .patches import PatchSet
 
 _OPERATOR = torch.Tensor.__matmul__
@@ -175,15 +175,16 @@ class FunctionModes:
             if is_in is (thread in self._threads):
                 return
             (self._threads.add if is_in else self._threads.discard)(thread)
-            self._state.modes = len(self._threads)
-        self._state.watch(+1 if is_in else -1)
+            self._tell()
 
     def _forget(self) -> None:
         with self._lock:
-            count = len(self._threads)
             self._threads.clear()
-            self._state.modes = 0
-        self._state.watch(-count)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._state.modes = len(self._threads)
+        (self._state.acquire if self._threads else self._state.release)(self)
 
     def _looking(self, original: Callable) -> Callable:
         @functools.wraps(original)

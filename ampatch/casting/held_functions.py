@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .replacements import Replacements
+from .places import Replacements
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 """Attributes that each module has: its tables of parameters, submodules and hooks."""

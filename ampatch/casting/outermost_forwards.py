@@ -7,7 +7,6 @@ labels, metrics) is its own: `gate` has what is cast there.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ from ..config.opt_levels import HALF_TYPES
 from ..torch_private.tensors import base_of
 from ..torch_private.torch_functions import unhandled
 from .arguments import tensors_in
-from .calls import BLOCK
-from .cast_state import CastState
+from .calls import Call, CastState
 from .handlers import wants_to_see
 from .policy import Policy
 from .rules import TENSORS, dtype_of
@@ -47,14 +45,14 @@ class OutermostForwards:
             if policy is None or policy.gate is None or next(module.parameters(), None) is None:
                 return original(module, *args, **kwargs)
             self.has_cast = True
-            call = state.enter(self._policy, BLOCK, caller=sys._getframe())
-            try:
-                self._policy.cache.open(call)
-                return original(module, *args, **kwargs)
-            finally:
-                state.end(call)
+            return state.within(self._begin, original, module, *args, **kwargs)
 
         return __call__
+
+    def _begin(self, call: Call) -> None:
+        self._state.begin(call, None)
+        self._state.set_policy(call, self._policy)
+        self._policy.cache.open(call)
 
     def gate(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call outside is cast: a tensor is half, or leads back to a parameter."""

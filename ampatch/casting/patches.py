@@ -18,6 +18,7 @@ Three rules keep the restore exact:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
+_NONE: Any = object()
 
 
 class _Covered(NamedTuple):
@@ -50,11 +52,17 @@ class PatchSet:
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         """Replace `owner.name` by `make(original)` and return the original.
 
-        Raises `AttributeError` when `owner` has no such name: whether that
-        matters is for the caller to say.
+        A special method that a class lacks is added, with a mark for the original.  Else
+        `AttributeError` is raised when `owner` has no such name: whether that matters is for the
+        caller to say.
         """
-        _, _, original = wrapt.resolve_path(owner, name)  # raw, not bound to the class
         found = vars(owner).get(name, _INHERITED)
+        try:
+            _, _, original = wrapt.resolve_path(owner, name)  # raw, not bound to the class
+        except AttributeError:
+            if not (inspect.isclass(owner) and name.startswith("__")):
+                raise
+            original = _NONE  # not None, which `rebind` would find in all modules
         replacement = make(original)
         # Noted before it is put in, and forgotten after it is back: Ctrl-C may strike anywhere.
         self._covered.append(_Covered(owner, name, found, replacement))

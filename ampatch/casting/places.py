@@ -1,13 +1,29 @@
-"""Places of functions: a module or class, and a name in it."""
+"""Places of functions, the replacements that stand there, and names bound elsewhere.
+
+A place is a module or class, and a name in it.  One original has one replacement, under however
+many names torch keeps it: pickle, torch.jit and Dynamo find functions by name and by identity, and
+find the replacements.
+
+A name that a user's module has bound before the patches (`from torch.nn.functional import linear`)
+is bound to the replacement, and to the original again when the patches go.  One bound while they
+are installed holds a replacement, and gets the original when they go.  Only globals of modules are
+looked at, and only through the modules' dictionaries: asking some modules for an attribute makes
+them load others.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import wrapt
 
+from ..torch_private.torch_functions import builtin_table
+from .patches import PatchSet
 from .tables import BUILTINS
 
 NAMESPACES = (
@@ -76,3 +92,152 @@ def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
         if owner is None:
             raise ValueError(f"{call}: {title} is not imported. Import it before this call.")
     return owner, attribute
+
+
+class Replacements:
+    """Which function replaces which, from the first `put` to `give_back`."""
+
+    def __init__(self, patches: PatchSet) -> None:
+        self._patches = patches
+        self.pairs: dict[int, tuple[Any, Any]] = {}  # by a replacement's id: it, its original
+        self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
+
+    def original(self, function: Any) -> Any:
+        """What `function` replaced, if it is a replacement; else `function` itself."""
+        while id(function) in self.pairs:
+            function = self.pairs[id(function)][1]
+        return function
+
+    def of(self, original: Any) -> Any:
+        """The replacement of one of torch's functions, or None."""
+        return self._by_original.get(id(original))
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False) -> None:
+        """Replace `owner.name` by `make(original)`.
+
+        `shared`: a function that has a replacement already, under another name, gets that one.
+        """
+
+        def make_and_register(original: Any) -> Any:
+            found = self._by_original.get(id(original)) if shared else None
+            if found is not None:
+                return found
+            made = make(original)
+            _name_after_place(made, original, owner, name)
+            self.pairs[id(made)] = (made, original)
+            self._by_original.setdefault(id(original), made)
+            self._register_for_script(made, original)
+            return made
+
+        self._patches.replace(owner, name, make_and_register)
+
+    def _register_for_script(self, made: Any, original: Any) -> None:
+        table = builtin_table()
+        if id(original) in table:
+            table[id(made)] = table[id(original)]
+            self._patches.on_undo(lambda: table.pop(id(made), None))
+
+    def rebind(self, *originals: Any) -> None:
+        """Bind modules' names for these originals (none given: for all) to their replacements."""
+        chosen = map(id, originals) if originals else self._by_original
+        rebind({key: (self._patches, self._by_original[key]) for key in chosen})
+
+    def give_back(self) -> None:
+        """The patches are out: bind the user's names for replacements to the originals again."""
+        if self.pairs:
+            give_back((made, self.original(made)) for made, _ in self.pairs.values())
+        self.pairs.clear()
+        self._by_original.clear()
+
+
+def _name_after_place(made: Any, original: Any, owner: Any, name: str) -> None:
+    """Name a replacement after its place, so that pickle stores it by reference to it."""
+    if inspect.isfunction(original):  # jit reads the source behind __wrapped__, so not for builtins
+        functools.update_wrapper(made, original)
+        return
+    is_class = inspect.isclass(owner)
+    made.__name__ = name
+    made.__qualname__ = f"{owner.__name__}.{name}" if is_class else name
+    made.__module__ = owner.__module__ if is_class else owner.__name__
+    made.__doc__ = getattr(original, "__doc__", None)
+
+
+NOT_SEARCHED = {"torch", "ampatch"}
+"""Packages in whose modules, by name or title in `sys.modules`, no name is rebound."""
+
+
+def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
+    """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
+    wanted = frozenset(functions)
+    found = []
+    for namespace in _namespaces() if wanted else ():
+        # Thousands of modules, few hits.  In C throughout: no other thread can import during it.
+        if not wanted.isdisjoint(map(id, namespace.values())):
+            found += [
+                (namespace, name, value)
+                for name, value in list(namespace.items())
+                if id(value) in wanted
+            ]
+    return found
+
+
+def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
+    """Bind each global that is an original (its id) to its replacement, until `patches.undo`.
+
+    `replacements` has, by an original's id, the patches that undo it and the replacement, which
+    may be replaced in turn.
+    """
+    for namespace, name, value in bound(replacements):
+        while id(value) in replacements:
+            patches, value = replacements[id(value)]
+            patches.rebind(namespace, name, value)
+
+
+def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Bind each global that still is a replacement to its original, `pairs` of these two.
+
+    To be called when the patches are out.  Containers, classes and functions that hold a
+    replacement keep it: no policy is in force any more, and it calls the original.
+    """
+    pairs = list(pairs)  # which keep the ids from being reused
+    originals = {id(replacement): original for replacement, original in pairs}
+    for namespace, name, value in bound(originals):
+        while id(value) in originals:
+            value = namespace[name] = originals[id(value)]
+
+
+_passed_by: set[str] = set()  # titles of modules of `NOT_SEARCHED`, most of what is imported
+
+
+def _namespaces() -> Iterator[dict]:
+    for title in sorted(sys.modules.keys() - _passed_by):
+        if title.partition(".")[0] in NOT_SEARCHED:
+            _passed_by.add(title)
+            continue
+        module = sys.modules.get(title)
+        if _is_module(module):
+            namespace = object.__getattribute__(module, "__dict__")
+            name = namespace.get("__name__")  # the title may be an alias of a module of torch's
+            home = name if isinstance(name, str) else title
+            if home.partition(".")[0] not in NOT_SEARCHED:
+                yield namespace
+                if title == "__mp_main__":
+                    yield from _of_functions(namespace)
+
+
+def _of_functions(namespace: dict) -> list[dict]:
+    """The globals that functions of a spawned process's main script have.
+
+    `multiprocessing` runs the script in a module that it drops, and copies what is in it.
+    """
+    found = {
+        id(value.__globals__): value.__globals__
+        for value in list(namespace.values())
+        if type(value) is types.FunctionType and value.__module__ == "__mp_main__"
+    }
+    return [one for one in found.values() if one is not namespace]
+
+
+def _is_module(value: Any) -> bool:
+    """Whether it is a real module; `isinstance` would ask a proxy for its class, and load it."""
+    return issubclass(type(value), types.ModuleType)

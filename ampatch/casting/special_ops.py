@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_TYPES
-from ..torch_private import attention
-from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS
+from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
 from ..torch_private.probes import is_recording, is_tracing
 from .arguments import tensors_in
-from .calls import FOLLOW, here
+from .calls import FOLLOW, Call, CastState, here
 from .cast_observers import observers
-from .cast_state import CastState
-from .contexts import PolicyContext
+from .dynamo_tables import opaque_call
 from .handlers import unseen_where_modes_are
 from .policy import Policy
-from .recording import opaque_call
 from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
 from .tables import Row, Rule
 
@@ -215,7 +212,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
     def get_fastpath_enabled() -> bool:
         if is_dynamo_compiling():
-            return state.current() is None and attention.is_fast_path_enabled()
+            return state.current() is None and is_fast_path_enabled()
         policy = state.current()
         if policy is None or not original():
             return original()
@@ -233,14 +230,18 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
 def record_attention(policy: Policy, state: CastState) -> None:
     """Prepare what a graph of Dynamo's has in the place of attention under this policy."""
-    policy.recorded_attention = _attention_under(lambda: policy, state)
+    policy.recorded_attention = _attention_under(policy, state)
 
 
-def _attention_under(choose: Callable[[], Policy | None], state: CastState) -> Callable:
+def _attention_under(policy: Policy | None, state: CastState) -> Callable:
+    def begin(call: Call) -> None:
+        state.begin(call, None)
+        state.set_policy(call, policy)
+
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return F.multi_head_attention_forward(*args, **kwargs)
+        return state.within(begin, F.multi_head_attention_forward, *args, **kwargs)
 
-    return opaque_call(PolicyContext(state, choose)(attention))
+    return opaque_call(attention)
 
 
 def whole_in_graphs(original: Callable, state: CastState) -> Callable:
@@ -248,7 +249,7 @@ def whole_in_graphs(original: Callable, state: CastState) -> Callable:
 
     AOTAutograd runs the call later, outside of the model's forward: it takes its policy along.
     """
-    without_casts = _attention_under(lambda: None, state)
+    without_casts = _attention_under(None, state)
 
     @functools.wraps(original)
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:

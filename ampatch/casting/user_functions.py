@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import type_name
+from .calls import CastState
 from .cast_observers import ObservedCall, observers
-from .cast_state import CastState
 from .rules import Choose
 from .wrapper import call_in
 

@@ -20,8 +20,7 @@ from torch.nn import Parameter
 
 from .. import native
 from ..torch_private.modules import share_block
-from ..torch_private.nodes import run_when_ready
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_recording, run_when_ready
 from .batched_casts import Copies, LastForward, cast_apart, cast_in_one_block, cast_into
 from .calls import Call, here
 from .cast_observers import note_copies, observers

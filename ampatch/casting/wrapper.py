@@ -19,12 +19,11 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import native
 from ..torch_private.torch_functions import is_mode_on
-from .calls import FOLLOW, here
+from .calls import FOLLOW, CastState, here
 from .cast_observers import ObservedCall, observers
-from .cast_state import CastsOff, CastState
+from .dynamo_tables import opaque_call
 from .handlers import Handled, call_handlers, is_asked
 from .policy import Policy
-from .recording import opaque_call
 from .rules import SCALARS, TENSORS, Choose, cast_call
 
 if native.part is None:
@@ -74,8 +73,8 @@ def replacement(
             if uncast is not None:
                 call = functools.partial(uncast, None, call)
             to = choose(args, kwargs, policy)
-            with CastsOff(state):  # else the rows of the functions that it calls would decide
-                return call_in(to, call, args, kwargs, policy)
+            # Casts off: else the rows of the functions that it calls would decide.
+            return state.casts_off(call_in, to, call, args, kwargs, policy)
         else:
             to = choose(args, kwargs, policy)
         if policy is None or to is None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.patches import Replacement
-from ..torch_private.nodes import leads_to_compiled
+from ..torch_private.probes import leads_to_compiled
 
 
 def replacements(

@@ -18,13 +18,11 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 
 def replacements(
-    before: Callable[[], None],
     ready: Callable[[list[Tensor], bool], None],
     zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
     """What to replace.
 
-    `before()` is called first: Ctrl-C may have left half copies where these functions look.
     `ready(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
     scaled; `by_norm`: they are clipped by one norm.
     `zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
@@ -33,7 +31,6 @@ def replacements(
     def zeroing(original: Callable) -> Callable:
         @functools.wraps(original)
         def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-            before()
             original(self, set_to_none)
             zeroed(set(map(id, self.parameters())))
 
@@ -42,7 +39,6 @@ def replacements(
     def when_ready(original: Callable) -> Callable:
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            before()
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             ready(parameters, original.__name__ != "clip_grad_value_")
             return original(parameters, *args, **kwargs)

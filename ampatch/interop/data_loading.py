@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.patches import Replacement
 from ..torch_private.data_loading import PREPARING
 
@@ -19,7 +19,6 @@ def replacements(state: CastState) -> list[Replacement]:
 def _uncast(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        with state.casts_off:
-            return original(*args, **kwargs)
+        return state.casts_off(original, *args, **kwargs)
 
     return prepare

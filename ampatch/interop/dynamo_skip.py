@@ -1,9 +1,9 @@
-"""Keep torch.compile from compiling ampatch's hooks as frames of their own.
+"""Keep torch.compile from compiling what is done around calls as frames of its own.
 
-When Dynamo compiles a module it runs the module's hooks outside the graph, and then compiles each
-hook function that it meets.  One code object serves the hooks of all managed models, so its
-recompile limit would soon be reached, an error under `fullgraph=True`.  Functions that are marked
-to be skipped run eagerly there.  They are still traced where a compiled function calls the model.
+When Dynamo compiles a module it meets the frame of a managed module and what that calls, and would
+compile each function.  One code object serves all managed models, so its recompile limit would soon
+be reached, an error under `fullgraph=True`.  Functions that are marked to be skipped run eagerly
+there.  They are still traced where a compiled function calls the model.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from ..torch_private import dynamo
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED = {
     "interop": "backward_passes",
-    "casting": "arguments autocast_interop dynamo_tables recording rules special_ops "
-    "user_functions wrapper",
+    "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
 }
 """Modules whose functions stand in the place of those that scripts compile, and what they call."""
 
 
 def run_eagerly() -> None:
-    """Mark every function behind the hooks as soon as Dynamo is imported.
+    """Mark every function of the rooms as soon as Dynamo is imported.
 
     To be called when all modules of the rooms are imported, since Dynamo may be imported already.
     """
-    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, _behind_hooks())))
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, _modules())))
 
 
-def _behind_hooks() -> Iterator[ModuleType]:
+def _modules() -> Iterator[ModuleType]:
     package = __name__.rpartition(".interop")[0]
     for room in _ROOMS:
         start = f"{package}.{room}."

@@ -9,14 +9,17 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.patches import Replacement
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
+from ..models import own_frame
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import scripted_parts
 
@@ -66,7 +69,8 @@ def _script(original: Callable, state: CastState) -> Callable:
     def script(
         obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
     ) -> Any:
-        compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
+        with own_frame.aside(obj) if isinstance(obj, nn.Module) else nullcontext():
+            compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
         if state.current() is not None and not _is_torch_s_own(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled

@@ -8,7 +8,6 @@ Half copies (`HalfCopies`) are kept by nodes of the graph and by checkpoints.  A
 in place for one `Call`.  Its states:
 
     state      in `lendings`   `is_lent`   `is_in_place`   the tables hold     left by
-    waiting    no              no          no              parameters          `take_turn`
     begun      yes             no          no              parameters          `put`, `end`
     lent       yes             yes         no              copies in part      `put`, `end`
     in place   yes             yes         yes             copies              `end`
@@ -16,9 +15,8 @@ in place for one `Call`.  Its states:
 
 An exception may strike between any two of them: `is_lent` is set before the first copy is put in
 place and reset after the last parameter is back, and `end` may be called in each state, and again.
-The tables are there for all threads, so the lendings of one model take turns: those in `lendings`
-belong to one thread.  A thread that waits ends what another one has left.  At O3 there are no
-copies: nobody waits, and `is_lent` stays False.
+The tables are there for all threads, so those in `lendings` belong to one thread, and a forward in
+another one is refused meanwhile.  At O3 there are no copies, and `is_lent` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -29,43 +27,39 @@ import operator
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.batched_casts import are_split
-from ..casting.calls import Call, here, is_running
+from ..casting.calls import Call, here
 from ..errors import AmpatchError
+from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import REPLICA, exchange_parametrized
 from ..torch_private.probes import computes_with_fakes, is_recording
 from ..torch_private.tensors import hooks_of
-from .lent_copies import copies_of, put_in_replica, put_in_traced
 from .lent_places import (
     Place,
     StaysFloat,
     Tree,
+    copies_of,
     entries_of,
     lent_of,
     parameter_tables,
+    put_in_replica,
+    put_in_traced,
     share_attributes,
 )
-from .lent_writes import LentWrites
 from .lookups import Lookup
 from .sharded_weights import sharded_parameters
-
-PATIENCE = 300.0
-"""Seconds that a forward waits for one of the same model in another thread."""
-_BETWEEN_LOOKS = 0.05  # seconds until it looks again at what that thread does
-_LOOKS = 10  # at which that thread itself waits for another one
 
 lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictionary()
 """By the ids of their models.  A lender holds its model, so the id stays the model's own."""
@@ -98,6 +92,14 @@ def note_values(tensor: Tensor) -> None:
     for call in here.stack:
         if call.lending is not None and call.lending.is_in_place:
             call.lending.half.note_values(tensor)
+
+
+def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
+    """Whether torch.fx calls a module on proxies, to see what it does."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.fx.Proxy):
+            return True
+    return False
 
 
 def lending_around(module: nn.Module) -> Lending | None:
@@ -180,12 +182,12 @@ class HalfCopies:
     def lend_again(self, call: Call) -> None:
         """They are in place until `call` ends, for a recompute or a backward pass."""
         are_in_place = any(one.half is self and one.is_in_place for one in self.lender.lendings)
-        call.lending = lending = Lending(self.lender, call.caller)
+        call.lending = lending = Lending(self.lender)
         lending.tree, lending.half = self.tree, self
         if are_in_place:  # their forward runs, in this thread or in one that waits for this pass
             lending.is_in_place = lending.is_borrowed = True
             return
-        self.lender.take_turn(lending, self.tree.root)
+        self.lender.claim(lending)
         if self.tree.ids:
             lending.put(self, found=self.tree.found())
         else:
@@ -193,16 +195,14 @@ class HalfCopies:
 
 
 class Lending:
-    """What one call has in the places of weights; `caller` is the frame that made the call."""
+    """What one call has in the places of weights."""
 
     half: HalfCopies | None = None
     tree: Tree
     is_borrowed = False  # another call has them in place, and takes them back
 
-    def __init__(self, lender: LentWeights, caller: FrameType | None) -> None:
+    def __init__(self, lender: LentWeights) -> None:
         self.lender = lender
-        self.thread = get_ident()
-        self.caller = caller
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
         self._found: list[Any] | None = None  # what lies under copies that are in place again
@@ -226,38 +226,28 @@ class Lending:
         self.half.note_copy(parameter, copy)
 
     def end(self) -> None:
-        """Take back what is lent.  May be called again, also by a thread that waits for it."""
+        """Take back what is lent.  May be called again."""
         lender, half, found = self.lender, self.half, self._found
-        with lender.lock:
-            self.is_in_place = False
-            try:
-                if self.is_lent and half is not None:
-                    if found is None:
-                        self.tree.put(self.tree.parameters, instead_of=half.copies)
-                    else:
-                        self.tree.put_found(found)
-                    for lookup in self._lookups:
-                        lookup.take_back(self._note_copy)
-                    if self._parametrized is not None:  # what it has made of FP32 parameters
-                        exchange_parametrized(self._parametrized)
-                    self.is_lent = False
-                if half is not None and half.copies and found is None and not self.is_borrowed:
-                    half.carry()
-            finally:
-                if not self.is_lent:
-                    lender.has_ended(self)
-
-    def is_abandoned(self) -> bool:
-        """Whether its call runs no longer, in this thread or in another one."""
-        frame = sys._current_frames().get(self.thread)
-        return frame is None or (self.caller is not None and not is_running(self.caller, frame))
-
-    def waits_for(self, part: nn.Module) -> bool:
-        """Whether its thread waits for another one, which may be that of a part in its tree."""
-        if self.half is None or part is self.tree.root or id(part) not in self.tree.modules:
-            return False
-        frame = sys._current_frames().get(self.thread)
-        return frame is not None and frame.f_globals.get("__name__") == threading.__name__
+        self.is_in_place = False
+        try:
+            if self.is_lent and half is not None:
+                if found is None:
+                    self.tree.put(self.tree.parameters, instead_of=half.copies)
+                else:
+                    self.tree.put_found(found)
+                for lookup in self._lookups:
+                    lookup.take_back(self._note_copy)
+                if self._parametrized is not None:  # what it has made of FP32 parameters
+                    exchange_parametrized(self._parametrized)
+                self.is_lent = False
+            if half is not None and half.copies and found is None and not self.is_borrowed:
+                half.carry()
+        finally:
+            if not self.is_lent:
+                if self in lender.lendings:
+                    lender.lendings.remove(self)
+                if not lender.lendings and lender.thread.get("in") == get_ident():
+                    lender.thread.clear()
 
 
 class LentWeights:
@@ -288,9 +278,7 @@ class LentWeights:
         self.known: set[int] = set()  # ids of the weights of the whole model, when last looked at
         self.writes = LentWrites()
         self.lendings: list[Lending] = []  # the innermost last
-        self.lock = threading.RLock()  # held for moments
-        self._turns = threading.Condition(self.lock)
-        self.waiting = 0
+        self.thread: dict[str, int] = {}  # that of `lendings`: an entry, which one thread can make
 
     def open(self) -> None:
         """Forwards of the model lend copies of what is FP32 now, until `close`."""
@@ -300,12 +288,14 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing is lent any more."""
-        with self.lock:  # a thread that waits must not lend between the end of these and the rest
-            for lending in reversed(list(self.lendings)):
-                lending.end()
-            self._trees.clear()
-            if lenders.get(id(self.model)) is self:
-                del lenders[id(self.model)]
+        self._end_all()
+        self._trees.clear()
+        if lenders.get(id(self.model)) is self:
+            del lenders[id(self.model)]
+
+    def _end_all(self) -> None:
+        for lending in reversed(list(self.lendings)):
+            lending.end()
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The places of the model, or of a part of it, as they are now."""
@@ -345,8 +335,8 @@ class LentWeights:
         if REPLICA in vars(root):
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
-        call.lending = lending = Lending(self, call.caller)
-        self.take_turn(lending, root)
+        call.lending = lending = Lending(self)
+        self.claim(lending)
         lending.tree = tree = self.tree_of(root)
         lending.half = half = HalfCopies(self, tree)
         if tree.ids:
@@ -365,56 +355,33 @@ class LentWeights:
         put_in_traced(places, self.dtype)
         return TracedPlaces(places)
 
-    def take_turn(self, lending: Lending, root: nn.Module) -> None:
-        """Wait for lendings of this model in other threads, which share the modules' tables."""
-        with self.lock:
-            if self.known and self.lendings and self.lendings[-1].thread != lending.thread:
-                self._wait(lending.thread, root)
-                if lenders.get(id(self.model)) is not self:
-                    name = type(self.model).__name__
-                    raise AmpatchError(f"{name}: its session ended while a forward waited for one.")
-            self.lendings.append(lending)
+    def claim(self, lending: Lending) -> None:
+        """A forward begins, or what repeats it, in this thread.
 
-    def _wait(self, thread: int, root: nn.Module) -> None:
-        latest, looks = time.monotonic() + PATIENCE, 0
-        self.waiting += 1
-        try:
-            while self.lendings and (last := self.lendings[-1]).thread != thread:
-                if last.is_abandoned():
-                    last.end()
-                    continue
-                looks = looks + 1 if last.waits_for(root) else 0
-                if looks == _LOOKS:
-                    raise AmpatchError(self._hopeless(root, last.tree.root))
-                if time.monotonic() > latest:
-                    raise AmpatchError(self._too_long())
-                self._turns.wait(_BETWEEN_LOOKS)
-        finally:
-            self.waiting -= 1
+        Raises `AmpatchError` while another thread is in one: they share the modules' tables.
+        """
+        this = get_ident()
+        other = self.thread.setdefault("in", this)
+        if other != this:
+            if other in sys._current_frames():
+                raise AmpatchError(self._refusal())
+            self.take_over()
+        self.lendings.append(lending)
 
-    def _hopeless(self, part: nn.Module, whole: nn.Module) -> str:
+    def take_over(self) -> None:
+        """The thread of the lendings is no more: this is theirs now, and has none."""
+        self._end_all()
+        self.thread["in"] = get_ident()
+
+    def _refusal(self) -> str:
+        name = type(self.model).__name__
         return (
-            f"{type(part).__name__} is called in thread {threading.current_thread().name!r}, "
-            f"while a call of {type(whole).__name__}, of which it is a part, waits in another "
-            f"thread: at O2 parts that {type(self.model).__name__} computes in threads of their "
-            "own have its half copies only in a forward of the whole model. Call the model "
-            f"instead of its part {type(whole).__name__}, or compute its parts in one thread."
+            f"{name}: a forward, or a part of one, begins in thread "
+            f"{threading.current_thread().name!r} while one of the same model runs in another "
+            "thread. At O2 and O3 a model serves one thread at a time. Give each thread a model of "
+            'its own, copy.deepcopy(model), or take opt_level="O1", which threads may share. '
+            "Submodules may be computed in threads within a forward of the whole model."
         )
-
-    def _too_long(self) -> str:
-        return (
-            f"{type(self.model).__name__}: a forward in thread "
-            f"{threading.current_thread().name!r} has waited {PATIENCE:g} seconds for one in "
-            "another thread, which does not end: at O2 the forwards of one model in several "
-            "threads take turns. Call the model in one thread, or a copy.deepcopy of it in each."
-        )
-
-    def has_ended(self, lending: Lending) -> None:
-        """The parameters are back, for the next one that waits; to be called with the lock."""
-        if lending in self.lendings:
-            self.lendings.remove(lending)
-        if self.waiting:
-            self._turns.notify_all()
 
 
 class TracedPlaces:
@@ -429,23 +396,68 @@ class TracedPlaces:
             table[name] = parameter
 
 
-_held: list[LentWeights] = []
-
-
-def _hold_locks() -> None:
-    """Before a fork: no other thread is about to put or take back, as it would be for ever."""
+def _forget_other_threads() -> None:
+    """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
     for lender in list(lenders.values()):
-        lender.lock.acquire()
-        _held.append(lender)
-
-
-def _release_locks() -> None:
-    while _held:
-        _held.pop().lock.release()
+        if lender.thread.get("in") not in (None, get_ident()):
+            lender.take_over()
+            lender.thread.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    # In the child the threads that it does not have end, and with them what they have lent.
-    os.register_at_fork(
-        before=_hold_locks, after_in_parent=_release_locks, after_in_child=_release_locks
-    )
+    os.register_at_fork(after_in_child=_forget_other_threads)
+
+
+class LentWrites:
+    """Finds what a forward has written into the copies, and writes it into the weights."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def carry(
+        self,
+        model: nn.Module,
+        parameters: list[Tensor],
+        copies: list[Tensor],
+        versions: list[int],
+        values: dict[int, Tensor],
+    ) -> None:
+        """Write into parameters what was written into copies that had these versions and values."""
+        for parameter, copy, version in zip(parameters, copies, versions, strict=True):
+            if copy._version != version:
+                self._carry(model, copy, parameter)
+        for index in _written_unseen(copies, values) if values else ():
+            self._carry(model, copies[index], parameters[index])
+
+    def _carry(self, model: nn.Module, copy: Tensor, parameter: Tensor) -> None:
+        """Elements that were not written keep their FP32 values."""
+        with torch.no_grad():
+            same = parameter.to(copy.dtype) == copy
+            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+        if not self._has_warned:
+            self._has_warned = True
+            names = [name for name, one in model.named_parameters() if one is parameter]
+            logger.warning(
+                "%s writes into its weights in its own forward (%s). At O2 it has half copies "
+                "there: what is written is rounded to %s, and small changes, as of an average, are "
+                "lost. Write outside of the forward, or keep that part in FP32: "
+                'overrides={"name.*": "float"}.',
+                type(model).__name__,
+                names[0] if names else "a weight",
+                copy.dtype,
+            )
+
+
+def _written_unseen(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
+    """Where copies differ from these values.  Waits once for the device."""
+    home = next(iter(values.values())).device
+    flags = [
+        _differ(before, local_of(copies[index]).detach()).any().to(home)
+        for index, before in values.items()
+    ]
+    return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Elementwise; a NaN equals any NaN."""
+    return (one != other) & ~(one.isnan() & other.isnan())

@@ -1,35 +1,25 @@
-"""One model in a session: its hooks, put in and taken out exactly.
+"""One model in a session: what is done around its calls, put in and taken out exactly.
 
 `copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
-give plain models: no hooks, weights as they are (O3: half, else FP32), usable where
-ampatch is not installed.
-`copy.copy` and DataParallel's replicas share weights and hooks: they are cast
-as the model is, for as long as the session is open.
+give plain models: weights as they are (O3: half, else FP32), usable where ampatch is not
+installed.
+`copy.copy` and DataParallel's replicas share weights: they are cast as the model is, for as long
+as the session is open.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Collection, Iterator
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from ..casting import dtype_errors
 from ..casting.batched_casts import LastForward
-from ..casting.calls import (
-    KEEP,
-    USER,
-    Call,
-    computes_in,
-    here,
-)
-from ..casting.cast_state import CastState
+from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
 from ..casting.handlers import unseen
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
@@ -38,15 +28,14 @@ from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights
-from .copies import ModelCopies
-from .hooks import Hook
 from .io_casting import Given, ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import Lending, LentWeights, lending_around, lent_types
+from .lent_weights import Lending, LentWeights, is_traced_by_fx, lending_around, lent_types
 from .module_overrides import ModuleOverride, has_float_buffers
+from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
 from .sharded_weights import checked_shards, sharded_parameters
-from .submodule_calls import SubmoduleCalls, forward_of, is_traced_by_fx
+from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
@@ -66,16 +55,6 @@ class OwnSession(Protocol):
         """FP32 meets half in the forward: give the model a policy that casts such calls."""
 
 
-class FrameworkStep(Protocol):
-    """One step of a framework, which may be a call of the model that is no forward."""
-
-    def enters(self) -> bool:
-        """The model is called.  Returns whether this call is the step."""
-
-    def leaves(self) -> bool:
-        """A call of the model ends.  Returns whether it was the step."""
-
-
 class ManagedModel:
     """A model under one opt level.
 
@@ -83,7 +62,7 @@ class ManagedModel:
     None (no casting) at O0, and at O2 and O3, where `CastState.in_half_models` stands
     for None.  `in_dtype` and `out_dtype` are the dtypes that floating inputs and
     outputs are cast to; None: they are left as they are.
-    `answers_forward`: at a level with half weights `model.forward(...)` is a call of the model.
+    It is the `Scope` of the model's frame.
     """
 
     def __init__(
@@ -95,7 +74,6 @@ class ManagedModel:
         state: CastState,
         policy: Policy | None,
         overrides: list[ModuleOverride],
-        answers_forward: bool = False,
     ) -> None:
         self.model = model
         self.properties = properties
@@ -109,21 +87,19 @@ class ManagedModel:
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
         self._inputs: ModelInputs | None = None
-        self._parts: SubmoduleCalls | None = None
-        self._step: FrameworkStep | None = None
+        self._submodules: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
         self.lent: LentWeights | None = None
         self._stays_float: StaysFloat = lambda module: False
         self._mixes = False  # FP32 buffers meet half tensors in its forward
-        self._handles: list[Any] = []
+        self.frame: OwnFrame | None = None
         self.places: Places = {}  # parameters whose calls are cast outside forwards
         self._first: Places = {}  # the parameters and buffers that it came with
         self.held = HeldFunctions(model)
-        self._copies: ModelCopies | None = None
         self.statistics: RunningStatistics | None = None
-        self._answers_forward = answers_forward
-        self._has_warned_of_block = False
+        self._was_called = False  # since `look_for_frame`
+        self._has_warned_of_block = self._has_warned_of_forward = False
         self._last_forward: LastForward | None = None
         if policy is not None:
             self._last_forward = LastForward(model, policy.half_to)
@@ -211,25 +187,21 @@ class ManagedModel:
         self.conversions.forget_originals()
 
     def install(self) -> None:
-        """Hang the hooks on the model."""
+        """Give the model, its overridden submodules and those that can be called frames."""
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
         self._note_places()
         if self.in_dtype is not None:
             self._inputs = self.inputs_of()
-        handles = self._handles  # each at once: what follows may raise
-        handles.append(model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
-        handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
-        if self.lent is not None:
-            self._parts = SubmoduleCalls(self, self._state)
-            lent = self.lent.ids() if self._parts.lends else None
-            handles += self._parts.install(lent, self._stays_float)
         for override in self._overrides:
-            self._handles.extend(override.install())
-        answers = self._answers_forward and self.lent is not None
-        self._copies = ModelCopies(model)
-        self._copies.install(forward_of(model, self._enter, self._leave) if answers else None)
+            override.install()
+        if self.lent is not None:
+            self._submodules = SubmoduleCalls(self, self._state)
+            lent = self.lent.ids() if self._submodules.lends else None
+            self._submodules.install(lent, self._stays_float)
+        self.frame = OwnFrame(model, self)
+        self.frame.put()
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
@@ -249,25 +221,23 @@ class ManagedModel:
                 self._first[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
-        """Take hooks and conversions out.  No reference to the model stays in a cycle.
+        """Take frames and conversions out.  No reference to the model stays in a cycle.
 
         Else its weights, and their gradients, would stay in memory until Python looks for cycles.
         """
         for call in list(here.stack):  # a session may end within its forward
-            if call.begun_by is self or call.begun_by in self._overrides:
+            if call.owner is self or call.owner in self._overrides:
                 self._state.end(call)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self.held.take_out()
-        if self._parts is not None:
-            self._parts.forget()
-            self._parts = None
-        if self._copies is not None:
-            self._copies.uninstall()
-        if self.statistics is not None:
-            self.statistics.close()
-            self.statistics = None
+        if self.frame is not None:
+            self.frame.take_out()
+            self.frame = None
+        if self._submodules is not None:
+            self._submodules.frames.take_out()
+            self._submodules = None
+        for override in self._overrides:
+            override.uninstall()
+        self.statistics = None
         if self.lent is not None:
             self.lent.close()
             self.lent = None
@@ -275,10 +245,10 @@ class ManagedModel:
         self.conversions.restore_all(self.model, undo)
         undo.end()
 
-    # What parts of the model ask
+    # What submodules ask
 
-    def inputs_of(self, part: str = "") -> ModelInputs:
-        """What casts the inputs of the model, or of a part."""
+    def inputs_of(self, submodule: str = "") -> ModelInputs:
+        """What casts the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
         session, me = self._session, weakref.ref(self)
@@ -287,158 +257,160 @@ class ManagedModel:
             if (managed := me()) is not None:
                 session.mix(managed)
 
-        return ModelInputs(f"{name}.{part}" if part else name, self.in_dtype, mix)
+        return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, mix)
 
     def results_in_step(self) -> torch.dtype | None:
-        """The dtype of what parts return in a step of a framework; None: any, or there is none."""
+        """What submodules return in a framework's step; None: any dtype, or there is no step."""
         for call in reversed(here.stack):
-            if call.begun_by is self and call.results_in is not KEEP:
+            if call.owner is self and call.results_in is not KEEP:
                 return call.results_in
         return None
 
-    # Around a forward
+    # Around a call
 
     def begin(
+        self, call: Call, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """The model is called.  None: it is a submodule of a model whose forward runs."""
+        around, self._was_called = None, True
+        if self._state.modes and is_mode_on():
+            with unseen():
+                return self.begin(call, module, args, kwargs)
+        if here.stack and self.lent is not None:
+            around = lending_around(module)
+            if around is not None and around.lender is not self.lent:
+                return None
+        return self.begin_with(self._inputs, call, module, args, kwargs, around)
+
+    def begin_with(
         self,
-        root: nn.Module,
+        inputs: ModelInputs | None,
+        call: Call,
+        module: nn.Module,
         args: tuple,
         kwargs: dict,
-        inputs: ModelInputs | None,
         around: Lending | None = None,
-        caller: FrameType | None = None,
-    ) -> tuple[tuple, dict] | None:
-        """A call begins: of the model, or of a part from outside.  Returns its arguments, cast.
+    ) -> tuple[tuple, dict]:
+        """A call of the model or of a submodule begins.  Returns its arguments, cast.
 
         `around`: what is lent to the forward in which the model calls itself.
         """
-        state, lent, given, taken = self._state, self.lent, None, None
+        state, lent, given = self._state, self.lent, None
         if inputs is not None:
             given = Given()
-            taken = inputs.take(args, kwargs, given)
+            args, kwargs = inputs.take(args, kwargs, given)
         policy = self.policy  # read after `take`: inputs that stay FP32 change it, as may lending
         is_given = given is not None and (given.tensors or given.containers)
         if not (is_given or lent or policy or state.process or here.stack):
-            return taken
-        call = state.begin(self, root, caller)
-        try:
-            call.input_casts = given
-            call.computes_in = None if self._parts is None else self.in_dtype
-            if lent is not None and around is None:
-                if not is_traced_by_fx(args, kwargs):
-                    lent.lend(call, root)
-                    policy = self.policy
-                if self._parts is not None and inputs is self._inputs:  # the whole model is called
-                    call.removed_hooks = self._parts
-                    self._parts.step_aside()
-            if policy is None and lent is not None and state.in_half_models is not None:
-                policy = state.in_half_models.in_type(lent.dtype)
-            if len(here.stack) > 1:
-                if self._parts is not None and not self._has_warned_of_block:
-                    self._warn_of_settings()
-                state.set_policy(call, *state.setting_of_forward(policy))
-            elif policy is not state.process:
-                state.set_policy(call, policy)
-            if policy is not None:
-                policy.cache.open(call, self._last_forward)
-                if policy.devices is not None:
-                    self._note_device(policy.devices)
-        except BaseException:
-            state.end(call)
-            raise
-        return taken
+            return args, kwargs
+        state.begin(call, self)
+        call.input_casts = given
+        call.computes_in = None if self._submodules is None else self.in_dtype
+        if lent is not None and around is None and not is_traced_by_fx(args, kwargs):
+            lent.lend(call, module)
+            policy = self.policy
+            if inputs is self._inputs and call.lending is not None and self._submodules is not None:
+                call.removed_frames = self._submodules.frames  # the whole model is called
+                call.removed_frames.step_aside()
+        if policy is None and lent is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_type(lent.dtype)
+        if len(here.stack) > 1:
+            if lent is not None and not self._has_warned_of_block:
+                self._warn_of_settings()
+            state.set_policy(call, *state.setting_of_forward(policy))
+        elif policy is not state.process:
+            state.set_policy(call, policy)
+        if policy is not None:
+            policy.cache.open(call, self._last_forward)
+            if policy.devices is not None:
+                self._note_device(policy.devices)
+        return args, kwargs
 
-    def end(self, root: nn.Module) -> Call | None:
-        """A call ends: of the model, or of a part from outside.  Returns it; None: there is none.
+    def end(self, call: Call) -> None:
+        """A call has ended.  What it wrote into its inputs is written into the caller's own."""
+        if self._state.modes and is_mode_on():
+            with unseen():
+                return self.end(call)
+        if call.owner is not None:  # else it has not begun
+            self._state.end(call)
+        copies, casts = call.opened_copies, call.input_casts
+        if copies is not None and copies.last is not None:
+            copies.last.note(copies.used)
+        if casts is not None:
+            call.input_casts = None
+            casts.write_back()
 
-        What it wrote into its inputs is written into the caller's own.
-        """
-        call = None
-        if not is_dynamo_compiling() and not here.stack[-1].is_recursive:  # without one more call
-            last = here.stack[-1]
-            call = last if last.begun_by is self and last.module is root else None
-        call = call or self._state.call_to_end(self, root)
-        if call is None:
-            return None
-        self._state.end(call)
-        if call.opened_copies is not None and call.opened_copies.last is not None:
-            call.opened_copies.last.note(call.opened_copies.used)
-        if call.input_casts is not None:
-            call.input_casts.write_back()
-        return call
+    def results(self, output: Any) -> Any:
+        """The model's outputs, in the dtype that the code around the call wants."""
+        if self._state.modes and is_mode_on():
+            with unseen():
+                return self.results(output)
+        to = self.out_dtype
+        if here.stack and self.properties.cast_model_outputs is None:
+            to = computes_in() or to
+        return output if to is None else cast_tensors(output, to)
 
-    def join(self, root: nn.Module, caller: FrameType | None = None) -> None:
-        """A call begins that belongs to a forward around it, which casts and lends."""
-        self._state.begin(self, root, caller).is_passive = True
+    def failed(self, error: BaseException) -> None:
+        """An error about dtypes says which tensors are half."""
+        dtype_errors.note(error, self._why_half(), self._remedy(), self.held.name_of)
 
-    def begin_traced(
-        self, root: nn.Module, args: tuple, kwargs: dict, inputs: ModelInputs | None
-    ) -> tuple[tuple, dict] | None:
-        """As `begin`, while Dynamo traces: strict export warns of each write, so of few."""
-        state, policy, is_setting, taken = self._state, self.policy, True, None
+    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The whole call."""
+        around = lending_around(module) if here.stack and self.lent is not None else None
+        if around is not None and around.lender is not self.lent:
+            return forward(module, *args, **kwargs)
+        output = self.traced_with(self._inputs, forward, module, args, kwargs)
+        return output if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+
+    def traced_with(
+        self,
+        inputs: ModelInputs | None,
+        forward: Callable,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> Any:
+        """As `begin_with`, and the forward: strict export warns of each write, so of few."""
+        state, policy, is_setting, places = self._state, self.policy, True, None
         if inputs is not None:
-            taken = inputs.take(args, kwargs, None)
-        places = None
+            args, kwargs = inputs.take(args, kwargs, None)
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
-            places = self.lent.lend_traced(root)
+            places = self.lent.lend_traced(module)
         if policy is None and self.lent is not None and state.in_half_models is not None:
             policy = state.in_half_models.in_type(self.lent.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
-        if places is not None or not (policy is KEEP or policy is state.current()):
-            call = state.begin(self, root)
+        if places is None and (policy is KEEP or policy is state.current()):
+            return forward(module, *args, **kwargs)
+        call = Call()
+        call.is_traced = True
+        try:
+            state.begin(call, self)
             call.traced_places = places
-            call.computes_in = None if self._parts is None else self.in_dtype
+            call.computes_in = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), is_setting)
-        return taken
+            return forward(module, *args, **kwargs)
+        finally:
+            state.end(call)
 
-    def _enter(
-        self, model: nn.Module, args: tuple, kwargs: dict, caller: FrameType | None = None
-    ) -> tuple[tuple, dict] | None:
-        state, is_traced, around = self._state, is_dynamo_compiling(), None
-        if state.modes and not is_traced and is_mode_on():
-            with unseen():
-                return self._enter(model, args, kwargs, caller)
-        if here.stack:
-            if not is_traced:
-                state.end_abandoned()
-            around = None if self.lent is None else lending_around(model)
-            if around is not None and around.lender is not self.lent:
-                if not is_traced:
-                    self.join(model, caller)
-                return None
-        if is_traced:
-            return self.begin_traced(model, args, kwargs, self._inputs)
-        if self._step is not None and self._step.enters():
-            return None
-        return self.begin(model, args, kwargs, self._inputs, around, caller)
+    def look_for_frame(self, trained: Iterable[Tensor]) -> None:
+        """A block of `scale_loss` begins for these parameters; the script has replaced `forward`.
 
-    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        state, is_traced, to = self._state, is_dynamo_compiling(), self.out_dtype
-        if is_traced:
-            return self._leave_traced(model, output)
-        if state.modes and is_mode_on():
-            with unseen():
-                return self._leave(model, args, output)
-        call = self.end(model) if here.stack else None
-        if call is not None and call.is_passive:
-            return None
-        if self._step is not None and self._step.leaves():
-            return None
-        if output is None:  # perhaps because the forward raised
-            dtype_errors.note(
-                sys.exc_info()[1], self._why_half(), self._remedy(), self.held.name_of
-            )
-        if here.stack and self.properties.cast_model_outputs is None:
-            to = computes_in() or to
-        return None if to is None else cast_tensors(output, to)
-
-    def _leave_traced(self, model: nn.Module, output: Any) -> Any:
-        if here.stack:
-            around = None if self.lent is None else lending_around(model)
-            if around is not None and around.lender is not self.lent:
-                return None
-            self.end(model)
-        return None if self.out_dtype is None else cast_tensors(output, self.out_dtype)
+        Say once that the casts are gone if what it has put there does not call the model's frame:
+        that was not called since the last block which trains the model.
+        """
+        if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
+            return
+        if self._was_called or self._has_warned_of_forward:
+            self._was_called = False
+            return
+        self._has_warned_of_forward = True
+        logger.warning(
+            "%s.forward was replaced after ampatch.initialize, by a function that does not call "
+            "the earlier one: the model is not cast any more. Replace it before initialize, or "
+            "have it call the earlier model.forward.",
+            type(self.model).__name__,
+        )
 
     def _warn_of_settings(self) -> None:
         if not any(call.kind == USER for call in here.stack):
@@ -453,23 +425,21 @@ class ManagedModel:
         )
 
     @contextlib.contextmanager
-    def in_step(self, step: FrameworkStep) -> Iterator[None]:
-        """Context manager: a framework runs code around the model.
+    def in_step(self) -> Iterator[None]:
+        """Context manager: a framework runs code around the model, which calls its submodules.
 
         At levels without half weights it changes nothing.
         """
-        if self._parts is None:
+        if self._submodules is None:
             yield
             return
-        before, call = self._step, Call()
+        call = Call()
         try:
-            self._step = step
-            call = self._state.enter(KEEP, begun_by=self)
+            self._state.begin(call, self)
             call.results_in = self.out_dtype
             yield
         finally:
-            self._state.end(call)
-            self._step = before
+            self._state.remove(call)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level
@@ -493,8 +463,3 @@ class ManagedModel:
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
             devices.add(parameter.device.type)
-
-    def plain_copy(self) -> nn.Module:
-        """A deep copy without hooks and patches."""
-        assert self._copies is not None
-        return self._copies.plain_copy()

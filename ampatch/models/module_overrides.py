@@ -1,4 +1,4 @@
-"""Which submodules run in another precision than their model, and the hooks that cast for them.
+"""Which submodules run in another precision than their model, and what casts for them.
 
 Of several rules in `overrides` that name a module the last one given wins.
 """
@@ -6,15 +6,14 @@ Of several rules in `overrides` that name a module the last one given wins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import computes_in, here
-from ..casting.cast_state import CastState
+from ..casting.calls import Call, CastState, computes_in
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_TYPES, Properties
@@ -30,8 +29,8 @@ from ..torch_private.modules import (
 )
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .hooks import Hook
 from .lent_places import StaysFloat
+from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
 
 _NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NORMS)}
@@ -41,7 +40,7 @@ class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
     Its results have the precision of the override around it; without one they have `out_dtype`
-    (None: they are left as they are).
+    (None: they are left as they are).  It is the `Scope` of the submodule's frame.
     """
 
     def __init__(
@@ -59,39 +58,60 @@ class ModuleOverride:
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
         self._last_wanted = out_dtype
+        self._frame: OwnFrame | None = None
 
-    def install(self) -> Iterator[Any]:
-        """Hang the hooks on the submodule; gives their handles."""
-        yield self.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
-        yield self.module.register_forward_hook(Hook(self._leave), always_call=True)
+    def install(self) -> None:
+        """Give the submodule its frame."""
+        self._frame = OwnFrame(self.module, self)
+        self._frame.put()
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        state, is_traced = self._state, is_dynamo_compiling()
-        if state.modes and not is_traced and is_mode_on():
+    def uninstall(self) -> None:
+        """Take it out."""
+        if self._frame is not None:
+            self._frame.take_out()
+            self._frame = None
+
+    def begin(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The submodule is called."""
+        state = self._state
+        if state.modes and is_mode_on():
             with unseen():
-                return self._enter(module, args, kwargs)
-        if here.stack and not is_traced:
-            state.end_abandoned()
-        call = state.begin(self, module)
+                return self.begin(call, module, args, kwargs)
+        state.begin(call, self)
+        call.computes_in = self.dtype
+        if self._policy is not None:
+            state.set_policy(call, self._policy, state.instead_of_torch())
+        return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
+
+    def end(self, call: Call) -> None:
+        """The call has ended."""
+        self._state.end(call)
+
+    def results(self, output: Any) -> Any:
+        """In the dtype that the code around the call wants."""
+        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+            with unseen():
+                return self.results(output)
+        to = self._wanted()
+        return output if to is None else cast_tensors(output, to)
+
+    def failed(self, error: BaseException) -> None:
+        """The model says what there is to say."""
+
+    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The whole call."""
+        call = Call()
+        call.is_traced = True
         try:
+            self._state.begin(call, self)
             call.computes_in = self.dtype
             if self._policy is not None:
-                state.set_policy(call, self._policy, state.instead_of_torch())
-            return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
-        except BaseException:
-            state.end(call)
-            raise
-
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        state, is_traced = self._state, is_dynamo_compiling()
-        if state.modes and not is_traced and is_mode_on():
-            with unseen():
-                return self._leave(module, args, output)
-        call = state.call_to_end(self, module)
-        if call is not None:
-            state.remove(call)
-        to = self._wanted()
-        return None if to is None else cast_tensors(output, to)
+                self._state.set_policy(call, self._policy)
+            args, kwargs = map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
+            output = forward(module, *args, **kwargs)
+        finally:
+            self._state.end(call)
+        return self.results(output)
 
     def _wanted(self) -> torch.dtype | None:
         """The dtype that the code around this call wants; None: any."""

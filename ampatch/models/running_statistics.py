@@ -5,8 +5,8 @@ skipped leaves the weights alone, but every evaluation after it is NaN.  So afte
 values that are inf or NaN are set to those that were there after the last step, or loaded since.
 Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
 
-The values are noted after each step, not by a hook on the forward: parts of a model may be called
-by themselves, and compiled.
+The values are noted after each step, not around the forward: submodules may be called by
+themselves, and compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_private import foreach
-from .hooks import Hook
 
 # The originals, bound before any patch: reports would count calls of the patches as the script's.
 _cat = torch.cat
@@ -33,16 +32,15 @@ class RunningStatistics:
 
     def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]
-        noting = Hook(self._note)
-        self._handles = [norm.register_load_state_dict_post_hook(noting) for norm in norms]
         self._note()
 
-    def close(self) -> None:
-        """Leave the model alone."""
-        for handle in self._handles:
-            handle.remove()
+    def loaded(self, root: nn.Module) -> None:
+        """Values were loaded into a module."""
+        norms = [norm() for norm in self._norms]
+        if any(module is norm for module in root.modules() for norm in norms):
+            self._note()
 
-    def _note(self, *loaded: Any) -> None:
+    def _note(self) -> None:
         self._alike = self._by_kind()
         self._noted = [_cat(buffers) for buffers in self._alike]
 

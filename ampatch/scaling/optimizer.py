@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -39,12 +38,11 @@ class StepOwner(Protocol):
     process_group: Any
     observers: Any  # what is notified of steps, while `observers.all` has some
 
-    @property
-    def casts_off(self) -> AbstractContextManager[None]:
-        """Context manager: no casts, for what the optimizer computes.  One object for all steps."""
+    casts_off: Callable[..., Any]
+    """`casts_off(function, ...)` calls it without casts, for what the optimizer computes."""
 
-    def casts_on(self) -> AbstractContextManager[None]:
-        """Context manager: the casts that hold around the step, for the forward in a closure."""
+    casts_on: Callable[..., Any]
+    """In that: with the casts that hold around the step, for the forward in a closure."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step has ended, skipped or not."""
@@ -138,8 +136,7 @@ class ManagedOptimizer:
         self.before_step()
         self.is_evaluating = True
         try:
-            with self.session.casts_off:
-                result = original(*args, **kwargs)
+            result = self.session.casts_off(original, *args, **kwargs)
         finally:
             self.is_evaluating = False
         self.note_step(False)
@@ -149,8 +146,7 @@ class ManagedOptimizer:
     def _with_casts(self, closure: Callable) -> Callable:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self.session.casts_on():
-                loss = closure(*args, **kwargs)
+            loss = self.session.casts_on(closure, *args, **kwargs)
             finish(self.gradients)
             return loss
 
@@ -195,13 +191,13 @@ class ManagedOptimizer:
         if skipped is True:
             self.note_step(True)
             return None
-        with self.session.casts_off:
-            if in_kernel:
-                result = self._step_in_kernel(original, args, kwargs, found)
-            elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-                result = original(*args, **kwargs)
-            else:
-                result = bare(self.optimizer)
+        casts_off = self.session.casts_off
+        if in_kernel:
+            result = casts_off(self._step_in_kernel, original, args, kwargs, found)
+        elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
+            result = casts_off(original, *args, **kwargs)
+        else:
+            result = casts_off(bare, self.optimizer)
         self.note_step(skipped)
         return result
 

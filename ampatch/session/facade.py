@@ -22,7 +22,6 @@ from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
 from ..casting.places import resolve as resolve_place
 from ..config.opt_levels import Properties
-from ..models.managed_model import FrameworkStep
 from ..models.values import map_tensors, tensors_within
 from ..scaling import delayed
 from ..scaling.loss_scaler import Scaler, make_scaler
@@ -112,15 +111,14 @@ def release_model(model: nn.Module) -> None:
         registry.close_empty()
 
 
-def in_step(model: nn.Module, step: FrameworkStep) -> AbstractContextManager[None]:
+def in_step(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager around a framework's step, a method of a managed model that calls its parts.
 
     At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
-    return FP32.  `step` knows which call of the model is the step itself, sent through
-    `DistributedDataParallel`.
+    return FP32.
     """
     managed = registry.table.managed(model)
-    return contextlib.nullcontext() if managed is None else managed.in_step(step)
+    return contextlib.nullcontext() if managed is None else managed.in_step()
 
 
 # Optimizers
@@ -144,14 +142,14 @@ def drop_findings(session: Session, scaler: Scaler) -> None:
 def watch_casts(observer: CastObserver) -> None:
     """Tell `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
-    registry.state.watch(+1)
+    registry.state.acquire(observer)
 
 
 def stop_watching_casts(observer: CastObserver) -> None:
     """End what `watch_casts` began; nothing if it has ended."""
     if observer in observers:
         observers.remove(observer)
-        registry.state.watch(-1)
+        registry.state.release(observer)
 
 
 def listed_function(where: str, name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..casting.arguments import tensors_in
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
 from ..casting.special_ops import record_attention

@@ -8,12 +8,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from ..casting.cast_state import CastState
-from ..casting.install import Installation
+from ..casting.calls import CastState
+from ..casting.install import Installation, RegisteredFunctions
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
-from ..casting.registered_functions import RegisteredFunctions
 from ..casting.tables import Rule
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import AmpatchError, UndoAll

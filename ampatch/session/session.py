@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import weight_cache
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.policy import Policy
 from ..casting.rules import OVERRIDES, Choose
@@ -69,7 +69,7 @@ class Session:
         self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
-        self.casts_off = registry.state.casts_off
+        self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
         self.observers = registry.observers
         self.max_skips = properties.max_consecutive_skips
         self.scalers = _scalers(properties, properties.num_losses)
@@ -181,7 +181,6 @@ class Session:
         """Take everything out again.  Harmless when closed."""
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
-        undo.do(registry.state.end_abandoned)
         changed: set[int] = set()
         for managed in self.models:
             changed |= managed.converted()
@@ -247,7 +246,6 @@ class Session:
                 self.policies.module_override(module, precision)
                 for module, precision in found.items()
             ],
-            answers_forward=self.has_apex_tables,
         )
         self._join(self.model_rows, model, managed)
         if properties.lends_weights:
@@ -309,8 +307,10 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
-        registry.state.end_abandoned()
         scaler, observers = self.scalers[loss_id], registry.observers
+        for model in self.models:
+            if model.frame is not None and not model.frame.is_in_place():
+                model.look_for_frame(param for one in managed for param in one.parameters())
         if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
@@ -353,14 +353,9 @@ class Session:
         """Whether a model computes with half copies of this weight."""
         return registry.is_lent(parameter)
 
-    def casts_on(self) -> AbstractContextManager[None]:
-        """The policy in force around the step that is running, for the forward in a closure."""
-        return registry.state.casts_on()
-
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
         weight_cache.forget_all()
-        registry.state.end_abandoned()
         for held in list(self.model_rows.values()):
             model = held()
             if model is not None and model.statistics is not None:

@@ -11,21 +11,20 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..casting import autocast_kernels, context_propagation, weight_cache
-from ..casting.calls import here
-from ..casting.cast_state import CastState
+from ..casting.calls import CastState, here
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.rebind import give_back, rebind
+from ..casting.places import give_back, rebind
 from ..interop import (
     backward_passes,
     clip_grad,
     data_loading,
     ddp,
     module_dtype,
-    state_dicts,
     tensor_methods,
     torchscript,
 )
+from ..models import own_frame
 from ..models.lent_weights import note_values, parameter_behind
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import ready, skip_together
@@ -96,9 +95,7 @@ class TorchTools:
         members, state = self._members, self._members.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
-            *clip_grad.replacements(
-                state.end_abandoned, self._ready_gradients, self._forget_overflow
-            ),
+            *clip_grad.replacements(self._ready_gradients, self._forget_overflow),
             # ranks compare settings and scales
             *ddp.at_wrapping(
                 lambda model, group: ranks.compare(members.sessions_of(model), model, group),
@@ -108,7 +105,7 @@ class TorchTools:
             *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
             # writes that raise no version
             *tensor_methods.data(_note_data_access),
-            # a warning: TorchScript makes no casts
+            # it compiles the classes' forwards, and warns: TorchScript makes no casts
             *torchscript.replacements(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
@@ -124,7 +121,11 @@ class TorchTools:
             *data_loading.replacements(state),
             # copies, pickles and state dicts have the parameters, not lent copies
             *tensor_methods.copies(),
-            *state_dicts.replacements(state.end_abandoned),
+            *tensor_methods.saving(),
+            # running statistics are noted when they are loaded
+            *tensor_methods.loading(self._has_loaded),
+            # copies, pickles and replicas of modules have frames of their own, or none
+            *own_frame.copies(),
             # module.to(dtype) is refused
             *module_dtype.replacements(self._model_with, self._is_relied_on),
         ]
@@ -155,6 +156,12 @@ class TorchTools:
         for managed in self._members.models():
             may_share |= managed.note_request(wanted)
         return may_share
+
+    def _has_loaded(self, module: nn.Module) -> None:
+        """`module.load_state_dict` has loaded values."""
+        for managed in self._members.models():
+            if managed.statistics is not None:
+                managed.statistics.loaded(module)
 
     def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""

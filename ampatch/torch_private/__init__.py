@@ -7,16 +7,15 @@ name costs the feature that its fallback describes, never the import.
 
 Where to look first:
 
-* where a call runs (recorded? in a backward pass? on one of several ranks?): `probes`; which kinds
-  of devices there are: `devices`;
+* where a call runs (recorded? in a backward pass? on one of several ranks?), and the order of
+  autograd's nodes: `probes`; which kinds of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
 * each rank's part of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
-* the order of autograd's nodes: `nodes`;
 * the look-up with its fallback: `lookup`;
-* compilers: `dynamo` (torch.compile), `scripting` (torch.jit), `tracing_tensors`;
-* kernels and operators: `foreach`, `amp_kernels`, `attention`, `custom_ops`;
+* compilers: `dynamo` (torch.compile), `tracing_tensors`;
+* kernels and operators: `foreach`, `amp_kernels`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;
 * activation checkpoints: `checkpoints`; threads that drop objects late: `late_threads`;
-* the DataLoader: `data_loading`; where torch's own modules ask about autocast: `autocast`.
+* the DataLoader: `data_loading`; torch's own autocast: `autocast`.
 """

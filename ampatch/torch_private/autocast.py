@@ -1,6 +1,15 @@
-"""Where torch's own modules ask about autocast for the user's code."""
+"""torch's own autocast in this thread: asked and switched, by the functions that torch had at the
+import, not by their replacements; and where torch's own modules ask about it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .devices import device_types
 
 AUTOCAST = "torch.amp.autocast_mode"
 """The module of `torch.autocast`, and of `custom_fwd`, which asks from there."""
@@ -12,3 +21,45 @@ ASK_TO_CAST = frozenset(("torch.nested._internal.sdpa",))
 def has_custom_fwd(context: object) -> bool:
     """Whether `context` is of a custom Function whose forward has `custom_fwd`."""
     return hasattr(context, "_fwd_used_autocast")
+
+
+is_enabled = torch.is_autocast_enabled
+set_enabled = torch.set_autocast_enabled
+half_type = torch.get_autocast_dtype
+
+
+def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any) -> Any:
+    """Call a function with torch's own autocast on.  It is not a region: nobody sees it entered.
+
+    The cache is off: it would outlive the call where there is a region around it.
+    """
+    before = is_enabled(device), half_type(device), torch.is_autocast_cache_enabled()
+    try:
+        _set(device, True, half, False)
+        return function(*args, **kwargs)
+    finally:
+        _set(device, *before)
+
+
+def _set(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None:
+    torch.set_autocast_cache_enabled(has_cache)
+    torch.set_autocast_dtype(device, half)
+    set_enabled(device, enabled)
+
+
+def devices_on() -> list[str]:
+    """The types of devices on which it is on."""
+    return [device for device in device_types() if is_enabled(device)]
+
+
+def switched_off(devices: Sequence[str]) -> Sequence[str]:
+    """Switch it off for these device types, which are returned."""
+    for device in devices:
+        set_enabled(device, False)
+    return devices
+
+
+def switch_on(devices: Sequence[str]) -> None:
+    """Switch it on again."""
+    for device in devices:
+        set_enabled(device, True)

@@ -1,4 +1,4 @@
-"""What torch keeps in `nn.Module`: tables of hooks, base classes, weights as a list."""
+"""What torch keeps in `nn.Module`: tables, base classes, weights as a list."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.backends.mha
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
@@ -115,27 +116,17 @@ REPLICATE = "_replicate_for_data_parallel"
 """The method of a module by which `nn.DataParallel` makes it: all attributes are copied."""
 
 
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")
-"""Attributes of a module with its hooks by the handle's id; a torch may lack some."""
-HOOK_FLAGS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-"""As `HOOK_TABLES`: what is noted of a hook under its handle's id."""
+def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
+    """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
+    before = getattr(module, "_forward_pre_hooks", None)
+    after = getattr(module, "_forward_hooks", None)
+    return None if before is None or after is None else (before, after)
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether it can be called; lists and dicts of modules cannot."""
     forward = getattr(type(module), "forward", None)  # scripted modules have it elsewhere
     return forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
-    """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
-    before = getattr(module, "_forward_pre_hooks", None)
-    after = getattr(module, "_forward_hooks", None)
-    return None if before is None or after is None else (before, after)
 
 
 def _global_tables(*names: str) -> list[dict]:
@@ -163,3 +154,11 @@ BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWAR
 def backward_tables(module: nn.Module) -> list[dict]:
     """The tables of its backward hooks; none where they cannot be seen."""
     return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
+
+
+def is_fast_path_enabled() -> bool:
+    """As `torch.backends.mha.get_fastpath_enabled()`, for code that Dynamo traces.
+
+    Where torch keeps the switch elsewhere it counts as on, as it is unless a user turned it off.
+    """
+    return getattr(torch.backends.mha, "_is_fastpath_enabled", True)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from .lookup import of_torch
@@ -77,3 +80,44 @@ def are_ranks() -> bool:
 def running_ddp() -> Any:
     """The DistributedDataParallel whose forward is running in this process, or None."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+_FIRST = 2**62  # a sequence number
+
+
+def keep_plain(function: type[Function]) -> None:
+    """Have the nodes of a Function go by torch's own methods, whatever replaces these later.
+
+    Where this torch keeps them elsewhere, the nodes are treated as those of any Function.
+    """
+    nodes = getattr(function, "_backward_cls", None)
+    for name in ("__init__", "apply") if nodes is not None else ():
+        setattr(nodes, name, getattr(BackwardCFunction, name))
+
+
+def run_when_ready(tensor: Tensor) -> None:
+    """Have the node that made `tensor` run before all other nodes that are ready.
+
+    Where this torch does not let one choose, it runs by the order of making: right, only later.
+    """
+    node = tensor.grad_fn
+    put = getattr(node, "_set_sequence_nr", None)
+    if put is not None:
+        put(_FIRST)
+
+
+def leads_to_compiled(node: Any) -> bool:
+    """Whether a graph has the backward of a compiled function, whose buffers may serve one pass.
+
+    Where this torch names it otherwise: False, and a pass that retains the graph is torch's error.
+    """
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CompiledFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False

@@ -74,3 +74,7 @@ NESTED_TENSORS = "torch.nested._internal.nested_tensor"
 def original_of_matmul() -> Any:
     """What handlers are given for the operator `@`: the method that `torch.Tensor` inherits."""
     return torch.Tensor.__base__.matmul  # type: ignore[union-attr]
+
+
+builtin_table = of_torch("torch.jit._builtins._get_builtin_table", dict)
+"""Without it, scripting a patched function fails as for any closure."""

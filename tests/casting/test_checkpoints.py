@@ -213,11 +213,11 @@ def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword)
     seen, entered = [], []
 
     def placed(fn, preserve_rng_state=True, context_fn=None, debug=False, *args, **kwargs):
-        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
         yield
 
     def named(fn, args, kwargs, *, preserve_rng_state=True, context_fn=None, debug=False):
-        seen.append((context_fn, [preserve_rng_state, debug, args, kwargs]))
+        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
         yield
 
     @contextlib.contextmanager
@@ -236,9 +236,9 @@ def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword)
         list(replaced(len, ("x",), {"y": 1}, **options))
     else:
         list(replaced(len, False, contexts, True, "x", y=1))
-    [(context_fn, others)] = seen
+    [(again, context_fn, others)] = seen
     assert others == [False, True, ("x",), {"y": 1}]
     forward, around = context_fn()
     assert forward == "the forward's" and not entered
     with ampatch.disable_casts(), around:
-        assert entered == [H]
+        assert again("xyz") == 3 and entered == [H]

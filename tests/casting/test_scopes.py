@@ -64,10 +64,9 @@ def test_the_weights_of_a_model_that_is_gone_say_nothing_of_others():
 
 def test_our_casts_do_not_count_as_autocast_where_there_are_none():
     """Libraries would cast to the answer."""
-    model = start(patch_scope="model")
-    model.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    seen = []
-    model(X)
+    seen, asking = [], nn.Linear(4, 4)
+    asking.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    start(model=nn.Sequential(asking), patch_scope="model")(X)
     assert seen == [True] and not torch.is_autocast_enabled("cpu")
     ampatch.deactivate()
     start(patch_scope="process")

@@ -40,7 +40,13 @@ def test_one_model_in_several_threads(opt_level, grad):
         with torch.set_grad_enabled(grad):
             return all(same(model(X), expected) for _ in range(25))
 
-    assert in_threads(*[work] * 4) == [True] * 4
+    found = in_threads(*[work] * 4)
+    if opt_level in ("O2", "O3"):  # refused while another one runs, and right where none does
+        refused = [one for one in found if isinstance(one, ampatch.AmpatchError)]
+        assert all("copy.deepcopy(model)" in str(error) for error in refused)
+        found = [True if one in refused else one for one in found]
+        assert work()
+    assert found == [True] * 4
     assert ampatch.cache_info().entries == 0
 
 

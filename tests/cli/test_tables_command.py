@@ -18,7 +18,7 @@ from warm_python import python
 
 import ampatch
 from ampatch.casting import special_ops, tables
-from ampatch.casting.cast_state import CastState
+from ampatch.casting.calls import CastState
 from ampatch.casting.places import has
 from ampatch.casting.tables import (
     APEX,

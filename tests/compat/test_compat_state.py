@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -174,8 +177,11 @@ def test_deactivate_ends_the_casts_and_leaves_the_rest(amp, level):
     assert not handle._is_active
     assert torch.mm(SINGLE, SINGLE).dtype is torch.float32
     assert model(SINGLE).dtype is torch.float32
-    seen = []
-    model.register_forward_pre_hook(lambda module, *call: seen.append(module.weight.dtype))
+    seen, forward = [], nn.Linear.forward
+    with mock.patch.object(nn.Linear, "forward", lambda *call: seen.append(call[0].weight.dtype)):
+        with contextlib.suppress(AttributeError):  # of None
+            model(SINGLE).float()
+    assert nn.Linear.forward is forward
     loss = model(SINGLE).float().sum()
     assert seen == [torch.float32 if level == "O1" else torch.float16]
     before = model.weight.detach().clone()

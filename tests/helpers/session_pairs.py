@@ -43,11 +43,12 @@ def state_of(model):
 
 
 def hook_count(model):
+    """Hooks, and frames of ampatch."""
     return sum(
         len(table)
         for module in model.modules()
         for name, table in vars(module).items()
-        if name.endswith("hooks") and hasattr(table, "__len__")
+        if name.endswith(("hooks", "_frames")) and hasattr(table, "__len__")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampatch.casting import rebind
+from ampatch.casting import places
 
 FRAMEWORKS = {"accelerate", "ignite", "lightning", "pytorch_lightning", "timm", "transformers"}
 
@@ -12,7 +12,7 @@ FRAMEWORKS = {"accelerate", "ignite", "lightning", "pytorch_lightning", "timm", 
 @pytest.fixture(autouse=True)
 def frameworks_are_searched():
     """Other tests pass over these modules: `tests/conftest.py`."""
-    left_out = rebind.NOT_SEARCHED & FRAMEWORKS
-    rebind.NOT_SEARCHED.difference_update(left_out)
+    left_out = places.NOT_SEARCHED & FRAMEWORKS
+    places.NOT_SEARCHED.difference_update(left_out)
     yield
-    rebind.NOT_SEARCHED.update(left_out)
+    places.NOT_SEARCHED.update(left_out)

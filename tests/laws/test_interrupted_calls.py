@@ -1,34 +1,38 @@
-"""Ctrl-C at every line of what begins and ends calls: nothing of a call stays in force.
+"""Ctrl-C at every line of what begins and ends calls: right after it nothing of a call is left.
 
-Meanwhile another thread waits for its turn with the same model.
+The exception has left the outermost call, and no other one has come by.  One moment is left out: a
+`with` block of the script's or of torch.autocast whose `__exit__` is struck at its start has not
+ended, as with torch's own.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import strikes
 import torch
-import torch.nn.functional as F
 from small_training import data
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting.calls import FOLLOW, here
+from ampatch.torch_private import autocast as torch_autocast
 
 HALF = torch.bfloat16
 FILES = (
+    "casting/autocast_interop.py",
     "casting/calls.py",
-    "casting/cast_state.py",
-    "casting/contexts.py",
+    "casting/context_propagation.py",
+    "casting/policy.py",
     "models/lent_weights.py",
     "models/managed_model.py",
     "models/module_overrides.py",
+    "models/own_frame.py",
     "models/submodule_calls.py",
 )
+WITH_BLOCKS = ("autocast_interop.py", "policy.py")
 MOMENTS = [15, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 STATE = ampatch.session.session.registry.state
 
@@ -52,13 +56,10 @@ class CallsAgain(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """`during` runs in the middle of the forward."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.second = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
-        self.during = lambda: None
         self.way = "plain"
 
     def encode(self, x):
@@ -68,13 +69,12 @@ class Net(nn.Module):
         if self.way == "itself":
             self.way = "plain"
             self(x)
-        if self.way == "checkpoint":
-            hidden = checkpoint(self.encode, x, use_reentrant=False)
+        if self.way in ("checkpoint", "reentrant"):
+            hidden = checkpoint(self.encode, x, use_reentrant=self.way == "reentrant")
         elif self.way == "function":
             hidden = CallsAgain.apply(self.first, x)
         else:
             hidden = self.encode(x)
-        self.during()
         return self.second(hidden)
 
 
@@ -82,7 +82,7 @@ def start(level, scope):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ampatch.initialize(
-        *(model, optimizer),
+        *(model, [optimizer, torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)]),
         opt_level=level,
         dtype=HALF,
         loss_scale=1.0,
@@ -96,10 +96,9 @@ def start(level, scope):
 def forward(model, optimizer, way="plain"):
     model.way = way
     try:
-        out = model(data()[0])
+        return model(data()[0].requires_grad_(way == "reentrant"))
     finally:
         model.way = "plain"
-    return out
 
 
 def whole_step(model, optimizer, way="plain"):
@@ -114,12 +113,30 @@ def in_blocks(model, optimizer):
         model(data()[0])
 
 
+def with_closure(model, optimizer):
+    """An optimizer that calls it within its step."""
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = forward(model, lbfgs).float().square().sum()
+        with ampatch.scale_loss(loss, lbfgs) as scaled:
+            scaled.backward()
+        return loss
+
+    [lbfgs] = ampatch.session.session.registry.sessions[0].optimizers[1:]
+    lbfgs = lbfgs.optimizer
+    lbfgs.step(closure)
+
+
 PHASES = {
     "step": whole_step,
     "recompute": lambda *given: whole_step(*given, "checkpoint"),
+    "reentrant": lambda *given: whole_step(*given, "reentrant"),
     "backward": lambda *given: whole_step(*given, "function"),
+    "closure": with_closure,
     "itself": lambda *given: forward(*given, "itself"),
-    "part": lambda model, _: model.first(data()[0]),
+    "submodule": lambda model, _: model.first(data()[0]),
+    "direct": lambda model, _: model.forward(data()[0]),
     "blocks": in_blocks,
 }
 
@@ -137,69 +154,57 @@ def values(model):
     return found
 
 
-class Waiting:
-    """A thread that calls the model while its forward runs here."""
-
-    def __init__(self, model):
-        self._model, self.found, self._thread = model, None, None
-        model.during = self._begin
-
-    def _begin(self):
-        if self._thread is not None or threading.current_thread() is not threading.main_thread():
-            return
-        self._model.way = "plain"
-        self._thread = threading.Thread(target=self._call, daemon=True)
-        self._thread.start()
-        while not (self._model_waits() or not self._thread.is_alive()):
-            pass
-
-    def _model_waits(self):
-        managed = ampatch.session.session.registry.models()[0]
-        return managed.lent is not None and managed.lent.waiting > 0
-
-    def _call(self):
-        with torch.no_grad():
-            self.found = self._model(data(5)[0])
-
-    def result(self):
-        """None where the strike came before the thread began."""
-        self._model.during = lambda: None
-        if self._thread is None:
-            return None
-        self._thread.join(5)
-        return "it waits for ever" if self._thread.is_alive() else self.found
+def left(model, level):
+    """What is not as it was before the call, right after it."""
+    if here.stack or here.policy is not FOLLOW or here.copies is not None:
+        return "a call is left"
+    if STATE.per_thread:
+        return "functions look at their thread"
+    if torch_autocast.is_enabled("cpu"):
+        return "torch.autocast is on"
+    for part in model.modules():
+        if not all(type(one) is nn.Parameter for one in part._parameters.values()):
+            return "half copies are left"
+        dtypes = {one.dtype for one in part.parameters(recurse=False)}
+        if dtypes - {HALF if level == "O3" and part is not model.norm else torch.float32}:
+            return f"weights in {dtypes}"
+        if ("forward" in vars(part)) is not (part in FRAMED[level](model)):
+            return "a frame"
+    return ""
 
 
-def wrong(model, level, expected, waiting, outside):
+FRAMED = {
+    "O1": lambda model: {model, model.norm},
+    "O2": lambda model: set(model.modules()),
+    "O3": lambda model: set(model.modules()),
+}
+
+
+def wrong(model, level, expected):
     """What is not as without the strike."""
-    found = waiting.result()
-    if found is not None and not (isinstance(found, torch.Tensor) and found.equal(expected[0])):
-        return f"the other thread: {found}"
+    if said := left(model, level):
+        return said
     try:
         now = values(model)
     except Exception as error:
         return repr(error)[:200]
-    if here.stack or here.policy is not FOLLOW or here.copies is not None:
-        return "a call is left"
-    dtype = F.linear(torch.ones(1, 4), torch.ones(2, 4)).dtype
-    if dtype is not outside:
-        return f"outside of models {dtype}"
-    if torch.is_autocast_enabled("cpu") is not (dtype is HALF):
-        return "torch.autocast is on"
-    kept = HALF if level == "O3" else torch.float32
-    if not all(type(one) is nn.Parameter for one in model.first._parameters.values()):
-        return "copies are left"
-    if model.first.weight.dtype is not kept:
-        return f"weights in {model.first.weight.dtype}"
     return [i for i, (a, b) in enumerate(zip(now, expected, strict=True)) if not torch.equal(a, b)]
+
+
+def not_begun(where):
+    """Whether the `__exit__` of a block or a region had not begun."""
+    return where.startswith(WITH_BLOCKS) and where.endswith("(call)")
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_for_other_tests():
     yield
     ampatch.deactivate()
-    STATE.reasons, STATE.per_thread = 0, False
     here.__init__()
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:  # regions whose exits were struck
+        pass
+    torch.clear_autocast_cache()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -211,25 +216,26 @@ def nothing_is_left_for_other_tests():
 def test_ctrl_c_at_a_line(phase, level, scope, most):
     model, optimizer = start(level, scope)
     expected = copy.deepcopy(values(model))
-    outside = F.linear(torch.ones(1, 4), torch.ones(2, 4)).dtype
 
     def does():
         PHASES[phase](model, optimizer)
 
     does()
     model.zero_grad()
+    assert not left(model, level)
     count, _ = strikes.lines(does, FILES)
     model.zero_grad()
     bad = []
     for number in range(1, count + 1, 1 + count // most):
-        waiting = Waiting(model)
         _, where = strikes.lines(does, FILES, number)
-        if where.startswith("contexts.py") and phase == "blocks":
-            here.__init__()  # the block's `__exit__` has not begun
-        if said := wrong(model, level, expected, waiting, outside):
+        if not_begun(where):
+            for call in list(here.stack):
+                STATE.end(call)
+            torch_autocast.set_enabled("cpu", False)
+        if said := wrong(model, level, expected):
             bad.append(f"{number} {where}: {said}")
+            for call in list(here.stack):
+                STATE.end(call)
             ampatch.deactivate()
-            here.__init__()
-            STATE.reasons, STATE.per_thread = 0, False
             model, optimizer = start(level, scope)
     assert not bad, f"{phase} {level} {scope}:\n" + "\n".join(bad)

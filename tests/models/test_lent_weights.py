@@ -38,28 +38,6 @@ def is_float(model):
     return True
 
 
-def test_forwards_that_wait_for_each_other_are_an_error(monkeypatch):
-    monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 0.5)
-    one, two = Net(), Net()
-    ampatch.initialize([one, two], opt_level="O2", dtype=HALF, verbosity=0)
-    both = threading.Barrier(2)
-
-    def inside(other):
-        def call(model):
-            model.inside = lambda model: None
-            both.wait()
-            other(inputs())
-
-        return call
-
-    one.inside, two.inside = inside(two), inside(one)
-    found = in_threads(lambda: one(inputs()), lambda: two(inputs()))
-    errors = [str(one) for one in found if isinstance(one, ampatch.AmpatchError)]
-    assert errors  # whoever waits less long
-    assert all("which does not end" in error and "take turns" in error for error in errors)
-    assert is_float(one) and is_float(two)
-
-
 def test_parameters_and_parts_that_come_later_are_lent():
     """Put in between forwards, by a forward, or by a parametrization."""
     model, _ = start()
@@ -382,15 +360,14 @@ def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
     assert model.first.weight.grad is not None and is_float(model)
 
 
-def test_a_recompute_waits_for_a_forward_in_another_thread():
+def test_a_recompute_while_a_forward_runs_in_another_thread_is_refused():
     """Else it would find that forward's copies in the places, and put them there in the end."""
     model, _ = start(Checkpointed())
-    backward = threading.Thread(target=model(inputs()).sum().backward)
+    loss = model(inputs()).sum()
     with running_in_another_thread(model):
-        backward.start()
-        backward.join(0.3)
-        assert backward.is_alive()
-    backward.join()
+        with pytest.raises(ampatch.AmpatchError, match="one thread at a time"):
+            loss.backward()
+    model(inputs()).sum().backward()
     assert model.first.weight.grad is not None and is_float(model)
 
 
@@ -418,26 +395,15 @@ def test_a_state_dict_beside_a_training_has_no_copies():
     assert seen == {(torch.Tensor, torch.float32), (nn.Parameter, torch.float32)}
 
 
-@pytest.mark.parametrize("then", ["scale_loss", "clip", "zero_grad", "load_state_dict"])
-def test_what_ctrl_c_leaves_is_taken_back_before(then):
-    """It skips the forward hooks.  A weight that is loaded meanwhile counts."""
+def test_ctrl_c_leaves_nothing():
     model, optimizer = start()
     model(inputs()).sum().backward()
     model.inside = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         model(inputs())
-    if then == "scale_loss":
-        with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
-            assert is_float(model)
-    elif then == "clip":
-        assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) > 0
-    elif then == "zero_grad":
-        model.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-    else:
-        model.load_state_dict({key: value + 1 for key, value in Net().state_dict().items()})
-        assert torch.equal(model.first.weight, Net().first.weight + 1)
     assert is_float(model)
+    with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
+        assert is_float(model)
 
 
 def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):

@@ -87,9 +87,8 @@ def test_an_override_around_a_managed_model_holds_in_it():
     assert seen == [torch.float32]
 
 
-def test_threads_may_call_a_model_whose_layers_another_one_has_lent(monkeypatch):
-    """It lends none then; its lock is given back all the same."""
-    monkeypatch.setattr("ampatch.models.lent_weights.PATIENCE", 1.0)
+def test_threads_may_call_a_model_whose_layers_another_one_has_lent():
+    """It lends none then, and is free again all the same."""
     body, x = net(), data()[0]
     other = nn.Sequential(*body)
     model = Made(lambda self, x: other(x), body=body)

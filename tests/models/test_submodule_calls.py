@@ -13,7 +13,6 @@ from small_training import Made, managed, step
 from torch import nn
 
 import ampatch
-from ampatch.integrations.framework_step import Step
 from ampatch.session import facade, policies
 
 HALF_LEVELS = pytest.mark.parametrize("level", ["O2", "O3"])
@@ -267,27 +266,28 @@ def test_moving_a_model_with_gradients_keeps_them(level):
 
 @HALF_LEVELS
 def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
-    """After one that raised, calls are forwards again."""
-
-    def forward(self, inputs):
-        step, self.step = self.step, None
-        return self.net(inputs) if step is None else step(inputs)
-
-    model = Made(forward, net=nn.Linear(4, 4), step=None)
+    """As Lightning sends it: through a `forward` that it puts in for one call."""
+    model = Made(lambda self, inputs: self.net(inputs), net=nn.Linear(4, 4))
     ampatch.initialize(model, opt_level=level, dtype=torch.bfloat16, verbosity=0)
-    seen = []
+    seen, original = [], model.forward
 
     def step(inputs):
+        model.forward = original
         seen.extend((inputs.dtype, model.net(inputs).dtype, model(inputs).dtype))
         return inputs.double()
 
-    model.step = step
-    with facade.in_step(model, Step(is_sent_through_call=True)):
+    with facade.in_step(model):
+        model.forward = step
         assert model(X).dtype is torch.float64
     assert seen == [torch.float32] * 3
     outside = torch.bfloat16 if level == "O3" else torch.float32
     assert model.net(X).dtype is outside
-    model.step = lambda inputs: 1 / 0
-    with pytest.raises(ZeroDivisionError), facade.in_step(model, Step(True)):
+
+    def fails(inputs):
+        model.forward = original
+        return 1 / 0
+
+    model.forward = fails
+    with pytest.raises(ZeroDivisionError), facade.in_step(model):
         model(X)
-    assert model(X).dtype is torch.float32
+    assert model(X).dtype is torch.float32 and model.net(X).dtype is outside

@@ -86,11 +86,12 @@ def test_enabled_false_gives_the_objects_back(opt_level):
         one_step(model, optimizer, number)
 
 
-class Unhookable(nn.Linear):
+class Unfit(nn.Linear):
     """Is refused late, when another model and its optimizer have been taken over."""
 
-    def register_forward_hook(self, *args, **kwargs):
-        raise TypeError("no hooks")
+    @property
+    def forward(self):
+        raise TypeError("no forward")
 
 
 def fail_to_initialize(model, optimizer, other, late=False, level="O1"):
@@ -122,11 +123,11 @@ def test_a_failing_second_time_leaves_the_first_in_force(opt_level, when, schedu
         backward(model, optimizer, 2, loss_id=1)
         if fails:
             before = values(model, optimizer), hook_count(model), depth(optimizer.step)
-            other = Unhookable(4, 8) if late else build(1)
+            other = Unfit(4, 8) if late else build(1)
             fail_to_initialize(model, optimizer, other, late, second)
             after = values(model, optimizer), hook_count(model), depth(optimizer.step)
             assert same(before[0], after[0]) and before[1:] == after[1:]
-            assert hook_count(other) == hook_count(Unhookable(4, 8) if late else build())
+            assert hook_count(other) == hook_count(Unfit(4, 8) if late else build())
             assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
             assert len(registry.sessions) == 1
         optimizer.step()

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
-from ampatch.casting.rebind import bound
+from ampatch.casting.places import bound
 
 MODULES = 500
 PLACES = [

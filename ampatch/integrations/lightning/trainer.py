@@ -13,7 +13,6 @@ from torch.optim import LBFGS
 import ampatch
 
 from ...session import facade
-from ..framework_step import Step
 from ..managed import Managed, checked
 from .packages import PACKAGES
 
@@ -49,7 +48,7 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         self._run = Managed(checked(type(self).__name__, given))
         self._plain = PACKAGES[0].trainer.plugins.Precision
         self._module: Any = None  # the managed one
-        self._is_wrapped = self._is_compiled = False
+        self._is_compiled = False
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
@@ -70,7 +69,7 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         self._plain = found[0].trainer.plugins.Precision
         self._run.close()
         self._run.open(module)
-        self._module, self._is_wrapped = module, False
+        self._module = module
         self._is_compiled = "training_step" in vars(module)  # what torch.compile made of it
         return module
 
@@ -78,7 +77,6 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Manage the optimizers."""
-        self._is_wrapped = model is not self._module  # in DistributedDataParallel
         self._run.add(optimizers)
         return model, optimizers, lr_schedulers
 
@@ -102,7 +100,7 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
         if self._module is None:
             return nullcontext()
-        return facade.in_step(self._module, Step(self._is_wrapped))
+        return facade.in_step(self._module)
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 

@@ -88,8 +88,7 @@ class TwoSteps:
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
-            with self._managed.session.casts_off:
-                return original(*args, **kwargs)
+            return self._managed.session.casts_off(original, *args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:
             given = signature.bind(*args, **kwargs)

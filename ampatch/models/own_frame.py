@@ -1,0 +1,323 @@
+"""A module's `forward` of ours: the Python frame that its calls have while a session is open.
+
+It stands in the instance, as a bound method of the module, and calls the `forward` of the class.
+`model(x)` and `model.forward(x)` both come by, and its `try` ends the call, whatever exception
+passes.  What the call does is the business of a `Scope`: `ManagedModel`, `ModuleOverride` or
+`SubmoduleCalls`.  No other file knows the attribute `forward`.
+
+A module may have several frames, one around the other.  A deep copy, a pickle and a scripted module
+have none.  A shallow copy and a replica of `nn.DataParallel` have the same, bound to themselves.  A
+`forward` that the script puts in later stays there; if it calls the earlier one, as accelerate's
+does, it has the casts.
+
+torch.compile runs this function as it is, and compiles what it calls.  The `forward` of torch's own
+modules is compiled only within a frame that is not torch's.  There this one is traced, and has a
+code of its own, since Dynamo compiles one code a few times only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from ..casting.calls import Call
+from ..casting.patches import Replacement
+from ..torch_private.modules import REPLICATE
+
+_FORWARD = "forward"
+_FRAMES = "_ampatch_frames"
+"""In `vars` of a module: its frames, the outermost last.  The list keeps alive what they need."""
+_NOTHING = object()
+
+
+class Scope(Protocol):
+    """What is done around the calls of modules."""
+
+    def begin(
+        self, call: Call, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """A call begins.  Returns the forward's arguments; None: nothing is done around it."""
+
+    def end(self, call: Call) -> None:
+        """It has ended, or `begin` has failed.  May be called again."""
+
+    def results(self, output: Any) -> Any:
+        """What the call returns where the forward has returned `output`."""
+
+    def failed(self, error: BaseException) -> None:
+        """An exception passes."""
+
+    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The call where Dynamo traces it; `forward` takes the module and the arguments."""
+
+
+class OwnFrame:
+    """The `forward` of one module, from `put` to `take_out`."""
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        self.module: nn.Module | None = module
+        self.scope: Scope | None = scope
+        self.covered: Any = _NOTHING
+        self.beneath: Callable | None = None
+        self.method: Any = _NOTHING
+
+    def put(self) -> None:
+        """Put it over what the module has."""
+        module: Any = self.module
+        own = vars(module)
+        frames = own[_FRAMES] = own.get(_FRAMES) or _Frames()
+        self.covered = own.get(_FORWARD, _NOTHING)
+        if _is_of(self.covered, frames):
+            self.beneath = self.covered.__func__
+        else:
+            self.beneath = _beneath(module, self.covered)
+        self.method = _method(self, module)
+        frames.append(self)  # first: Ctrl-C may strike at any moment
+        own[_FORWARD] = self.method
+
+    def is_in_place(self) -> bool:
+        """Whether `module.forward` is this one."""
+        return self.module is not None and vars(self.module).get(_FORWARD) is self.method
+
+    def take_out(self) -> None:
+        """The module has the `forward` from before.  What the script has put over it stays.
+
+        Whoever has kept this one calls what was there before.
+        """
+        self.scope = None
+        own = {} if self.module is None else vars(self.module)
+        frames = own.get(_FRAMES)
+        while frames and frames[-1].scope is None:  # some were taken out beneath another one
+            last = frames[-1]
+            if last.is_in_place():
+                _put(own, last.covered)
+            frames.pop()
+            last.module = last.method = None  # else a cycle would keep the weights alive
+        if not frames:
+            own.pop(_FRAMES, None)
+
+
+class _Frames(list[OwnFrame]):
+    """In a copy or a pickle that a class makes of its attributes there is None in its place."""
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return type(None), ()
+
+
+def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scope, beneath = frame.scope, frame.beneath or type(self).forward
+        if scope is None:  # the script has kept it
+            return beneath(self, *args, **kwargs)
+        if is_dynamo_compiling():
+            return scope.traced(beneath, self, args, kwargs)
+        if self.__dict__.get(_FRAMES) is None:  # a deep copy
+            return beneath(self, *args, **kwargs)
+        call = Call()
+        try:
+            try:
+                taken = scope.begin(call, self, args, kwargs)
+                if taken is None:
+                    return beneath(self, *args, **kwargs)
+                args, kwargs = taken
+                output = beneath(self, *args, **kwargs)
+            finally:
+                scope.end(call)
+        except BaseException as error:
+            scope.end(call)  # again: Ctrl-C may have struck in the first
+            scope.failed(error)
+            raise
+        return scope.results(output)
+
+    before = module.forward
+    functools.update_wrapper(forward, before)
+    forward.__name__ = _FORWARD
+    del forward.__wrapped__  # type: ignore[attr-defined]  # accelerate unwraps, and would lose it
+    with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
+        signature = inspect.signature(before)
+        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[me, *signature.parameters.values()]
+        )
+    if str(getattr(before, "__module__", "")).partition(".")[0] == "torch":
+        forward.__code__ = forward.__code__.replace()
+    return MethodType(forward, module)
+
+
+def _beneath(module: nn.Module, covered: Any) -> Callable | None:
+    """What to call with the module and the arguments; None: the `forward` that its class has then.
+
+    It is looked up at each call, since that of `nn.Embedding` is replaced later.
+    """
+    if covered is not _NOTHING:
+        return lambda self, *args, **kwargs: covered(*args, **kwargs)
+    found = inspect.getattr_static(type(module), _FORWARD, None)
+    return None if isinstance(found, FunctionType) else _of_class
+
+
+def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call what `module.forward` is without a frame, where that is no plain function."""
+    kind: Any = type(module)
+    try:
+        forward = inspect.getattr_static(kind, _FORWARD).__get__(module, kind)
+    except AttributeError:  # TorchScript's is found in this way
+        forward = kind.__getattr__(module, _FORWARD)
+    return forward(*args, **kwargs)
+
+
+def _put(own: dict[str, Any], forward: Any) -> None:
+    if forward is _NOTHING:
+        own.pop(_FORWARD, None)
+    else:
+        own[_FORWARD] = forward
+
+
+class FramesOfSubmodules:
+    """The frames of many modules, which are out while the model's own forward runs.
+
+    In it they would cost each module's call, hide the modules from Dynamo, and have submodules
+    that are computed in other threads begin calls of their own.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[OwnFrame] = []
+        self._tables: list[dict[str, Any]] = []
+        self._methods: list[Any] = []
+
+    def put(self, module: nn.Module, scope: Scope) -> None:
+        """Give one more module a frame."""
+        frame = OwnFrame(module, scope)
+        self._frames.append(frame)
+        frame.put()
+        if frame.covered is _NOTHING:
+            self._tables.append(vars(module))
+            self._methods.append(frame.method)
+
+    def take_out(self) -> None:
+        """For good."""
+        for frame in reversed(self._frames):
+            frame.take_out()
+        self.__init__()  # type: ignore[misc]
+
+    def step_aside(self) -> None:
+        """Out of the modules; those over which the script or another session has put one stay."""
+        found = list(map(dict.get, self._tables, repeat(_FORWARD)))
+        if len(self._tables) < len(self._frames) or self._methods != found:
+            for frame in self._frames:
+                if frame.is_in_place():
+                    _put(vars(frame.module), frame.covered)
+        else:
+            deque(map(dict.pop, self._tables, repeat(_FORWARD), repeat(None)), maxlen=0)
+
+    def end(self) -> None:
+        """Into the modules again.  May be called again."""
+        if len(self._tables) == len(self._frames):
+            deque(map(dict.setdefault, self._tables, repeat(_FORWARD), self._methods), maxlen=0)
+            return
+        for frame in self._frames:
+            own = vars(frame.module)
+            if own.get(_FORWARD, _NOTHING) is frame.covered:
+                own[_FORWARD] = frame.method
+
+
+# Copies
+
+
+def _is_of(forward: Any, frames: list[OwnFrame]) -> bool:
+    """Whether it is the outermost of these, of the module or of a copy of it."""
+    return bool(frames) and getattr(forward, "__func__", None) is frames[-1].method.__func__
+
+
+def _without(frames: list[OwnFrame], value: Any) -> Any:
+    """What a module gives for a copy, without its frames."""
+    if isinstance(value, tuple):
+        return tuple(_without(frames, part) for part in value)
+    if not isinstance(value, dict) or _FRAMES not in value:
+        return value
+    plain = {name: one for name, one in value.items() if name != _FRAMES}
+    forward = value.get(_FORWARD, _NOTHING)
+    for number in range(len(frames), 0, -1):
+        if _is_of(forward, frames[:number]):
+            forward = frames[number - 1].covered
+    _put(plain, forward)
+    return plain
+
+
+def _give_own(twin: Any, module: nn.Module) -> None:
+    """Give a shallow copy or a replica the frames of its module, bound to itself."""
+    frames: Any = vars(module).get(_FRAMES)
+    forward: Any = vars(module).get(_FORWARD)
+    if frames and isinstance(twin, nn.Module):
+        vars(twin)[_FRAMES] = _Frames(frames)
+        if _is_of(forward, frames):
+            vars(twin)[_FORWARD] = MethodType(forward.__func__, twin)
+
+
+def copies() -> list[Replacement]:
+    """What to replace, so that a copy has the frames that it is to have.
+
+    A class with a `__copy__` of its own copies the bound method, which calls the original.
+    """
+
+    def reduce(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+            reduced, frames = original(self, protocol), vars(self).get(_FRAMES)
+            return _without(frames, reduced) if frames else reduced
+
+        return __reduce_ex__
+
+    def shallow(original: Any) -> Callable:
+        def __copy__(self: nn.Module) -> Any:
+            reduced: Any = self.__reduce_ex__(4)
+            if isinstance(reduced, str):
+                return self
+            make, args, *state = reduced
+            twin = make(*args)
+            if state and state[0] is not None:
+                twin.__setstate__(state[0])
+            _give_own(twin, self)
+            return twin
+
+        return __copy__
+
+    def replicate(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+            replica: nn.Module = original(self)
+            _give_own(replica, self)
+            return replica
+
+        return _replicate_for_data_parallel
+
+    found: list[Replacement]
+    found = [(nn.Module, "__reduce_ex__", reduce), (nn.Module, "__copy__", shallow)]
+    return [*found, (nn.Module, REPLICATE, replicate)] if hasattr(nn.Module, REPLICATE) else found
+
+
+@contextlib.contextmanager
+def aside(root: nn.Module) -> Iterator[None]:
+    """Context manager: a module and those in it have no frames, for what compiles their source."""
+    owns = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
+    found = [{name: own[name] for name in (_FRAMES, _FORWARD) if name in own} for own in owns]
+    try:
+        for own in owns:
+            plain = _without(own[_FRAMES], own)
+            del own[_FRAMES]
+            _put(own, plain.get(_FORWARD, _NOTHING))
+        yield
+    finally:
+        for own, kept in zip(owns, found, strict=True):
+            own.update(kept)

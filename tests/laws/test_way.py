@@ -1,0 +1,39 @@
+"""How far a reader follows one call of a Linear, and one step: functions, files, changes of file.
+
+`benchmarks/run.py way` prints them.  Where the way becomes shorter, lower the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from repository import BENCHMARKS
+from warm_python import environment, python
+
+MOST = {
+    "O1 forward": (37, 8, 19),
+    "O1 step": (132, 28, 78),
+    "O2 forward": (44, 10, 31),
+    "O2 step with an overflow": (135, 30, 92),
+}
+COUNT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import way
+print(json.dumps(way.ways()))
+"""
+
+
+@pytest.fixture(scope="module")
+def ways():
+    env = environment(AMPATCH_NATIVE="0")
+    done = python("-c", COUNT, str(BENCHMARKS), env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_way_is_no_longer_than_this(ways, name):
+    found = tuple(ways[name])
+    assert all(one <= most for one, most in zip(found, MOST[name], strict=True)), found

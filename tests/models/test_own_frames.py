@@ -1,0 +1,372 @@
+"""A managed module's own `forward`: hooks run around it, libraries wrap it, copies have none.
+
+`model.forward(x)`: compat/test_compat_forward.py.  Ctrl-C: laws/test_interrupted_calls.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import types
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from small_training import Made, managed
+from torch import nn
+
+import ampatch
+
+H, FP32 = torch.bfloat16, torch.float32
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Net(nn.Module):
+    """Two layers and what they compute in."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, *, scale: float = 1.0):
+        """The docstring of a forward."""
+        self.seen = (x.dtype, self.first.weight.dtype, self.first(x).dtype)
+        return self.second(self.first(x)) * scale
+
+
+def start(level, model=None, **settings):
+    return managed(Net() if model is None else model, level, **settings)
+
+
+def is_plain(model):
+    return not any(
+        name == "forward" or "ampatch" in name for part in model.modules() for name in vars(part)
+    )
+
+
+# Hooks
+
+
+@LEVELS
+def test_hooks_on_the_model_run_around_the_casts(level):
+    model, _ = start(level)
+    seen = []
+
+    def before(module, args, kwargs):
+        seen.append((args[0].dtype, module.first.weight.dtype))
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    model.register_full_backward_hook(
+        lambda module, grad_input, grad_output: seen.append(grad_input[0].dtype)
+    )
+    out = model(X.clone().requires_grad_())
+    out.float().sum().backward()
+    assert seen[0] == (FP32, H if level == "O3" else FP32)
+    assert seen[1:] == [(FP32, out.dtype), FP32]
+    assert out.dtype is (H if level == "O1" else FP32)
+
+
+@LEVELS
+def test_hooks_on_an_overridden_submodule_run_around_it_and_others_inside(level):
+    model, _ = start(level, overrides={"second": "float"})
+    seen = {}
+    for name, part in model.named_children():
+        part.register_forward_pre_hook(
+            lambda part, args, name=name: seen.update({name: args[0].dtype})
+        )
+    model(X)
+    inside = FP32 if level == "O0" else H
+    assert seen == {"first": FP32 if level == "O1" else inside, "second": inside}
+
+
+# What scripts and libraries do with `forward`
+
+
+def test_what_a_forward_says_of_itself():
+    model, _ = start("O2")
+    for forward in (model.forward, model.first.forward):
+        assert inspect.ismethod(forward) and forward.__name__ == "forward"
+    assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
+    assert inspect.getfullargspec(model.forward).args == ["self", "x"]
+    assert model.forward.__doc__ == Net.forward.__doc__
+
+
+def as_accelerate_does(model):
+    """Autocast and FP32 outputs around the method's function; at last it unwraps."""
+
+    def wrapped(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return call
+
+    model._original_forward = model.forward
+    model.forward = types.MethodType(wrapped(model.forward.__func__), model)
+    yield
+    forward, original = model.forward, model.__dict__.pop("_original_forward")
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+        if forward == original:
+            break
+    model.forward = types.MethodType(forward, model)
+    yield
+
+
+@LEVELS
+def test_a_library_that_wraps_the_function_and_unwraps_it(level):
+    model, _ = start(level)
+    expected = model(X)
+    inside = model.seen
+    for _ in as_accelerate_does(model):
+        model.seen = None
+        assert torch.equal(model(X), expected) and model.seen == inside
+    ampatch.deactivate()
+    assert torch.equal(model.float()(X), Net.forward(model, X))
+
+
+@LEVELS
+def test_a_mock_that_wraps_forward(level):
+    model, _ = start(level)
+    expected = model(X)
+    with mock.patch.object(model, "forward", wraps=model.forward) as mocked:
+        assert torch.equal(model(X), expected) and mocked.call_count == 1
+    assert torch.equal(model(X), expected)
+    ampatch.deactivate()
+    assert is_plain(model)
+
+
+def block(model, optimizer):
+    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+REPLACED = "Net.forward was replaced after ampatch.initialize"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(level, caplog):
+    model, optimizer = start(level, verbosity=1)
+    block(model, optimizer)
+    model.forward = lambda x: Net.forward(model, x.to(model.first.weight.dtype))
+    for _ in range(2):
+        model(X)
+        if level != "O1":  # products with managed weights are cast there as outside of forwards
+            assert model.seen[0] is (H if level == "O3" else FP32)
+        with ampatch.scale_loss(torch.ones((), requires_grad=True) * 2, optimizer) as scaled:
+            scaled.backward()
+    assert caplog.text.count(REPLACED) == 1
+    ampatch.deactivate()
+    assert "forward" in vars(model) and {p.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_forward_that_calls_the_earlier_one_is_not_reported(level, caplog):
+    model, optimizer = start(level, verbosity=1)
+    other = Net()
+    ampatch.add_models(other)
+    for one in (model, other):
+        one.forward = types.MethodType(lambda self, x, earlier=one.forward: earlier(x) * 1, one)
+    for _ in range(3):
+        block(model, optimizer)  # the other one is not called
+    model(X), other(X)
+    block(model, optimizer)
+    assert REPLACED not in caplog.text
+
+
+class Direct(nn.Linear):
+    """Its own way of being called leaves out what torch does around a call."""
+
+    def __call__(self, x):
+        return self.forward(x)
+
+
+@LEVELS
+def test_a_class_that_goes_straight_to_its_forward(level):
+    model, _ = start(level, Direct(4, 4))
+    assert model(X).dtype is (H if level == "O1" else FP32)
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x @ torch.eye(4, dtype=x.dtype)
+
+
+class Partial(nn.Module):
+    def half(self, by, x):
+        return x / by
+
+    forward = functools.partialmethod(half, 2)
+
+
+@LEVELS
+@pytest.mark.parametrize("kind", [Static, Partial])
+def test_a_forward_of_another_kind(level, kind):
+    model = ampatch.initialize(kind(), opt_level=level, dtype=H, verbosity=0)
+    assert torch.allclose(model(X).float(), kind()(X).float(), atol=0.01)
+
+
+# Copies
+
+
+def copied_by_itself(model):
+    class Copied(type(model)):
+        def __deepcopy__(self, memo):
+            twin = type(self).__new__(type(self))
+            memo[id(self)] = twin
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+            return twin
+
+    model.__class__ = Copied
+    return model
+
+
+def with_own_state(model):
+    class Stated(type(model)):
+        def __getstate__(self):
+            return vars(self).copy()
+
+    model.__class__ = Stated
+    return model
+
+
+def with_slots(model):
+    class Slotted(type(model)):
+        __slots__ = ("beside",)
+
+    other = Slotted()
+    other.beside = "here"
+    return other
+
+
+@LEVELS
+@pytest.mark.parametrize("make", [None, copied_by_itself, with_own_state, with_slots])
+def test_deep_copies_compute_as_plain_models(level, make):
+    model = Net() if make is None else make(Net())
+    start(level, model, overrides={"second": "float"})
+    model(X)
+    twin = copy.deepcopy(model)
+    plain = type(model).forward(twin.float(), X)
+    assert torch.equal(twin(X), plain) and twin.second(X).dtype is FP32
+    assert make is copied_by_itself or is_plain(twin)
+    assert getattr(twin, "beside", "here") == "here"
+    ampatch.deactivate()
+    assert torch.equal(twin(X), plain) and is_plain(model)
+
+
+@LEVELS
+def test_pickles_of_submodules_do_not_name_ampatch(level):
+    model, _ = start(level, overrides={"second": "float"})
+    for part in model.modules():
+        data = pickle.dumps(part)
+        assert b"ampatch" not in data and is_plain(pickle.loads(data))
+
+
+@LEVELS
+def test_a_copy_of_a_copy_and_what_is_left_after_the_session(level):
+    model, _ = start(level)
+    twin = copy.copy(copy.copy(model))
+    twin.title = "twin"
+    assert torch.equal(twin(X), model(X)) and twin.seen == model.seen
+    assert is_plain(pickle.loads(pickle.dumps(twin)))
+    ampatch.deactivate()
+    assert torch.equal(twin(X), model(X)) and twin.seen[0] is FP32
+    assert torch.equal(copy.deepcopy(twin)(X), model(X))
+
+
+def test_sessions_that_end_in_another_order_than_they_began():
+    inner = Net()
+    outer = nn.Sequential(inner, nn.Linear(2, 2))
+    start("O1", outer, overrides={"0": "float"})
+    start("O2", inner)
+    first, second = ampatch.session.session.registry.sessions
+    first.close()
+    assert inner(X).dtype is FP32 and inner.seen[0] is H
+    second.close()
+    assert is_plain(outer) and inner(X).dtype is FP32
+
+
+@LEVELS
+def test_a_forward_that_was_there_before_is_there_again(level):
+    model = Net()
+    model.forward = own = types.MethodType(lambda self, x: Net.forward(self, x) * 2, model)
+    plain = copy.deepcopy(model)
+    start(level, model)
+    torch.testing.assert_close(model(X).float(), plain(X), rtol=0.05, atol=0.05)
+    kept = model.forward
+    assert copy.deepcopy(model).forward.__func__ is own.__func__
+    ampatch.deactivate()
+    assert vars(model)["forward"] is own and torch.equal(kept(X), model(X))
+
+
+@LEVELS
+def test_nothing_keeps_a_model_alive(level):
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = start(level, overrides={"second": "float"})
+        model(X)
+        ampatch.deactivate()
+        weight = weakref.ref(model.first.weight)
+        del model, optimizer
+        assert weight() is None
+    finally:
+        gc.enable()
+    model, optimizer = start(level)
+    weight = weakref.ref(model.first.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_many_models_of_torch_are_compiled_as_wholes(level):
+    """Each traced, in one graph; one code for all would meet the limit of recompilations."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for _ in range(12):
+        model, _ = start(level, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(2):
+            assert torch.equal(compiled(X), model(X))
+    assert len(graphs) == 12
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_many_instances_of_a_class_share_their_graph(level):
+    """The frames of submodules are out while the forward runs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for _ in range(6):
+        model, _ = start(level, Made(lambda self, x: self.layer(x) * 2, layer=nn.Linear(4, 4)))
+        torch.compile(model, backend=backend, fullgraph=True)(X)
+    assert len(graphs) == 1
+
+
+@LEVELS
+def test_a_scripted_model_is_refused_by_name(level):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ampatch.AmpatchError, match=r"models\[0\].*Sequential.*TorchScript"):
+        start(level, scripted)
+    assert "_ampatch_frames" not in vars(scripted)
