@@ -133,6 +133,28 @@ def overflowing(model: nn.Module) -> torch.Tensor:
     return loss_of(model) * float("inf")
 
 
+def test_fp16_optimizer_shows_the_gradients_of_its_fp32_copies():
+    model = network_to_half(network())
+    weights, rest = [model[1][0].weight, model[1][0].bias], [*model[1][1:].parameters()]
+    groups = [{"params": weights}, {"params": rest}]
+    optimizer = FP16_Optimizer(torch.optim.SGD(groups, lr=0.1), static_loss_scale=8.0)
+    assert optimizer.inspect_master_grad_data() == [[None, None], [None] * len(rest)]
+    optimizer.backward(loss_of(model))
+    shown = optimizer.inspect_master_grad_data()
+    for grads, params in zip(shown, (weights, rest), strict=True):
+        scales = [8 if param.dtype is torch.half else 1 for param in params]
+        expected = [param.grad.float() / scale for param, scale in zip(params, scales, strict=True)]
+        torch.testing.assert_close(grads, expected)
+        assert not any(grad.requires_grad for grad in grads)
+    shown[0][0].zero_()  # the values themselves, as in apex
+    assert not optimizer.param_groups[0]["params"][0].grad.any()
+
+    model = network_to_half(network())
+    optimizer = fp16_optimizer(model, dynamic_loss_scale=True)
+    optimizer.backward(overflowing(model))
+    assert optimizer.overflow and optimizer.inspect_master_grad_data() is None
+
+
 def test_an_overflow_lowers_the_scale_in_backward_and_leaves_gradients():
     """As in apex's last version: scripts divide these gradients, and step only if all is well."""
     model = network_to_half(network())

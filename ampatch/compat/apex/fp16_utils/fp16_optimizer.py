@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,10 +103,8 @@ class FP16_Optimizer:  # apex's name
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero, or drop, the gradients of the model and of the FP32 copies."""
         for param in (*self._masters(), *self._model_params()):
-            if param.grad is not None and set_grads_to_None:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad = torch.zeros_like(param.grad)
+            if param.grad is not None:
+                param.grad = None if set_grads_to_None else torch.zeros_like(param.grad)
 
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
@@ -123,6 +122,12 @@ class FP16_Optimizer:  # apex's name
         grads = [param.grad for param in self._masters() if param.grad is not None]
         self.loss_scaler.unscale(grads, grads, models_are_masters=True)
         self.overflow = self.loss_scaler.update_scale()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """FP32 gradients, group by group; None for those not there.  None after an overflow."""
+        grads = [[param.grad for param in group["params"]] for group in self.param_groups]
+        detached = [[None if g is None else g.detach() for g in group] for group in grads]
+        return None if self.overflow else detached
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the FP32 gradients; returns their norm before, or -1 after an overflow."""
@@ -149,19 +154,14 @@ class FP16_Optimizer:  # apex's name
     # Parts
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            pair
-            for halves, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
-            for pair in zip(halves, masters, strict=True)
-        ]
+        halves, masters = chain(*self.fp16_groups), chain(*self.fp32_from_fp16_groups)
+        return list(zip(halves, masters, strict=True))
 
     def _masters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _model_params(self) -> list[Tensor]:
-        return [
-            param for group in (*self.fp16_groups, *self.fp32_from_fp32_groups) for param in group
-        ]
+        return [*chain(*self.fp16_groups, *self.fp32_from_fp32_groups)]
 
     # Checkpoints
 
@@ -188,9 +188,8 @@ class FP16_Optimizer:  # apex's name
             setattr(self, name, state_dict[name])
         self.loss_scaler = _todays(self.loss_scaler)
         with torch.no_grad():
-            for masters, values in zip(mine, saved, strict=True):
-                for master, value in zip(masters, values, strict=True):
-                    master.copy_(value)
+            for master, value in zip(chain(*mine), chain(*saved), strict=True):
+                master.copy_(value)
 
     @property
     def loss_scale(self) -> float:
