@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
+from ..torch_private.devices import is_owned_by_host
 from .gradients import Gradients
 from .step_counts import StepCounter, StepCounts
 from .unscaling import values
@@ -69,7 +70,8 @@ class StepReports:
     def _say_skipped(self, counts: StepCounts, new: int, known: Known) -> None:
         """`new` more steps were skipped; from the tenth in a row on each doubling has its line.
 
-        An error about a row of them, and the look at the loss, wait for the device.
+        An error about a row of them waits for the device.  A loss on a device is looked at in the
+        tenth skip of a row, where a wait costs nothing any more.
         """
         row = counts.skipped_in_a_row
         is_left_over = row > 1 and self._gradients.is_left_over()
@@ -83,7 +85,7 @@ class StepReports:
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_told_of_loss else known.last_loss()
-        if loss is not None and not _is_finite(loss):
+        if loss is not None and (is_owned_by_host(loss.device) or row >= _EACH) and _is_bad(loss):
             self._has_told_of_loss = True
             logger.warning(
                 "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
@@ -110,7 +112,7 @@ class StepReports:
         bad = [
             names.get(id(param), place)
             for place, param in self._placed()
-            if param.grad is not None and not _is_finite(param.grad)
+            if param.grad is not None and not bool(torch.isfinite(values(param.grad)).all())
         ]
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         return (
@@ -169,5 +171,6 @@ class StepReports:
         ]
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(values(tensor)).all())
+def _is_bad(loss: Tensor) -> bool:
+    """Whether it holds inf or NaN; read so that memory of the host makes no wait."""
+    return not torch.isfinite(values(loss)).all().tolist()

@@ -497,11 +497,16 @@ DDP = """
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
-    model = torch.nn.Linear(4, 2)
+    seen = set()
+
+    class Seen(torch.nn.Linear):
+        def forward(self, x):
+            seen.add(self.weight.dtype)
+            return super().forward(x)
+
+    model = Seen(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    seen = set()
-    model.register_forward_pre_hook(lambda module, args: seen.add(module.weight.dtype))
     model = DistributedDataParallel(model)
     loss = model(torch.full((8, 4), float(rank + 1))).pow(2).mean()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
