@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_exporting
+
 from ..config.opt_levels import HALF_TYPES
 from ..torch_private.autocast import call_with, is_enabled
 from ..torch_private.custom_ops import CALLED, autocast_devices
@@ -39,7 +41,7 @@ def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable
         found = devices.get(name)
         if found is None:
             found = devices[name] = autocast_devices(self, name, device_types())
-        if not found:
+        if not found or is_exporting():  # it records the call, not the kernel for autocast
             return original(self, *args, **kwargs)
         kinds = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))} & found
         for kind in sorted(kinds, key="cpu".__eq__):  # an accelerator before the host

@@ -238,3 +238,13 @@ def test_a_compiled_model_computes_and_has_gradients_as_the_model_does(level, na
         torch.testing.assert_close(found, results[0], atol=1e-2, rtol=1e-2)
     ampatch.deactivate()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_exported_model_returns_the_dtype_of_the_model(level):
+    model = Net(FORMS["by its name"])
+    ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
+    expected = model(X)
+    exported = torch.export.export(model, (X,)).module()
+    torch.testing.assert_close(exported(X), expected, atol=1e-2, rtol=1e-2)
+    ampatch.deactivate()
