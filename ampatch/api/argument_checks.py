@@ -37,12 +37,17 @@ _matched: set[Any] = set()  # keys of overrides, since the process began
 
 
 class _Unmatched:
-    """Observer: an override from outside that has not matched yet; another `initialize` may."""
+    """Observer until the first step: an override from outside that has not matched yet.
+
+    Another `initialize` may bring its submodule.
+    """
 
     def __init__(self, key: Any, expected: str) -> None:
         self._key, self._expected = key, expected
+        self.on_deactivate = registry.observers.add(self)
 
     def on_step_begin(self, optimizer: object) -> None:
+        self.on_deactivate()
         if self._key not in _matched:
             raise ValueError(
                 f"overrides from outside (--overrides, AMPATCH_OVERRIDES): no submodule of any "
@@ -268,7 +273,7 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
                 f"{shown!r}. {expected}"
             )
         logger.warning("overrides from outside: no submodule of this initialize matches %r.", key)
-        registry.observers.add(_Unmatched(key, expected))
+        _Unmatched(key, expected)
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():

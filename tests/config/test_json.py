@@ -73,6 +73,20 @@ def test_those_from_outside_hold_for_every_call_and_a_call_without_such_a_module
         ampatch.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0, overrides=file)
 
 
+def test_one_from_outside_that_matches_nothing_is_forgotten_with_its_session(monkeypatch):
+    """Else it would end a later training at its first step."""
+    monkeypatch.setenv("AMPATCH_OVERRIDES", '{"nowhere": "float"}')
+    ampatch.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    ampatch.deactivate()
+    monkeypatch.delenv("AMPATCH_OVERRIDES")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampatch.initialize(model, optimizer, verbosity=0)
+    with ampatch.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "name, text, said",
     (
