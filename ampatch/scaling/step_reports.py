@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..config.opt_levels import HALF_TYPES
 from ..log import logger
-from ..torch_private.devices import is_owned_by_host
 from .gradients import Gradients
 from .step_counts import StepCounter, StepCounts
 from .unscaling import values
@@ -85,7 +84,7 @@ class StepReports:
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_told_of_loss else known.last_loss()
-        if loss is not None and (is_owned_by_host(loss.device) or row >= _EACH) and _is_bad(loss):
+        if loss is not None and (loss.is_cpu or row >= _EACH) and _is_bad(loss):
             self._has_told_of_loss = True
             logger.warning(
                 "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
