@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import repeat
@@ -237,7 +238,9 @@ class FramesOfSubmodules:
 
 def _is_of(forward: Any, frames: list[OwnFrame]) -> bool:
     """Whether it is the outermost of these, of the module or of a copy of it."""
-    return bool(frames) and getattr(forward, "__func__", None) is frames[-1].method.__func__
+    if not frames or frames[-1].method is None:  # none, or a shallow copy's, whose session is over
+        return False
+    return getattr(forward, "__func__", None) is frames[-1].method.__func__
 
 
 def _without(frames: list[OwnFrame], value: Any) -> Any:
@@ -263,6 +266,19 @@ def _give_own(twin: Any, module: nn.Module) -> None:
         vars(twin)[_FRAMES] = _Frames(frames)
         if _is_of(forward, frames):
             vars(twin)[_FORWARD] = MethodType(forward.__func__, twin)
+
+
+def _of_replica(function: Any, replica: weakref.ref[nn.Module]) -> Callable:
+    """A bound method is a cycle: each step's copies of the weights would wait for Python's search.
+
+    Only a call that the replica makes runs it, so the replica is there.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(replica(), *args, **kwargs)
+
+    forward.__func__ = function  # type: ignore[attr-defined]
+    return forward
 
 
 def copies() -> list[Replacement]:
@@ -298,6 +314,9 @@ def copies() -> list[Replacement]:
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
             _give_own(replica, self)
+            method = vars(replica).get(_FORWARD)
+            if isinstance(method, MethodType) and method.__self__ is replica:
+                vars(replica)[_FORWARD] = _of_replica(method.__func__, weakref.ref(replica))
             return replica
 
         return _replicate_for_data_parallel

@@ -106,8 +106,8 @@ from ampatch.sweep.json_files import plain
 from ampatch.sweep.trial import BASE
 
 runner = Runner(Program("late.py"), [], Path())
-order = {"runner": runner, "trial": Trial(BASE), "guard": None}
-assert child.main([json.dumps(plain(order))]) == 0
+order = {"runner": runner, "trial": Trial(BASE), "guard": None, "imports": False}
+assert child.run(json.loads(json.dumps(plain(order)))) == 0
 script = sys.modules["__main__"]
 assert script.late
 assert script.held[-1]() is None

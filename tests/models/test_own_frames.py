@@ -370,3 +370,40 @@ def test_a_scripted_model_is_refused_by_name(level):
     with pytest.raises(ampatch.AmpatchError, match=r"models\[0\].*Sequential.*TorchScript"):
         start(level, scripted)
     assert "_ampatch_frames" not in vars(scripted)
+
+
+@LEVELS
+def test_a_replica_goes_without_a_search_for_cycles(level):
+    """DataParallel makes them anew at each step, with copies of the weights."""
+    model, _ = start(level)
+    replica = model._replicate_for_data_parallel()
+    replica(X)
+    gone = weakref.ref(replica)
+    gc.disable()
+    try:
+        del replica
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@LEVELS
+def test_a_shallow_copy_of_an_ended_session_is_initialized_again(level):
+    model, _ = start(level)
+    twin, first = copy.copy(model), copy.copy(model.first)
+    ampatch.deactivate()
+    for again in (twin, nn.Sequential(first, nn.Linear(4, 2))):
+        managed(again, level)
+        assert again(X).shape == (3, 2)
+        ampatch.deactivate()
+
+
+@LEVELS
+def test_a_forward_that_is_a_property_is_refused(level):
+    class Chosen(nn.Linear):
+        @property
+        def forward(self):
+            return super().forward
+
+    with pytest.raises(ampatch.AmpatchError, match="Chosen, has a property for its forward"):
+        ampatch.initialize(Chosen(4, 2), opt_level=level, verbosity=0)
