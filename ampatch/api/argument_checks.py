@@ -141,12 +141,6 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
                 "the model as it was before torch.jit.script, and compile it by torch.compile; or "
                 "give a model that has this one as a submodule."
             )
-        if isinstance(inspect.getattr_static(type(model), "forward", None), property):
-            raise AmpatchError(
-                f"{call}: models[{index}], a {type(model).__name__}, has a property for its "
-                "forward, which hides the one that casts. Nothing was changed. Make forward a "
-                "method that calls what the property gives."
-            )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "

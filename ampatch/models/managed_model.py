@@ -201,7 +201,7 @@ class ManagedModel:
             lent = self.lent.ids() if self._submodules.lends else None
             self._submodules.install(lent, self._stays_float)
         self.frame = OwnFrame(model, self)
-        self.frame.put()
+        self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 

