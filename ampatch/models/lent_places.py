@@ -3,11 +3,8 @@
 Places are entries of the modules' tables of parameters.  Those of all modules are compared and
 exchanged together, in the native part by one call.
 
-Copies are made in buckets, each by one node of the graph (`casting/batched_casts`).  The nodes are
-made before the forward, and autograd runs ready nodes in the order in which they were made: these
-would run at the very end of the pass, and all half gradients would wait for them.  So they get a
-high sequence number, with which each runs as soon as its gradients are there.  A weight that cannot
-share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
+Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
+cannot share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
 replicas of DataParallel.
 """
 
@@ -22,21 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import native
-from ..casting.batched_casts import (
-    alike,
-    are_alike,
-    below_hooks,
-    cast_apart,
-    cast_in_graph,
-    cast_in_one_block,
-    cast_together,
-    divide,
-    hook_tables,
-    may_use_all,
-)
+from ..casting.half_copies import Buckets, half_copies
 from ..casting.special_ops import EMBEDDINGS, MANY
 from ..torch_private.modules import flat_weights, list_weights, part_table
-from ..torch_private.probes import is_recording, run_when_ready
+from ..torch_private.probes import is_recording
 from .lookups import Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
@@ -103,8 +89,13 @@ class Tree:
     Those in `leave` (ids) are left out.
     """
 
-    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
-        self.root = root
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        stays_float: StaysFloat,
+        leave: Collection[int],
+    ) -> None:
         modules = list(root.modules())
         self.modules = set(map(id, modules))
         tables = parameter_tables(root, stays_float)
@@ -119,14 +110,13 @@ class Tree:
         self._rnns = [
             one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
         ]
-        # Together the groups are `parameters`, in this order; of each: whether it is in one block.
-        self.groups = [(one, True) for one in self._blocks(found)]
-        self.groups += [(one, False) for one in divide(list(found.values()))]
-        self.parameters = [one for weights, _ in self.groups for one in weights]
+        self.blocks = self._blocks(found)
+        self.buckets = Buckets(found.values(), root, model)
+        self.parameters = [weight for block in self.blocks for weight in block]
+        self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
-        self.hook_tables = hook_tables(modules)
 
     def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
         """Takes out of `found` the weights of RNNs that share one block of memory.
@@ -139,10 +129,6 @@ class Tree:
             if weights and all(id(weight) in found for weight in weights):
                 blocks.append([found.pop(id(weight)) for weight in weights])
         return blocks
-
-    def below_hooks(self) -> set[int]:
-        """Ids of the parameters of modules with backward hooks, and of their parts."""
-        return below_hooks(list(self.root.modules()))
 
     def is_valid(self) -> bool:
         """Whether the tables hold what was found there, and nothing else."""
@@ -217,58 +203,27 @@ if native.part is not None:
     exchange = native.part.exchange_entries
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, is_apart: bool) -> list[Tensor]:
-    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order.
-
-    `is_apart`: each has a node of its own.
-    """
+def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
+    """Half copies of the parameters of a tree, in their order; see `half_copies`."""
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, model, is_apart)
+            return copies_of(tree, dtype, own_nodes)
     if is_recording():
         return [parameter.to(dtype) for parameter in tree.parameters]
-    in_graph = torch.is_grad_enabled()
-    alone: Collection[int] = ()
-    if in_graph and not (model.training and may_use_all(model)):
-        alone = tree.ids
-    elif in_graph and any(tree.hook_tables):
-        alone = tree.below_hooks()
-    made: list[Tensor] = []
-    for weights, in_block in tree.groups:
-        if in_block:
-            copies = cast_in_one_block(weights, dtype)
-            run_when_ready(copies[0])
-            made += copies
-        elif not in_graph or (not alone and are_alike(weights[0], weights)):
-            made += _cast(weights, dtype, is_apart)
-        else:
-            made += _cast_in_parts(weights, dtype, alone, is_apart)
-    return made
-
-
-def _cast(weights: list[Tensor], dtype: torch.dtype, is_apart: bool) -> Sequence[Tensor]:
-    """The copies of weights that all require a gradient, or of which none does."""
-    if weights[0].requires_grad and torch.is_grad_enabled():
-        if is_apart:
-            return cast_apart(weights, dtype)
-        made = cast_in_graph(weights, dtype)
-        run_when_ready(made[0])
-        return made
-    return cast_together(weights, dtype, in_graph=False)
-
-
-def _cast_in_parts(
-    weights: list[Tensor], dtype: torch.dtype, alone: Collection[int], is_apart: bool
-) -> list[Tensor]:
-    """The copies of a bucket in which weights in `alone` (ids) and with hooks have a node each."""
-    copies: dict[int, Tensor] = {}
-    for part in alike(weights, alone):
-        copies.update(zip(map(id, part), _cast(part, dtype, is_apart), strict=True))
-    for one in weights:
-        if id(one) not in copies:
-            copies[id(one)] = made = one.to(dtype)
-            run_when_ready(made)
-    return [copies[id(one)] for one in weights]
+    copies: list[Tensor] = []
+    for block in tree.blocks:
+        copies += half_copies(block, dtype, in_one_block=True)
+    together = tree.buckets.to_cast()
+    for weights in together:
+        copies += half_copies(weights, dtype, own_nodes=own_nodes)
+    if len(copies) == len(tree.parameters) and len(together) == len(tree.buckets.all):
+        return copies
+    cast = [weight for weights in (*tree.blocks, *together) for weight in weights]
+    copy_of = dict(zip(map(id, cast), copies, strict=True))
+    for weight in tree.parameters:
+        if id(weight) not in copy_of:
+            [copy_of[id(weight)]] = half_copies([weight], dtype)
+    return [copy_of[id(weight)] for weight in tree.parameters]
 
 
 def put_in_traced(places: list[Place], dtype: torch.dtype) -> None:

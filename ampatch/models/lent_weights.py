@@ -37,8 +37,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.batched_casts import are_split
 from ..casting.calls import Call, here
+from ..casting.half_copies import are_split
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
@@ -126,7 +126,7 @@ class HalfCopies:
         self._values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
         if tree.parameters:
-            self.copies = copies_of(tree, lender.dtype, lender.model, lender.wants_own_nodes)
+            self.copies = copies_of(tree, lender.dtype, lender.wants_own_nodes)
             lender.has_own_nodes = lender.wants_own_nodes
             self.parameters = list(tree.parameters)
             share_attributes(self.copies, tree.attributes)
@@ -303,7 +303,7 @@ class LentWeights:
         if known is not None and known.is_valid():
             return known
         self._excluded_ids = sharded_parameters(self.model)
-        tree = Tree(root, self._stays_float, self._excluded_ids)
+        tree = Tree(root, self.model, self._stays_float, self._excluded_ids)
         for call in here.stack:  # copies of another model may be in the places
             if call.lending is not None and call.lending.is_in_place:
                 return tree
@@ -320,7 +320,7 @@ class LentWeights:
         return self.known
 
     def note_request(self, wanted: Collection[int]) -> bool:
-        """As `LastForward.note_request`."""
+        """As `WeightUseOrder.record_request`."""
         if self.has_own_nodes:
             return False
         trees = list(self._trees.values())

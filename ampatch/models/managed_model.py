@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.batched_casts import LastForward
 from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
 from ..casting.handlers import unseen
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
+from ..casting.weight_cache import WeightUseOrder
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -100,9 +100,9 @@ class ManagedModel:
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since `look_for_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
-        self._last_forward: LastForward | None = None
+        self._use_order: WeightUseOrder | None = None
         if policy is not None:
-            self._last_forward = LastForward(model, policy.half_to)
+            self._use_order = WeightUseOrder(model, policy.half_to)
 
     # Put in, take out
 
@@ -169,9 +169,9 @@ class ManagedModel:
         return self.lent is not None and id(parameter) in self.lent.ids()
 
     def note_request(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
-        last, lent = self._last_forward, self.lent
-        may_share = last is not None and last.note_request(wanted)
+        """Gradients of these weights (ids) are asked for: see `WeightUseOrder.record_request`."""
+        order, lent = self._use_order, self.lent
+        may_share = order is not None and order.record_request(wanted)
         return (lent is not None and lent.note_request(wanted)) or may_share
 
     def converted(self) -> set[int]:
@@ -321,7 +321,7 @@ class ManagedModel:
         elif policy is not state.process:
             state.set_policy(call, policy)
         if policy is not None:
-            policy.cache.open(call, self._last_forward)
+            policy.cache.open(call, self._use_order)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         return args, kwargs
@@ -334,8 +334,8 @@ class ManagedModel:
         if call.owner is not None:  # else it has not begun
             self._state.end(call)
         copies, casts = call.opened_copies, call.input_casts
-        if copies is not None and copies.last is not None:
-            copies.last.note(copies.used)
+        if copies is not None and copies.order is not None:
+            copies.order.record(copies.used)
         if casts is not None:
             call.input_casts = None
             casts.write_back()
