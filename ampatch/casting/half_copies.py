@@ -92,14 +92,6 @@ def half_copies(
     return _cast_many(weights, dtype, own_nodes)
 
 
-def cast_alone(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """One tensor in `dtype` where it is used; it requires a gradient as `half_copies` do."""
-    if torch.is_grad_enabled() or not value.requires_grad:
-        return value.to(dtype)
-    with torch.enable_grad():
-        return value.to(dtype)
-
-
 def _written(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """New tensors with these values in `dtype`, written in one batch, outside the graph."""
     copies = []  # loops here, since a comprehension is a call before Python 3.12

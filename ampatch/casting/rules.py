@@ -25,7 +25,6 @@ from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
 from .arguments import tensors_in
-from .half_copies import cast_alone
 from .handlers import Handled, is_asked, wants_to_see
 from .policy import Policy
 from .tables import Rule
@@ -57,12 +56,20 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             raise _NoHalfKernel
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
-        if torch.is_grad_enabled() or not value.requires_grad:  # as `cast_alone`, without its price
+        if torch.is_grad_enabled() or not value.requires_grad:  # as below, without another call
             return value.to(to)
-        return cast_alone(value, to)
+        return _cast_tensor(value, to)
     if kind in SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
+
+
+def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
+    """Requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
+    if torch.is_grad_enabled() or not value.requires_grad:
+        return value.to(to)
+    with torch.enable_grad():
+        return value.to(to)
 
 
 def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
@@ -87,7 +94,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if castable(value, policy) and value.dtype is not to and not is_internal(value):
             if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
-            return cast_alone(value, to)
+            return _cast_tensor(value, to)
         return value
     if wants_to_see(value):
         raise Handled

@@ -23,7 +23,7 @@ from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording
 from .calls import Call, here
 from .cast_observers import note_copies, observers
-from .half_copies import Buckets, are_split, cast_alone, half_copies, may_share_node
+from .half_copies import Buckets, are_split, half_copies, may_share_node
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -166,7 +166,7 @@ class WeightCache:
         """
         forward = here.copies
         if forward is None or forward.cache is not self:
-            return _observed([cast_alone(weight, dtype)])[0]
+            return _observed([weight.to(dtype)])[0]
         if not is_grad_enabled():  # as `copies_for`, without the price of a call
             copies = forward.plain
         else:
@@ -212,7 +212,7 @@ class WeightCache:
         """A new copy of `weight`."""
         self.misses += 1
         if not self._may_keep(forward, weight):
-            return _observed([cast_alone(weight, dtype)])[0]
+            return _observed([weight.to(dtype)])[0]
         version = weight._version  # before the cast: another thread may write meanwhile
         [half] = _observed(half_copies([weight], dtype))
         copies[id(weight)] = half, version
