@@ -194,7 +194,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       made = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) made.set_requires_grad(true);
+      if (!at::GradMode::is_enabled()) want_as(tensor, made);
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(made))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));

@@ -98,7 +98,7 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   return made;
 }
 
-// As `_outside_graph` of batched_casts.py has it.
+// As `half_copies` of half_copies.py has it under `no_grad`.
 void want_as(const Tensor& weight, Tensor& copy) {
   if (weight.requires_grad()) copy.set_requires_grad(true);
 }
