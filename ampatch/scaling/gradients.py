@@ -160,16 +160,13 @@ class Gradients:
 
     # A block
 
-    def gather(self) -> None:
-        """A block begins: bring earlier gradients up to date."""
+    def gather(self) -> list[Tensor]:
+        """A block begins: bring earlier gradients up to date; returns the parameters with some."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.is_used:
             self.look_again()
-
-    def with_gradients(self) -> list[Tensor]:
-        """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin(

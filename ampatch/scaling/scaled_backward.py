@@ -144,11 +144,11 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
+            earlier = []
             for one in self._several:
                 if one.state is State.SCALED:
                     settle(one, self._scaler)
-                one.gather()
-            earlier = [one.with_gradients() for one in self._several]
+                earlier.append(one.gather())
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = Scaled(self._scaler, self.scale, self._scaler.generation)
             for one in reversed(self._several):  # what waits scaled is at the same scale

@@ -21,8 +21,6 @@ _dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_s
 _HALF = frozenset(HALF_TYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
-_reciprocal = torch.ops.aten.reciprocal.default
-"""Not the function that is patched: reports would count the call as the script's."""
 
 
 def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
@@ -31,7 +29,8 @@ def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
     """
     if at_once and _unscale is not None and (bad := _unscale(grads, scale)) is not None:
         return bad
-    inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
+    # By functions that no table has: reports would count the call as the script's.
+    inverse, found_inf = torch.ones_like(scale).div_(scale), torch.zeros_like(scale)
     for device, group in _alike(grads):
         here = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
         check_and_unscale_(group, here, inverse.to(device))

@@ -20,7 +20,7 @@ from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
 from .observers import Observers
-from .policies import Policies, limited, mixes
+from .policies import Policies, limited, mixes, outside_passes
 from .table import Rows, Table, alive
 from .torch_tools import TorchTools
 
@@ -229,7 +229,7 @@ class Registry(Generic[Session]):
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[one.model_rows for one, _ in casting])
             policy = limited(policy, [one.places for one in models if one.policy is not None])
-        return policy.outside_passes()
+        return outside_passes(policy)
 
     def _overridden(self) -> dict[Any, bool]:
         """Functions that policies have apart, and whether they are FP32 inside at every level."""
