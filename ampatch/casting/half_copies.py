@@ -76,7 +76,7 @@ def half_copies(
     own_nodes: bool = False,
     in_one_block: bool = False,
 ) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`; their gradients reach the weights, and may be sparse.
+    """The copies of FP32 `weights` in `dtype`; gradients reach the weights, and may be sparse.
 
     By one node of the graph, or with `own_nodes` by one for each weight.  `in_one_block`: for
     weights of an RNN that share a block of memory (`are_one_block`); so do their copies.

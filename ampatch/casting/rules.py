@@ -147,24 +147,25 @@ def dtype_of(value: Tensor) -> torch.dtype:
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The widest castable dtype, FP32 for two different half types; None: nothing is castable."""
-    dtypes = {
-        dtype_of(value)
-        for value in tensors_in((*args, *kwargs.values()))
-        if castable(value, policy)
-    }
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
+    return _common(args, kwargs, policy)[0]
 
 
 def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """As `widest`, and None where all have one dtype: nothing is to be cast."""
-    found = None
+    dtype, are_mixed = _common(args, kwargs, policy)
+    return dtype if are_mixed else None
+
+
+def _common(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.dtype | None, bool]:
+    """The widest castable dtype, and whether there are several."""
+    first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
         dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
-        if dtype is not found and dtype in CASTABLE and castable(value, policy):
-            if found is not None:
-                return torch.float32
-            found = dtype
-    return None
+        if dtype is not first_dtype and dtype in CASTABLE and castable(value, policy):
+            if first_dtype is not None:
+                return torch.float32, True
+            first_dtype = dtype
+    return first_dtype, False
 
 
 def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -201,8 +202,9 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 if a tensor is on the CPU; else the widest dtype, as PROMOTE."""
-    if any(kind_of(value)[1] == "cpu" for value in tensors_in((*args, *kwargs.values()))):
-        return torch.float32
+    for value in tensors_in((*args, *kwargs.values())):
+        if kind_of(value)[1] == "cpu":
+            return torch.float32
     return widest(args, kwargs, policy)
 
 

@@ -171,11 +171,12 @@ class WeightCache:
             copies = forward.plain
         else:
             copies = forward.graphed if weight.requires_grad else forward.frozen
-        copy = copies.get(id(weight))
-        if copy is not None:
-            half, version = copy
+        key = id(weight)
+        entry = copies.get(key)
+        if entry is not None:
+            half, version = entry
             if version == weight._version and half.dtype is dtype:
-                forward.used.setdefault(id(weight), weight)
+                forward.used[key] = weight
                 self.hits += 1
                 return half
         return self._make(forward, copies, weight, dtype)

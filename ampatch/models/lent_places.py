@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from .. import native
 from ..casting.half_copies import Buckets, half_copies
 from ..casting.special_ops import EMBEDDINGS, MANY
+from ..log import logger
+from ..torch_private.devices import has_values, is_captured
+from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, list_weights, part_table
 from ..torch_private.probes import is_recording
+from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
+
+
+_version_of = operator.attrgetter("_version")
 
 
 class Place(NamedTuple):
@@ -224,6 +231,127 @@ def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
         if id(weight) not in copy_of:
             [copy_of[id(weight)]] = half_copies([weight], dtype)
     return [copy_of[id(weight)] for weight in tree.parameters]
+
+
+class HalfCopies:
+    """Half copies of the parameters of a tree, and what was in them when that was last looked at.
+
+    The values of a copy whose `.data` was read are noted: a write through that raises no version.
+    """
+
+    def __init__(self, tree: Tree, dtype: torch.dtype, own_nodes: bool) -> None:
+        self.tree = tree
+        self.parameters: list[Tensor] = []  # one for each of `copies`
+        self.copies: list[Tensor] = []
+        self._versions: list[int] = []
+        self._values: dict[int, Tensor] = {}
+        self._indices: dict[int, int] | None = None  # by ids of copies
+        if tree.parameters:
+            self.copies = copies_of(tree, dtype, own_nodes)
+            self.parameters = list(tree.parameters)
+            share_attributes(self.copies, tree.attributes)
+            self._versions = list(map(_version_of, self.copies))
+
+    def _index_of(self, copy: Tensor) -> int | None:
+        if self._indices is None or len(self._indices) != len(self.copies):
+            self._indices = {id(one): index for index, one in enumerate(self.copies)}
+        return self._indices.get(id(copy))
+
+    def behind(self, copy: Tensor) -> Tensor | None:
+        """The parameter that a copy stands in for; None for other tensors."""
+        index = self._index_of(copy)
+        return None if index is None else self.parameters[index]
+
+    def note_copy(self, parameter: Tensor, copy: Tensor) -> None:
+        """A copy is made while the forward runs."""
+        share_attributes([copy], [vars(parameter)])
+        known = len(self.copies)  # after Ctrl-C the other lists may be longer
+        self.parameters[known:] = [parameter]
+        self._versions[known:] = [copy._version]
+        self.copies.append(copy)
+
+    def float_of(self, copy: Tensor) -> Tensor | None:
+        """The FP32 weight that has the values of a copy; None if the forward wrote into that."""
+        index = self._index_of(copy)
+        if (
+            index is None
+            or copy._version != self._versions[index]
+            or index in self._values
+            or any(hooks_of(copy))
+        ):
+            return None
+        return self.parameters[index]
+
+    def note_values(self, copy: Tensor) -> None:
+        """Have the values that a copy has now compared with those at the end of the call."""
+        index = self._index_of(copy)
+        if index is None or index in self._values:
+            return
+        if has_values(copy.device) and not is_captured(copy):
+            self._values[index] = local_of(copy).detach().clone()
+
+    def carry(self, writes: LentWrites) -> None:
+        """What was written into copies goes to the parameters."""
+        now = list(map(_version_of, self.copies))
+        if self._values or now != self._versions:
+            values, self._values = self._values, {}
+            versions, self._versions = self._versions, now
+            writes.carry(self.parameters, self.copies, versions, values)
+
+
+class LentWrites:
+    """Finds what a forward has written into the copies, and writes it into the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_warned = False
+
+    def carry(
+        self,
+        parameters: list[Tensor],
+        copies: list[Tensor],
+        versions: list[int],
+        values: dict[int, Tensor],
+    ) -> None:
+        """Write into parameters what was written into copies that had these versions and values."""
+        for parameter, copy, version in zip(parameters, copies, versions, strict=True):
+            if copy._version != version:
+                self._carry(copy, parameter)
+        for index in _written_unseen(copies, values) if values else ():
+            self._carry(copies[index], parameters[index])
+
+    def _carry(self, copy: Tensor, parameter: Tensor) -> None:
+        """Elements that were not written keep their FP32 values."""
+        with torch.no_grad():
+            same = parameter.to(copy.dtype) == copy
+            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+        if not self._has_warned:
+            self._has_warned = True
+            names = [name for name, one in self._model.named_parameters() if one is parameter]
+            logger.warning(
+                "%s writes into its weights in its own forward (%s). At O2 it has half copies "
+                "there: what is written is rounded to %s, and small changes, as of an average, are "
+                "lost. Write outside of the forward, or keep that part in FP32: "
+                'overrides={"name.*": "float"}.',
+                type(self._model).__name__,
+                names[0] if names else "a weight",
+                copy.dtype,
+            )
+
+
+def _written_unseen(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
+    """Where copies differ from these values.  Waits once for the device."""
+    home = next(iter(values.values())).device
+    flags = [
+        _differ(before, local_of(copies[index]).detach()).any().to(home)
+        for index, before in values.items()
+    ]
+    return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Elementwise; a NaN equals any NaN."""
+    return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def put_in_traced(places: list[Place], dtype: torch.dtype) -> None:
