@@ -1,4 +1,4 @@
-"""torchvision's detectors, which call operators of its own: RoIAlign and non-maximum suppression."""
+"""torchvision's detectors, which call its own operators: RoIAlign and non-maximum suppression."""
 
 from __future__ import annotations
 

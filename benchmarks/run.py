@@ -23,6 +23,7 @@ from realistic import REALISTIC
 from tasks import ON_A_DEVICE, TASKS
 
 HALF_TYPES = ("float16", "bfloat16")
+MODELS = (*TASKS, *REALISTIC, *ON_A_DEVICE, *DETECTORS)
 
 
 def positive(text: str) -> int:
@@ -40,7 +41,7 @@ def place(text: str) -> Path:
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "models": {"nargs": "+", "metavar": "MODEL", "choices": (*TASKS, *REALISTIC, *ON_A_DEVICE, *DETECTORS)},
+    "models": {"nargs": "+", "metavar": "MODEL", "choices": MODELS},
     "systems": {"nargs": "+", "metavar": "SYSTEM", "help": "the first is the reference"},
     "rounds": {"type": int},
     "seconds": {"type": float, "help": "of each system's turn"},
