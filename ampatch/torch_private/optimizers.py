@@ -86,7 +86,7 @@ def skips_in_kernel(optimizer: Any) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def note_skipped_step(optimizer: Any) -> None:
+def record_skipped_step(optimizer: Any) -> None:
     """A scheduler must not think that the step was forgotten.
 
     Without torch's mark it warns once that it was called before `optimizer.step()`.

@@ -183,7 +183,7 @@ class LossScaler:
         if self.update_scale():
             for managed in session.optimizers:
                 if any(managed.optimizer is one for one in optimizers):
-                    managed.gradients.note(True, self._scaler)
+                    managed.gradients.record(True, self._scaler)
         if self.dynamic:
             self._scaler.update([])  # has been done by the script
 
