@@ -18,7 +18,7 @@ from .lent_places import StaysFloat
 
 def sharded_parameters(model: nn.Module) -> set[int]:
     """Ids of the parameters that FSDP2 holds."""
-    return {id(held.parameter) for sharding in shardings(model) for held in sharding.held}
+    return {id(held.parameter) for sharding in shardings(model) for held in sharding.sharded_params}
 
 
 def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
@@ -32,7 +32,7 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
     if properties.cast_model_type is None:
         return found
     for sharding in shardings(model):
-        for held in sharding.held:
+        for held in sharding.sharded_params:
             found.add(id(held.parameter))
             if held.parameter.dtype in (torch.float32, *HALF_TYPES):
                 _refuse_storage(held, properties, stays_float(held.module))
