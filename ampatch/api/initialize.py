@@ -201,7 +201,7 @@ def initialize(
     logger.info("Initialized:%s", plan.properties.in_lines())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
-    native.say_what_a_build_gives()
+    native.log_gain_of_a_build()
     return models if optimizers is None else (models, optimizers)
 
 

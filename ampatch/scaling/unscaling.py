@@ -28,8 +28,9 @@ _reciprocal = torch.ops.aten.reciprocal.default
 def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
     """Divide gradients by `scale` (0-dim), in place; returns whether they had an inf or NaN.
 
-    `at_once`: as a `bool`, by `unscale` of `native/gradients.h` where it is there; else as a 0-dim
-    FP32 tensor where the scale lives.
+    `at_once`: as a `bool`; else as a 0-dim FP32 tensor where the scale lives.
+
+    In C++: `unscale` of `gradients.h`.
     """
     if at_once and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
         return found_inf
