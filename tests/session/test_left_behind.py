@@ -160,7 +160,7 @@ def test_several_errors_come_together(monkeypatch):
             registry.objects.managed(model), "uninstall", failing(f"model {number}")
         )
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be undone"):
+    with pytest.raises(kind, match="2 changes could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
