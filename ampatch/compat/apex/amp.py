@@ -127,7 +127,7 @@ def scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
         delay_overflow_check=delay_overflow_check or is_asked,
     )
-    for stash in [one._amp_stash for one in listed if hasattr(one, "_amp_stash")]:
+    for stash in [o._amp_stash for o in listed if hasattr(o, "_amp_stash")]:
         stash.begin_block()
     if scaler is None:
         return block
