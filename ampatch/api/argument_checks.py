@@ -169,7 +169,7 @@ def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
     managed = registry.objects.managed(model)
     if isinstance(managed, ManagedModel) and managed.converted():
         return True
-    changes = properties.casts_model and not properties.lends_weights
+    changes = properties.casts_model and not properties.uses_half_copies
     return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
 
 
@@ -243,9 +243,9 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if is_part_of_dtensor(tensor) and properties.lends_weights:
+    if is_part_of_dtensor(tensor) and properties.uses_half_copies:
         return (
-            "a part of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
+            "a shard of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not use its half copy."
         )
     return None
@@ -288,7 +288,7 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
             continue
         raise TypeError(
             f"ampatch.initialize(opt_level={properties.opt_level!r}, overrides={{{function!r}: "
-            f"{precision!r}}}): {why} For a part of a model name the module: "
+            f"{precision!r}}}): {why} For a submodule name its path: "
             'overrides={"name.of.the.module": "float"} or "half". For functions of your own, '
             "at O1: ampatch.register_float_function or register_half_function."
         )
@@ -342,9 +342,9 @@ def optimizers_can_train(
             and any(map(is_part_of_dtensor, params))
         ):  # around tensor parallel: plain parameters to DDP, which do not know their mesh
             raise AmpatchError(
-                f"{call}(optimizers=...): {type(optimizer).__name__} has parts of DTensors, which "
+                f"{call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, which "
                 "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
-                "in one rank's part would skip the step on that rank alone. Expected the ranks "
+                "in one rank's shard would skip the step on that rank alone. Expected the ranks "
                 "that decide together: ampatch.initialize(model, optimizer, "
                 "process_group=torch.distributed.group.WORLD)."
             )

@@ -43,7 +43,7 @@ def plan_of(settings: dict[str, Any]) -> Plan:
     if properties.opt_level == "O0" and any(overrides):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
-    if properties.keep_batchnorm_fp32 is False and properties.lends_weights:
+    if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
             "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
             "inputs beside FP32 weights and statistics. For half ones add master_weights=False."

@@ -77,7 +77,7 @@ class Properties:
         return self.cast_model_type is not None
 
     @property
-    def lends_weights(self) -> bool:
+    def uses_half_copies(self) -> bool:
         """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
         return self.cast_model_type in HALF_TYPES and self.master_weights is not False
 
@@ -88,7 +88,7 @@ class Properties:
         At O2 its statistics are FP32, and its kernels want weights of the same dtype.
         """
         half = self.cast_model_type in HALF_TYPES
-        return half and (self.lends_weights or bool(self.keep_batchnorm_fp32))
+        return half and (self.uses_half_copies or bool(self.keep_batchnorm_fp32))
 
     @property
     def scale_settings(self) -> ScaleSettings:

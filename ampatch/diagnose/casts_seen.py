@@ -73,11 +73,11 @@ class CastWatch:
 
     def start(self) -> None:
         """Count from now on."""
-        facade.watch_casts(self)
+        facade.observe_casts(self)
 
     def stop(self) -> None:
         """Count no more; a second call does nothing."""
-        facade.stop_watching_casts(self)
+        facade.stop_observing_casts(self)
 
     # Called by the engine: see `CastObserver`
 

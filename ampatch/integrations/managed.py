@@ -97,7 +97,7 @@ class Managed:
     def as_weights(self, value: Tensor) -> Tensor:
         """A floating tensor, cast to the dtype of the weights at O3."""
         session = self.session
-        if session is None or session.properties.lends_weights:
+        if session is None or session.properties.uses_half_copies:
             return value
         half = session.properties.cast_model_type
         return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value

@@ -112,7 +112,7 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = stays_float
-        if not self.properties.lends_weights:
+        if not self.properties.uses_half_copies:
             leave = sharded_parameters(self.model).union(lent_types(self.model))
             self.conversions.convert(self.model, dtype, stays_float, leave)
         if dtype in HALF_TYPES:
@@ -147,7 +147,7 @@ class ManagedModel:
     def warn_of_half_weights(self) -> None:
         """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
         patches = self.properties.patch_torch_functions
-        if not patches and not self.properties.lends_weights:
+        if not patches and not self.properties.uses_half_copies:
             return
         given = [
             name

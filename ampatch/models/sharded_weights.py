@@ -43,7 +43,7 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
 
 def _refuse_storage(held: Sharded, properties: Properties, is_float: bool) -> None:
     half, found = properties.cast_model_type, held.parameter.dtype
-    if properties.lends_weights or found is (torch.float32 if is_float else half):
+    if properties.uses_half_copies or found is (torch.float32 if is_float else half):
         return
     remedy = "model.float()" if half is torch.float32 or is_float else f"model.to({half})"
     raise AmpatchError(

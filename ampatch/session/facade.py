@@ -46,6 +46,7 @@ __all__ = [
     "make_scaler",
     "manage_optimizer",
     "map_tensors",
+    "observe_casts",
     "open_automatic_session",
     "open_sessions",
     "release_model",
@@ -53,9 +54,8 @@ __all__ = [
     "scaling_sessions",
     "session_of",
     "silence",
-    "stop_watching_casts",
+    "stop_observing_casts",
     "tensors_within",
-    "watch_casts",
     "with_apex_tables",
 ]
 
@@ -139,14 +139,14 @@ def drop_findings(session: Session, scaler: Scaler) -> None:
 # Casting
 
 
-def watch_casts(observer: CastObserver) -> None:
+def observe_casts(observer: CastObserver) -> None:
     """Tell `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
     registry.state.acquire(observer)
 
 
-def stop_watching_casts(observer: CastObserver) -> None:
-    """Undo `watch_casts`; harmless if it is undone."""
+def stop_observing_casts(observer: CastObserver) -> None:
+    """Undo `observe_casts`; harmless if it is undone."""
     if observer in observers:
         observers.remove(observer)
         registry.state.release(observer)

@@ -262,14 +262,14 @@ class Registry(Generic[Session]):
             raw_attribute(resolve(where), name)
         self.table_edits = edits
 
-    def register(self, place: object, name: str | None, rule: Rule) -> None:
+    def register(self, owner: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, now and later, while patches are in."""
-        if self.user_functions.register(place, name, rule):
+        if self.user_functions.register(owner, name, rule):
             self._install_anew()
 
-    def unregister(self, place: object, name: str | None) -> None:
+    def unregister(self, owner: object, name: str | None) -> None:
         """Undo `register`."""
-        self.user_functions.forget(place, name)
+        self.user_functions.forget(owner, name)
         self._install_anew()
 
     def _install_anew(self) -> None:

@@ -248,7 +248,7 @@ class Session:
             ],
         )
         self._join(self.model_entries, model, managed)
-        if properties.lends_weights:
+        if properties.uses_half_copies:
             registry.restore_shared(model)
         managed.convert(stays_float)
         managed.warn_of_half_weights()

@@ -107,7 +107,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
     for error, says, add, given in (
         (ampatch.AmpatchError, "in the session of another", models, [good, elsewhere]),
         (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
-        (ampatch.AmpatchError, r"'0\.weight', a part of a DTensor", models, [good, sharded]),
+        (ampatch.AmpatchError, r"'0\.weight', a shard of a DTensor", models, [good, sharded]),
         (RuntimeError, "out of memory", models, [good, failing]),
         (TypeError, r"ampatch\.add_models\(models=\.\.\.\)", models, optimizer),
         (ampatch.AmpatchError, "has this Seq", partial(ampatch.add_models, to=build()), good),

@@ -171,7 +171,7 @@ class Stash:
         session = engine.session_of(self._optimizer) if self.has_stepped else None
         self.has_stepped = False
         used = [param for param in self.all_fp32_from_fp32_params if param.grad is not None]
-        if session is None or not session.properties.lends_weights or not used:
+        if session is None or not session.properties.uses_half_copies or not used:
             return
         kept = BATCH_NORMS if session.properties.keep_batchnorm_fp32 else ()
         modules = [m for managed in session.models for m in managed.model.modules()]

@@ -36,8 +36,8 @@ Code that took a function before the patches is found in most places:
 """
 
 
-def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str:
-    """Blocks of lines at most 88 wide; `whole` adds what is patched beside the tables."""
+def write_text(entries: Iterable[Entry], missing: list[str], is_complete: bool) -> str:
+    """Blocks of lines at most 88 wide; `is_complete` adds what is patched beside the tables."""
     lines: list[str] = []
     shown = None
     for entry in entries:
@@ -45,7 +45,7 @@ def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str
             lines += [f"{entry.table}: {TITLES[entry.table]}", ""]
             shown = entry.table
         lines += [_text(entry), ""]
-    if whole:
+    if is_complete:
         lines += ["BESIDE THE TABLES", ""]
         lines += [f"{where}.{name}\n{_fill(why, 2)}\n" for (where, name), why in PARTS.items()]
     lacks = ", ".join(missing) if missing else "nothing of these"
@@ -73,7 +73,7 @@ def _fill(text: str, indent: int) -> str:
 
 
 def write_markdown(entries: Iterable[Entry]) -> str:
-    """The whole of `docs/op_tables.md`."""
+    """The text of `docs/op_tables.md`."""
     by_table: dict[str, list[Entry]] = {}
     for entry in entries:
         by_table.setdefault(entry.table, []).append(entry)

@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the closure has the loss computed, and its gradients.
 
-torch's own optimizers, LBFGS apart, evaluate it once, before they move anything: what the closure
-and then `step()` do.  Other optimizers call it when and as often as they want, maybe at weights
-that they have moved, and could not go back after an overflow.  So they are refused under a dynamic
-loss scale, as by apex and `torch.amp.GradScaler`.
+torch's own optimizers except LBFGS evaluate the closure once, before they move a weight: the same
+as the closure and then `step()`.  Other optimizers call it when and as often as they want, maybe at
+weights that they have moved, and could not go back after an overflow.  So they are refused under a
+dynamic loss scale, as by apex and `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
