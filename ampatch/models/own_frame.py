@@ -22,7 +22,7 @@ import functools
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -252,9 +252,16 @@ class FramesOfSubmodules:
         frame = OwnFrame(module, scope)
         self._frames.append(frame)
         frame.put()
-        if frame.covered is _NOTHING:
-            self._tables.append(vars(module))
-            self._methods.append(frame.method)
+
+    def keep(self, modules: Collection[int]) -> None:
+        """Those of other modules than these (ids) are out for good, and their modules may go."""
+        for frame in self._frames:
+            if id(frame.module) not in modules:
+                frame.take_out()
+        self._frames = [frame for frame in self._frames if frame.scope is not None]
+        alone = [frame for frame in self._frames if frame.covered is _NOTHING]
+        self._tables = [vars(frame.module) for frame in alone]
+        self._methods = [frame.method for frame in alone]
 
     def take_out(self) -> None:
         """For good."""
