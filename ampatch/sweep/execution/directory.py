@@ -147,7 +147,7 @@ def clear(path: Path) -> None:
 
 def _is_free(path: Path) -> bool:
     """Whether there is no such folder, or nothing in it."""
-    return not path.is_dir() or all(one.name == _LOCK for one in path.iterdir())
+    return not path.is_dir() or all(file.name == _LOCK for file in path.iterdir())
 
 
 class Directory:
@@ -162,8 +162,8 @@ class Directory:
         self._lock = _held(self, path)
         try:
             with _explained(path):
-                found = record_of(path, options.files)
-                self.earlier = None if options.overwrite else found
+                record = record_of(path, options.files)
+                self.earlier = None if options.overwrite else record
                 if self.earlier is None:
                     clear(path)
                 else:
@@ -240,7 +240,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     names = [n for n in names if not (n in GROWING and _grown(before.get(n), now.get(n)))]
     texts = ((name, _text(before, name), _text(now, name)) for name in names)
-    return "; ".join(f"{name} before: {one}, now: {other}" for name, one, other in texts)
+    return "; ".join(f"{name} before: {earlier}, now: {other}" for name, earlier, other in texts)
 
 
 def _grown(before: Any, now: Any) -> bool:

@@ -54,7 +54,7 @@ class PlainTraining:
         self._is_over = False
         self._hooks: list[Any] = []
         self._steps = 0
-        self._given: Any = None
+        self._loss_inside: Any = None
         self._waiting = 0  # scaled losses without a backward pass since the last step
         self._scale: Any = None  # set by the last GradScaler that scaled
 
@@ -71,11 +71,11 @@ class PlainTraining:
     @contextlib.contextmanager
     def inside(self, loss: Any) -> Iterator[None]:
         """A backward pass of this loss, which a framework divides or scales first."""
-        self._given = loss
+        self._loss_inside = loss
         try:
             yield
         finally:
-            self._given = None
+            self._loss_inside = None
 
     def watch_losses(self) -> None:
         """Report the backward passes alone."""
@@ -104,8 +104,8 @@ class PlainTraining:
 
     def _before_scaling(self, root: Any) -> Any:
         """The loss of which `root` was made."""
-        if self._given is not None:
-            return self._given
+        if self._loss_inside is not None:
+            return self._loss_inside
         if not self._waiting:
             return root
         self._waiting -= 1
@@ -149,5 +149,5 @@ class PlainTraining:
         self._waiting = 0
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
-        self._recorder.on_step(optimizer, False if found is None else found.clone())
+        found_inf = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
+        self._recorder.on_step(optimizer, found_inf is not None and found_inf.clone())

@@ -67,8 +67,8 @@ class Watch:
     def look(self, progress: Path) -> None:
         """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
         self.check()
-        found = read_json(progress)
-        reach = None if found is None else restored(Reach, found)
+        data = read_json(progress)
+        reach = None if data is None else restored(Reach, data)
         if reach not in (None, self._last):
             self._last = reach
             self._reached(reach)
@@ -261,8 +261,8 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
 
 def python_path(environment: Mapping[str, str]) -> str | None:
     """The PYTHONPATH with which a new process finds ampatch."""
-    given = environment.get("PYTHONPATH")
+    path = environment.get("PYTHONPATH")
     if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return given
+        return path
     # Not installed: found through the path of this process, which the child does not have.
-    return os.pathsep.join(filter(None, [given, PACKAGE_ROOT]))
+    return os.pathsep.join(filter(None, [path, PACKAGE_ROOT]))

@@ -53,14 +53,14 @@ class Sweep:
         self._file = self._program.file()
         self.script = str(self._program)
         path = choose(asked.out, self._program.title, asked.resume or asked.overwrite)
-        found = record_of(path, asked.files)
-        earlier = found if asked.resume else None
+        record = record_of(path, asked.files)
+        earlier = record if asked.resume else None
         if asked.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
         self.arguments = list(map(str, arguments))
-        self._kept, given = "", asked.given(options)
+        self._kept, recorded = "", asked.given(options)
         if earlier is not None:
-            self._kept, given, options = going_on(earlier, options, given, self.arguments)
+            self._kept, recorded, options = going_on(earlier, options, recorded, self.arguments)
             self.arguments = self.arguments or earlier.arguments
             asked = SweepOptions(**options)
         self._options = asked
@@ -72,7 +72,7 @@ class Sweep:
         self._plan = Plan(asked, earlier)
         self._held = Directory(path, self._settings(), asked)
         held, plan = self._held, self._plan
-        self._outcome = Outcome(self._program, self.arguments, asked, given, plan, held)
+        self._outcome = Outcome(self._program, self.arguments, asked, recorded, plan, held)
         self._course = Course(self._program, asked, plan, self._outcome, held)
         try:
             self._course.resume()

@@ -28,11 +28,11 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
     not a number.
     """
     text = log.read_bytes().decode("utf-8", "replace")
-    found = {
+    numbers = {
         name: [_number(match, name, log) for match in re.finditer(pattern, text, re.MULTILINE)]
         for name, pattern in patterns.items()
     }
-    return {name: Series([*range(len(one))], one) for name, one in found.items() if one}
+    return {name: Series([*range(len(of))], of) for name, of in numbers.items() if of}
 
 
 @functools.cache

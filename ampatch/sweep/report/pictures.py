@@ -71,12 +71,12 @@ class Picture:
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
     """The pictures that have something to draw."""
     losses = losses_of(runs)
-    made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
-    return [picture for picture in made if picture is not None]
+    drawn = (_by_step(results, losses), _by_time(results, losses), _speed(results))
+    return [picture for picture in drawn if picture is not None]
 
 
-def _by_step(results: Results, found: DataFrame) -> Picture | None:
-    lines, apart = lines_of(found), lines_of(differences(found))
+def _by_step(results: Results, losses: DataFrame) -> Picture | None:
+    lines, apart = lines_of(losses), lines_of(differences(losses))
     if not lines:
         return None
 
@@ -96,8 +96,8 @@ def _by_step(results: Results, found: DataFrame) -> Picture | None:
     return _picture("loss-by-step", caption, results, heights, draw)
 
 
-def _by_time(results: Results, found: DataFrame) -> Picture | None:
-    lines = lines_of(found, "seconds")
+def _by_time(results: Results, losses: DataFrame) -> Picture | None:
+    lines = lines_of(losses, "seconds")
     if len(lines) < 2:  # one line is the same by step
         return None
 
@@ -249,18 +249,18 @@ def losses_of(runs: Iterable[Run]) -> DataFrame:
         part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
         parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
     columns = ["row", "seed", "n", "step", "seconds", "loss"]
-    found = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
-    return found.replace([math.inf, -math.inf], math.nan)[columns]
+    losses = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
+    return losses.replace([math.inf, -math.inf], math.nan)[columns]
 
 
-def differences(found: DataFrame) -> DataFrame:
+def differences(losses: DataFrame) -> DataFrame:
     """`losses_of` less O0's at the same step of the same seed; O0's own seeds less their mean.
 
     In percent of O0's.  Without O0 there are none, and without a second seed none of O0's own.
     """
     at = ["seed", "n", "step"]
-    base = found[found.row == BASE.label]
-    both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    base = losses[losses.row == BASE.label]
+    both = losses.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
     own = both.row == BASE.label
     both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
     reference = both.reference.abs().replace(0, math.nan)
@@ -268,13 +268,13 @@ def differences(found: DataFrame) -> DataFrame:
     return both if base.seed.nunique() > 1 else both[~own]
 
 
-def lines_of(found: DataFrame, along: str = "step") -> dict[str, DataFrame]:
+def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:
     """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
 
     Rows without a number are left out.
     """
-    size = max(1, math.ceil((found.n.max() + 1) / POINTS)) if len(found) else 1
-    seeds = found.groupby(["row", "seed", found.n // size])[[along, "loss"]].mean()
+    size = max(1, math.ceil((losses.n.max() + 1) / POINTS)) if len(losses) else 1
+    seeds = losses.groupby(["row", "seed", losses.n // size])[[along, "loss"]].mean()
     rows = seeds.groupby(level=["row", "n"], sort=False)
     y = rows["loss"]
     line = rows[[along]].mean().set_axis(["x"], axis=1)

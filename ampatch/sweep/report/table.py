@@ -53,9 +53,9 @@ class Table:
         told = [
             column
             for column in columns
-            if not shown or any(column.text(one) != MISSING for one in shown)
+            if not shown or any(column.text(row) != MISSING for row in shown)
         ]
-        return cls(told, [[column.text(one) for column in told] for one in shown])
+        return cls(told, [[column.text(row) for column in told] for row in shown])
 
     def part(self, numbers: Sequence[int]) -> Table:
         lines = [[line[number] for number in numbers] for line in self.lines]
@@ -107,7 +107,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 def _are_uneven(rows: Sequence[Row]) -> bool:
     """Whether rows that went well took different numbers of steps, as their losses say."""
     steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
-    is_said = any(one.is_uneven for row in rows for one in row.comparisons)
+    is_said = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
     return is_said or (bool(steps) and max(steps) > UNEVEN * min(steps))
 
 
@@ -128,7 +128,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "losses: those of scale_loss with loss_id 0, or of all backward() calls, as divided for "
         "accumulation": any(row.last_loss is not None for row in rows),
     }
-    of_columns = [one for one, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
+    of_columns = [text for text, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)
     first = [f"{text[0].upper()}{text[1:]}."] if text else []
     return [*first, *_unknown_note(rows), *mark_notes(rows)]
@@ -143,13 +143,13 @@ def speed_mark(row: Row) -> str:
 
 def quality_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's."""
-    outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
+    outcome = next((quantity.outcome for quantity in row.comparisons if quantity.name == name), "")
     return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
     """What the marks in a table of these rows mean, those that are there."""
-    differs = any(quality_mark(row, one.name) for row in rows for one in row.comparisons)
+    differs = any(quality_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
     there = {NOT_TOLD_APART: any(map(speed_mark, rows)), DIFFERS: differs}
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
 
@@ -196,7 +196,7 @@ def _skips(row: Row) -> str:
 def _difference(rows: Sequence[Row]) -> list[Column]:
     """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
     judged = [row.comparisons[0] for row in rows if row.comparisons]
-    name = next((one.name for one in judged if one.p is not None), None)
+    name = next((quantity.name for quantity in judged if quantity.p is not None), None)
     if name is None:
         return []
 

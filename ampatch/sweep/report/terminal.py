@@ -58,7 +58,7 @@ def _parts(table: Table) -> list[Table]:
     room = _width() + GAP - sum(widths[:names])
     parts: list[list[int]] = [[]]
     for number in range(names, len(widths)):
-        if parts[-1] and sum(widths[one] for one in [*parts[-1], number]) > room:
+        if parts[-1] and sum(widths[column] for column in [*parts[-1], number]) > room:
             parts.append([])
         parts[-1].append(number)
     return [table.part([*range(names), *part]) for part in parts]
