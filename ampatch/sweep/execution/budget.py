@@ -103,6 +103,7 @@ class Facts:
     step: Mapping[Case, float]  # for rows that have run
     whole: Mapping[Case, float]  # a whole run of these
     lowest: Mapping[str, float]  # speed of each half type relative to FP32
+    failed: Sequence[Run]  # others of their rows may not be due
 
     @classmethod
     def of(cls, runs: Sequence[Run], lowest: Mapping[str, float]) -> Facts | None:
@@ -114,10 +115,11 @@ class Facts:
             return None
         trained = [run for run in runs if run.steps]
         good = [run for run in runs if not run.trial.short and status(run) == OK]
+        imports = bases[0].imports if len(trained) == 1 else 0.0  # the next ones have them
         return cls(
             spent=sum(run.seconds for run in runs),
-            start=min(map(_beside_steps, trained)),
-            beside=min(map(_beside_steps, good)),
+            start=min(map(_beside_steps, trained)) - imports,
+            beside=min(map(_beside_steps, good)) - imports,
             steps=bases[0].steps,
             short=short_steps(bases) or FEWEST_STEPS,
             step=_means((run.case, _step(run)) for run in trained if _step(run)),
@@ -127,6 +129,7 @@ class Facts:
                 if not run.trial.short and run is not bases[0]  # it started cold
             ),
             lowest=lowest,
+            failed=[run for run in runs if status(run) != OK],
         )
 
     def of_step(self, case: Case) -> float:
@@ -150,7 +153,8 @@ class Facts:
     def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
         """What the whole sweep will have taken, with what has run already."""
         left = (trial for trial in plan.trials(rows, begun) if trial not in begun)
-        return self.spent + sum(self.of_trial(trial, not plan.seeds) for trial in left)
+        due = (trial for trial in left if is_due(trial, self.failed))
+        return self.spent + sum(self.of_trial(trial, not plan.seeds) for trial in due)
 
     def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
         """The budget that a plan fits."""
@@ -217,7 +221,7 @@ def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, seconds
 
 
 def left_out(
-    wish: Amounts, plan: Amounts, has_again: bool, to_answer: int, to_have_all: int
+    wish: Amounts, plan: Amounts, has_o3: bool, has_again: bool, to_answer: int, to_have_all: int
 ) -> str:
     """What a budget has left out, and the budgets that have it; "" for nothing."""
     if not plan.answers_all(wish):
@@ -226,7 +230,7 @@ def left_out(
             f"are as accurate takes {TESTED}: --resume --budget {to_answer} answers both."
         )
     missing = {
-        "O3": not plan.all_rows,
+        "O3": not has_o3,
         "a second timing of O0": not has_again,
         counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
         "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),

@@ -41,7 +41,7 @@ def watch_unscaled(recorder: Recorder) -> None:
 
 
 class PlainTraining:
-    """Reports backward passes and steps to `recorder`, from `start` to `stop`.
+    """Reports backward passes and steps to `recorder`, from `start` on.
 
     `name` is what the training is called in the record.  `first_step` is called before the first.
     """
@@ -80,11 +80,6 @@ class PlainTraining:
     def watch_losses(self) -> None:
         """Report the backward passes alone."""
         self._patches.replace(torch.autograd, "backward", self._reporting)
-
-    def stop(self) -> None:
-        """Report nothing more, and put back what was there before."""
-        self.mute()
-        self._patches.undo()
 
     def mute(self) -> None:
         """Report nothing more; the patches stay, as a session may have put its own around them."""

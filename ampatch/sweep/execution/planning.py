@@ -20,6 +20,7 @@ from ampatch.sweep.execution.budget import (
     Facts,
     fitting,
     in_words,
+    is_due,
     left_out,
     plans,
     short_steps,
@@ -94,8 +95,11 @@ class Plan:
         answers, complete = (
             self._facts.minutes(self.cases, plan, self._ended) for plan in (self._enough, self.wish)
         )
+        whole = dataclasses.replace(self.amounts, all_rows=True).trials(self.cases)
+        out = [trial for trial in whole if not trial.short and trial not in self.trials]
+        has_o3 = not any(is_due(trial, self._facts.failed) for trial in out)
         has_again = any(trial.again for trial in self.trials)
-        return left_out(self.wish, self.amounts, has_again, answers, complete)
+        return left_out(self.wish, self.amounts, has_o3, has_again, answers, complete)
 
     def way_on(self) -> str:
         """The options that answer what the plan does not."""

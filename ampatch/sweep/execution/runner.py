@@ -105,7 +105,7 @@ class Runner:
         before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
         copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
         with copy, files.own_directory(), self._child(trial, files, slot, watch) as child:
-            started = time.monotonic()
+            started, clock = time.monotonic(), time.time()
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -120,6 +120,7 @@ class Runner:
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
             alone=slot.alone,
+            imports=_imports(child, clock, measured) if watch.warm else 0.0,
             host=socket.gethostname(),
             devices=slot.devices,
             wrote=own_files.changed(before, own_files.listed(folders, ours)) if before else [],
@@ -191,6 +192,12 @@ class Runner:
         if self.processes is not None:
             launcher += ranks.launcher(self.processes, files.ranks)
         return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(order))]
+
+
+def _imports(child: object, clock: float, measured: Measured | None) -> float:
+    """How long a process that began at this time of day took to import torch; of a fork 0."""
+    began = measured.machine.get("began") if measured else None
+    return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)
 
 
 def _watch(

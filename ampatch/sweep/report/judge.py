@@ -110,7 +110,7 @@ def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> st
         return "not all values are finite"
     factors = pair.steps / pair.steps_of_base
     if name == LOSS and not factors.between(1 / UNEVEN, UNEVEN).all():
-        steps, of_base = pair.steps.mean(), pair.steps_of_base.mean()
+        steps, of_base = pair.steps.median(), pair.steps_of_base.median()
         return f"it took {steps:.0f} steps and O0 {of_base:.0f}"
     if len(pair) < 2:
         return ONE_SEED

@@ -192,7 +192,7 @@ def _row(
             if of.value.nunique() > 1 and all(map(math.isfinite, of.value))
         },
         better=directions(names, better),
-        steps=int(_median(len(m.skipped) for m in measured) or 0),
+        steps=round(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
         loss_scale=measured[0].loss_scale if measured else None,
