@@ -61,7 +61,7 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
 using CastNode = torch::autograd::CppNode<CastTogether>;
 using EdgeTarget = decltype(torch::autograd::Edge::function);
 
-constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/nodes.py
+constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/probes.py
 
 // Has the history of half copies begin at one new node, which leads back to their weights.
 template <typename Node>
@@ -98,7 +98,8 @@ variable_list in_graph(const variable_list& weights, ScalarType dtype, bool apar
   return halves;
 }
 
-// half_copies(weights, dtype, own_nodes): as `_cast` of half_copies.py, for a list of FP32 weights.
+// half_copies(weights, dtype, own_nodes): half copies of a list of FP32 weights.
+// In Python: `_cast` of `casting/half_copies.py`.
 PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -131,6 +132,7 @@ bool has_hooks(PyObject* tensor) {
 }
 
 // are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
+// In Python: `are_alike` of `casting/half_copies.py`.
 PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -177,13 +179,14 @@ bool are_lists(PyObject* const* args, Py_ssize_t count) {
 
 // The item of a list at the index that a Python number gives; a borrowed reference.
 PyObject* chosen(PyObject* list, PyObject* number) {
-  const Py_ssize_t place = PyLong_AsSsize_t(number);
-  TORCH_CHECK_INDEX(place >= 0 && place < PyList_GET_SIZE(list), "no such place");
-  return PyList_GET_ITEM(list, place);
+  const Py_ssize_t index = PyLong_AsSsize_t(number);
+  TORCH_CHECK_INDEX(index >= 0 && index < PyList_GET_SIZE(list), "no such index");
+  return PyList_GET_ITEM(list, index);
 }
 
 // exchange_entries(tables, names, sources, new, old): entry i becomes new[sources[i]]; with `old`
 // only if all are old[sources[i]], which is returned.
+// In Python: `exchange` of `models/lent_places.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -192,10 +195,10 @@ PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
       "exchange_entries(tables: list, names: list, sources: list, new: list, old: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);
   for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
-    PyObject* found =
+    PyObject* value =
         PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
-    if (found == nullptr && PyErr_Occurred()) return nullptr;
-    if (found != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
+    if (value == nullptr && PyErr_Occurred()) return nullptr;
+    if (value != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
   }
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* value = chosen(args[3], PyList_GET_ITEM(args[2], i));
