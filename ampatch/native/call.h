@@ -197,7 +197,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       copy = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) want_as(tensor, copy);
+      if (!at::GradMode::is_enabled()) copy.set_requires_grad(true);
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
