@@ -183,8 +183,10 @@ def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 def _chooser_of(equation: str) -> Choose:
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
-    kept = set(output) if arrow else {"."} | {one for one in inputs if inputs.count(one) == 1}
-    shared = [one for one in set(inputs) - kept if sum(one in labels for labels in operands) > 1]
+    kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
+    shared = [
+        label for label in set(inputs) - kept if sum(label in labels for labels in operands) > 1
+    ]
     if all(labels.intersection(shared) for labels in operands):
         return choose_half
     return choose_float if any(labels - kept for labels in operands) else widest
@@ -248,15 +250,15 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
     value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
-    given = [len(one) for one in (size, stride) if isinstance(one, (list, tuple)) and len(one) > 1]
-    rank = given[0] if given else min(3, value.dim() - 1)
+    ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
+    rank = ranks[0] if ranks else min(3, value.dim() - 1)
     window = _of_rank(size, rank)
     if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # so many windows
         lengths = value.shape[value.dim() - rank :]
         counts = [1 if out is None else out // max(n, 1) + 1 for out, n in zip(window, lengths)]
     else:
         strides = _of_rank(stride, rank) if stride else window
-        counts = [-(-one // max(step, 1)) for one, step in zip(window, strides)]
+        counts = [-(-width // max(step, 1)) for width, step in zip(window, strides)]
         counts += [_FEW + 1] if math.prod(window) > _COUNTED else []
     return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
 

@@ -1,6 +1,6 @@
-"""The places of weights, and the half copies that are put there while a forward runs.
+"""The slots of weights, and the half copies that are put there while a forward runs.
 
-Places are entries of the modules' tables of parameters.  Those of all modules are compared and
+Slots are entries of the modules' tables of parameters.  Those of all modules are compared and
 exchanged together, in the native part by one call.
 
 Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
@@ -36,7 +36,7 @@ StaysFloat = Callable[[nn.Module], bool]
 _version_of = operator.attrgetter("_version")
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """An entry of a module's table of parameters, and what is there outside of forwards."""
 
     table: dict[str, Any]
@@ -56,42 +56,40 @@ def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str,
     ]
 
 
-def entries_of(tables: list[dict[str, Any]]) -> list[Place]:
+def entries_of(tables: list[dict[str, Any]]) -> list[Slot]:
     """All entries of these tables, as they are now."""
-    return [Place(table, *entry) for table in tables for entry in table.items()]
+    return [Slot(table, *entry) for table in tables for entry in table.items()]
 
 
-def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
-    """The places of FP32 weights, except of those in `leave` (ids)."""
+def lent_of(slots: list[Slot], leave: Collection[int]) -> list[Slot]:
+    """The slots of FP32 weights, except of those in `leave` (ids)."""
     return [
-        place
-        for place in places
-        if place.parameter is not None
-        and place.parameter.dtype is torch.float32
-        and not (leave and id(place.parameter) in leave)
+        slot
+        for slot in slots
+        if slot.parameter is not None
+        and slot.parameter.dtype is torch.float32
+        and not (leave and id(slot.parameter) in leave)
     ]
 
 
-def divide_lookups(
-    modules: list[nn.Module], places: list[Place]
-) -> tuple[list[Lookup], list[Place]]:
-    """The weights of embeddings that stand nowhere else, and the places of all others."""
-    owners = {id(one._parameters): one for one in modules if isinstance(one, EMBEDDINGS)}
-    in_table = Counter(id(place.table) for place in places)
-    times = Counter(id(place.parameter) for place in places)
+def divide_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
+    """The weights of embeddings that stand nowhere else, and the slots of all others."""
+    owners = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
+    in_table = Counter(id(slot.table) for slot in slots)
+    times = Counter(id(slot.parameter) for slot in slots)
     lookups, others = [], []
-    for place in places:
-        owner = owners.get(id(place.table))
-        stands_alone = in_table[id(place.table)] == times[id(place.parameter)] == 1
-        if owner is not None and stands_alone and place.parameter.numel() >= MANY:
-            lookups.append(Lookup(owner, place.name))
+    for slot in slots:
+        owner = owners.get(id(slot.table))
+        stands_alone = in_table[id(slot.table)] == times[id(slot.parameter)] == 1
+        if owner is not None and stands_alone and slot.parameter.numel() >= MANY:
+            lookups.append(Lookup(owner, slot.name))
         else:
-            others.append(place)
+            others.append(slot)
     return lookups, others
 
 
 class Tree:
-    """A module and its parts: the places that are lent to, with their parameters in buckets.
+    """A module and its parts: the slots that are lent to, with their parameters in buckets.
 
     Those in `leave` (ids) are left out.
     """
@@ -110,48 +108,49 @@ class Tree:
         self._all_tables = [*tables, *filter(None, map(part_table, modules))]
         self._sizes = list(map(len, self._all_tables))
         self._seen = _columns(entries_of(self._all_tables))
-        self.lookups, places = divide_lookups(modules, lent_of(entries_of(tables), leave))
-        self._tables, self._names, weights = _columns(places)
-        found = {id(weight): weight for weight in weights}
-        self.ids = set(found).union(id(one.parameter) for one in self.lookups)
-        self._rnns = [
-            one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
-        ]
-        self.blocks = self._blocks(found)
-        self.buckets = Buckets(found.values(), root, model)
+        self.lookups, slots = divide_lookups(modules, lent_of(entries_of(tables), leave))
+        self._tables, self._names, weights = _columns(slots)
+        by_id = {id(weight): weight for weight in weights}
+        self.ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
+        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
+        self.blocks = self._take_blocks(by_id)
+        self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for block in self.blocks for weight in block]
         self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
 
-    def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Takes out of `found` the weights of RNNs that share one block of memory.
+    def _take_blocks(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
+        """Take out of `by_id` the weights of RNNs that share one block of memory.
 
         cuDNN wants them so, else it copies them, and warns, at every forward.
         """
         blocks: list[list[Tensor]] = []
         for rnn in self._rnns:
             weights = flat_weights(rnn)
-            if weights and all(id(weight) in found for weight in weights):
-                blocks.append([found.pop(id(weight)) for weight in weights])
+            if weights and all(id(weight) in by_id for weight in weights):
+                blocks.append([by_id.pop(id(weight)) for weight in weights])
         return blocks
 
     def is_valid(self) -> bool:
-        """Whether the tables hold what was found there, and nothing else."""
-        return list(map(len, self._all_tables)) == self._sizes and entries_are(*self._seen)
+        """Whether the tables hold what they held at first, and nothing else."""
+        tables, names, values = self._seen
+        return list(map(len, self._all_tables)) == self._sizes and all(
+            map(operator.is_, map(dict.get, tables, names), values)
+        )
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
-        """Put `tensors`, one for each of `parameters`, in the places.
+        """Put `tensors`, one for each of `parameters`, in the slots.
 
         With `instead_of`: only where one of these tensors is.  What the user's code has put there
         stays.
         """
-        place = self._tables, self._names, self._sources
-        if not exchange(*place, tensors, instead_of):
+        columns = self._tables, self._names, self._sources
+        if not exchange(*columns, tensors, instead_of):
             assert instead_of is not None
-            mixed = zip(self.found(), self._sources, strict=True)
-            self.put_found([tensors[i] if one is instead_of[i] else one for one, i in mixed])
+            present = zip(self.present(), self._sources, strict=True)
+            self.put_each([tensors[i] if old is instead_of[i] else old for old, i in present])
         elif self._rnns:
             self._list_rnns()
 
@@ -159,26 +158,21 @@ class Tree:
         for rnn in self._rnns:
             list_weights(rnn)
 
-    def put_found(self, tensors: list[Any]) -> None:
-        """Put tensors, one for each place, in those places that are still in their tables."""
+    def put_each(self, tensors: list[Any]) -> None:
+        """Put tensors, one for each slot, in those slots that are still in their tables."""
         for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
             if name in table:
                 table[name] = tensor
         self._list_rnns()
 
-    def found(self) -> list[Any]:
-        """What is in the places now."""
+    def present(self) -> list[Any]:
+        """What is in the slots now."""
         return list(map(dict.get, self._tables, self._names))
 
 
-def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
+def _columns(slots: list[Slot]) -> tuple[list[dict], list[str], list[Tensor]]:
     """Tables, names and parameters."""
-    return tuple(map(list, zip(*places, strict=True))) or ([], [], [])  # type: ignore[return-value]
-
-
-def entries_are(tables: list[dict], names: list[str], values: list[Any]) -> bool:
-    """Whether each entry, a table and a name in it, is this very value."""
-    return all(map(operator.is_, map(dict.get, tables, names), values))
+    return tuple(map(list, zip(*slots, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
 def exchange(
@@ -191,8 +185,8 @@ def exchange(
     In C++: `exchange_entries` of `weights.h`.
     """
     if old is not None:
-        found, known = map(dict.get, tables, names), map(old.__getitem__, sources)
-        if not all(map(operator.is_, found, known)):
+        present, expected = map(dict.get, tables, names), map(old.__getitem__, sources)
+        if not all(map(operator.is_, present, expected)):
             return False
     deque(map(dict.__setitem__, tables, names, map(new.__getitem__, sources)), maxlen=0)
     return True
@@ -203,9 +197,9 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
     What the user notes on a parameter (`p.lr_mult`) is then read and written on its copy too.
     """
-    for tensor, one in zip(tensors, attributes, strict=True):
+    for tensor, own in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
-            tensor.__dict__ = one
+            tensor.__dict__ = own
 
 
 if native.part is not None:
@@ -256,7 +250,7 @@ class HalfCopies:
 
     def _index_of(self, copy: Tensor) -> int | None:
         if self._indices is None or len(self._indices) != len(self.copies):
-            self._indices = {id(one): index for index, one in enumerate(self.copies)}
+            self._indices = {id(copy): index for index, copy in enumerate(self.copies)}
         return self._indices.get(id(copy))
 
     def behind(self, copy: Tensor) -> Tensor | None:
@@ -329,7 +323,7 @@ class LentWrites:
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
         if not self._has_warned:
             self._has_warned = True
-            names = [name for name, one in self._model.named_parameters() if one is parameter]
+            names = [name for name, param in self._model.named_parameters() if param is parameter]
             logger.warning(
                 "%s writes into its weights in its own forward (%s). At O2 it has half copies "
                 "there: what is written is rounded to %s, and small changes, as of an average, are "
@@ -351,15 +345,15 @@ def _written_unseen(copies: list[Tensor], values: dict[int, Tensor]) -> list[int
     return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
+def _differ(before: Tensor, now: Tensor) -> Tensor:
     """Elementwise; a NaN equals any NaN."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+    return (before != now) & ~(before.isnan() & now.isnan())
 
 
-def put_in_traced(places: list[Place], dtype: torch.dtype) -> None:
-    """Put half copies in places while Dynamo traces, so that it records the casts."""
+def put_in_traced(slots: list[Slot], dtype: torch.dtype) -> None:
+    """Put half copies in slots while Dynamo traces, so that it records the casts."""
     copies: dict[int, Tensor] = {}
-    for table, name, weight in places:
+    for table, name, weight in slots:
         if id(weight) not in copies:
             copies[id(weight)] = weight.to(dtype)
         table[name] = copies[id(weight)]

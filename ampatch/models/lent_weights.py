@@ -2,7 +2,7 @@
 
 A weight exists once, in FP32, as the model's parameter, which is also what the optimizer holds.
 When the outermost call of the model, or of a part of it, begins, half copies are put in the
-parameters' places in `module._parameters`; when it ends, the parameters are put back.
+parameters' slots in `module._parameters`; when it ends, the parameters are put back.
 
 Half copies (`HalfCopies`) are kept by nodes of the graph and by checkpoints.  A `Lending` has them
 in place for one `Call`.  Its states:
@@ -44,7 +44,7 @@ from ..torch_private.probes import computes_with_fakes, is_recording
 from .lent_places import (
     HalfCopies,
     LentWrites,
-    Place,
+    Slot,
     StaysFloat,
     Tree,
     entries_of,
@@ -62,19 +62,19 @@ lenders: weakref.WeakValueDictionary[int, LentWeights] = weakref.WeakValueDictio
 
 def lent_types(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes of the half copies that models lend of a module's weights, by the weights' ids."""
-    own, found = set(map(id, module.parameters())), {}
+    own, dtypes = set(map(id, module.parameters())), {}
     for lender in list(lenders.values()):
-        found.update(dict.fromkeys(own & lender.ids(), lender.dtype))
-    return found
+        dtypes.update(dict.fromkeys(own & lender.ids(), lender.dtype))
+    return dtypes
 
 
 def parameter_behind(tensor: Tensor) -> Tensor | None:
     """The parameter that a lent copy stands in for; None for other tensors."""
     for lender in list(lenders.values()):
         for lending in list(lender.lendings):
-            found = None if lending.half is None else lending.half.behind(tensor)
-            if found is not None:
-                return found
+            weight = None if lending.half is None else lending.half.behind(tensor)
+            if weight is not None:
+                return weight
     return None
 
 
@@ -105,7 +105,7 @@ def lending_around(module: nn.Module) -> Lending | None:
 
 
 class Lending:
-    """What one call has in the places of weights."""
+    """What one call has in the slots of weights."""
 
     half: HalfCopies | None = None
     tree: Tree
@@ -115,18 +115,18 @@ class Lending:
         self.lender = lender
         self.is_lent = False  # some copies may be in place
         self.is_in_place = False  # all copies are
-        self._found: list[Any] | None = None  # what lies under copies that are in place again
+        self._covered: list[Any] | None = None  # what lies under copies that are in place again
         self._parametrized: dict | None = None  # what `parametrize.cached()` has outside
         self._lookups: list[Lookup] = []
 
-    def put(self, half: HalfCopies, found: list[Any] | None = None) -> None:
-        """Put copies in their places; `found`: what is there, if that is not the parameters."""
-        tree, self._found, self.is_lent = self.tree, found, True
+    def put(self, half: HalfCopies, covered: list[Any] | None = None) -> None:
+        """Put copies in their slots; `covered`: what is there, if that is not the parameters."""
+        tree, self._covered, self.is_lent = self.tree, covered, True
         if tree.lookups:
-            made = dict(zip(map(id, half.parameters), half.copies))
+            copies = dict(zip(map(id, half.parameters), half.copies))
             for lookup in tree.lookups:
                 self._lookups.append(lookup)
-                lookup.put(self.lender.dtype, made.get(id(lookup.parameter)), self._note_copy)
+                lookup.put(self.lender.dtype, copies.get(id(lookup.parameter)), self._note_copy)
         tree.put(half.copies)
         self._parametrized = exchange_parametrized({})
         self.is_in_place = True
@@ -143,7 +143,7 @@ class Lending:
             return
         lender.claim(again)
         if tree.ids:
-            again.put(half, found=tree.found())
+            again.put(half, covered=tree.present())
         else:
             again.is_in_place = True
 
@@ -153,20 +153,20 @@ class Lending:
 
     def end(self) -> None:
         """Take back what is lent.  May be called again."""
-        lender, half, found = self.lender, self.half, self._found
+        lender, half, covered = self.lender, self.half, self._covered
         self.is_in_place = False
         try:
             if self.is_lent and half is not None:
-                if found is None:
+                if covered is None:
                     self.tree.put(self.tree.parameters, instead_of=half.copies)
                 else:
-                    self.tree.put_found(found)
+                    self.tree.put_each(covered)
                 for lookup in self._lookups:
                     lookup.take_back(self._note_copy)
                 if self._parametrized is not None:  # what it has made of FP32 parameters
                     exchange_parametrized(self._parametrized)
                 self.is_lent = False
-            if half is not None and half.copies and found is None and not self.is_borrowed:
+            if half is not None and half.copies and covered is None and not self.is_borrowed:
                 half.carry(lender.writes)
         finally:
             if not self.is_lent:
@@ -224,13 +224,13 @@ class LentWeights:
             lending.end()
 
     def tree_of(self, root: nn.Module) -> Tree:
-        """The places of the model, or of a part of it, as they are now."""
+        """The slots of the model, or of a part of it, as they are now."""
         known = self._trees.get(id(root))
         if known is not None and known.is_valid():
             return known
         self._excluded_ids = sharded_parameters(self.model)
         tree = Tree(root, self.model, self._stays_float, self._excluded_ids)
-        for call in here.stack:  # copies of another model may be in the places
+        for call in here.stack:  # copies of another model may be in the slots
             if call.lending is not None and call.lending.is_in_place:
                 return tree
         if root is self.model:
@@ -273,16 +273,16 @@ class LentWeights:
         else:  # at O3, and in FP32 parts
             lending.is_in_place = True
 
-    def lend_traced(self, root: nn.Module) -> TracedPlaces | None:
-        """As `lend`, while Dynamo traces: it guards on what it has read, so places are found anew.
+    def lend_traced(self, root: nn.Module) -> TracedSlots | None:
+        """As `lend`, while Dynamo traces: it guards on what it has read, so slots are found anew.
 
         None: nothing is lent.
         """
         if not self.known:
             return None
-        places = lent_of(entries_of(parameter_tables(root, self._stays_float)), self._excluded_ids)
-        put_in_traced(places, self.dtype)
-        return TracedPlaces(places)
+        slots = lent_of(entries_of(parameter_tables(root, self._stays_float)), self._excluded_ids)
+        put_in_traced(slots, self.dtype)
+        return TracedSlots(slots)
 
     def claim(self, lending: Lending) -> None:
         """A forward begins, or what repeats it, in this thread.
@@ -313,15 +313,15 @@ class LentWeights:
         )
 
 
-class TracedPlaces:
+class TracedSlots:
     """What a call that Dynamo traces has exchanged for half copies."""
 
-    def __init__(self, places: list[Place]) -> None:
-        self._places = places
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
 
     def end(self) -> None:
         """The parameters are back."""
-        for table, name, parameter in self._places:
+        for table, name, parameter in self._slots:
             table[name] = parameter
 
 
