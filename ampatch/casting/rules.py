@@ -78,6 +78,8 @@ def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
+        if SCALARS.issuperset(map(type, value)):  # sizes, strides
+            return value
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
         inside, changed = [], False
