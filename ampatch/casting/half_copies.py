@@ -94,9 +94,7 @@ def half_copies(
 
 def _written(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """New tensors with these values in `dtype`, written in one batch, outside the graph."""
-    copies = []  # loops here, since a comprehension is a call before Python 3.12
-    for tensor in tensors:
-        copies.append(torch.empty_like(tensor, dtype=dtype))
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     foreach.copy_(copies, list(tensors))
     return copies
 
@@ -127,10 +125,7 @@ class _CastTogether(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = []
-        for grad in grads:
-            if grad is not None:
-                present.append(grad)
+        present = [grad for grad in grads if grad is not None]
         if (  # one call may write them all
             set(map(_layout_of, present)) == {torch.strided}
             and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
@@ -140,10 +135,7 @@ class _CastTogether(Function):
             widened = iter(_written(present, torch.float32))
         else:
             widened = map(Tensor.float, present)
-        results: list[Tensor | None] = [None, None]
-        for grad in grads:
-            results.append(None if grad is None else next(widened))
-        return tuple(results)
+        return None, None, *[None if grad is None else next(widened) for grad in grads]
 
 
 keep_plain(_CastTogether)  # ampatch's own patches are for the script's Functions
