@@ -13,9 +13,9 @@ from warm_python import environment, python
 
 MOST = {
     "O1 forward": (33, 8, 19),
-    "O1 step": (121, 25, 68),
+    "O1 step": (122, 26, 70),
     "O2 forward": (44, 10, 26),
-    "O2 step with an overflow": (127, 28, 77),
+    "O2 step with an overflow": (128, 29, 79),
 }
 COUNT = """
 import json, sys
