@@ -66,14 +66,9 @@ class _Attributes(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:  # without it `dict(attributes)` does not ask for keys
         return iter(self.copy())
 
-    def keys(self) -> Any:
-        return self.copy().keys()
-
-    def values(self) -> Any:
-        return self.copy().values()
-
-    def items(self) -> Any:
-        return self.copy().items()
+    keys = property(lambda self: self.copy().keys)
+    values = property(lambda self: self.copy().values)
+    items = property(lambda self: self.copy().items)
 
     def __deepcopy__(self, memo: dict) -> dict[str, Any]:
         return deepcopy(self.copy(), memo)
@@ -297,18 +292,6 @@ def _outermost(module: nn.Module) -> OwnFrame | None:
     return frames[-1] if frames and frames[-1].is_in_place() else None
 
 
-def _of_replica(function: Any, replica: weakref.ref[nn.Module]) -> Callable:
-    """A bound method is a cycle: each step's copies of the weights would wait for Python's search.
-
-    Only a call that the replica makes runs it, so the replica is there.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(replica(), *args, **kwargs)
-
-    return forward
-
-
 def copies() -> list[Replacement]:
     """What to replace, so that a copy has the frames that it is to have."""
 
@@ -337,7 +320,9 @@ def copies() -> list[Replacement]:
             if (frame := _outermost(self)) is not None:
                 own = _attributes_of(replica)
                 own[_FRAMES] = vars(self)[_FRAMES]
-                own[_FORWARD] = _of_replica(frame.method.__func__, weakref.ref(replica))
+                # A bound method is a cycle: each step's weights would wait for Python's search.
+                forward, me = frame.method.__func__, weakref.ref(replica)
+                own[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
             return replica
 
         return _replicate_for_data_parallel
