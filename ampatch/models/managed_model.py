@@ -51,7 +51,7 @@ torch from swapping it.
 class OwnSession(Protocol):
     """What a managed model needs of the session that it is in."""
 
-    def mix(self, managed: ManagedModel) -> None:
+    def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
         """FP32 meets half in the forward: give the model a policy that casts such calls."""
 
 
@@ -112,7 +112,7 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = stays_float
-        if not self.properties.lends_weights:
+        if not self.properties.uses_half_copies:
             leave = sharded_parameters(self.model).union(lent_types(self.model))
             self.conversions.convert(self.model, dtype, stays_float, leave)
         if dtype in HALF_TYPES:
@@ -132,7 +132,7 @@ class ManagedModel:
             self._submodules.install(self.lent.ids())
         mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
-            self._session.mix(self)
+            self._session.promote_mixed_dtypes(self)
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -149,7 +149,7 @@ class ManagedModel:
     def warn_of_half_weights(self) -> None:
         """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
         patches = self.properties.patch_torch_functions
-        if not patches and not self.properties.lends_weights:
+        if not patches and not self.properties.uses_half_copies:
             return
         given = [
             name
@@ -256,7 +256,7 @@ class ManagedModel:
 
         def mix() -> None:
             if (managed := me()) is not None:
-                session.mix(managed)
+                session.promote_mixed_dtypes(managed)
 
         return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, mix)
 

@@ -57,7 +57,7 @@ class SubmoduleCalls:
     def __init__(self, whole: Whole, stays_float: StaysFloat) -> None:
         self._whole = whole
         self._stays_float = stays_float
-        self.lends = whole.properties.lends_weights
+        self.lends = whole.properties.uses_half_copies
         self._inputs: dict[int, ModelInputs] = {}
         self.frames = FramesOfSubmodules()
 
