@@ -69,9 +69,8 @@ class SubmoduleCalls:
         """
         modules: dict[nn.Module, str] = {}
         for name, module in self._whole.model.named_modules():
-            if not (name and has_forward(module)) or self._stays_float(module):
-                continue
-            if isinstance(module, torch.jit.ScriptModule):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
                 id(parameter) in lent if self.lends else parameter.dtype in HALF_TYPES
