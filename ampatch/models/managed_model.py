@@ -128,8 +128,8 @@ class ManagedModel:
 
     def _look_at_parts(self) -> None:
         """New submodules get frames; FP32 buffers with a dimension meet half in the forward."""
-        if self._submodules is not None:
-            self._give_frames(self._submodules)
+        if self._submodules is not None and self.lent is not None:
+            self._submodules.install(self.lent.ids())
         mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
             self._session.promote_mixed_dtypes(self)
@@ -199,16 +199,12 @@ class ManagedModel:
         for override in self._overrides:
             override.install()
         if self.lent is not None:
-            self._submodules = SubmoduleCalls(self, self._state)
-            self._give_frames(self._submodules)
+            self._submodules = SubmoduleCalls(self, self._stays_float)
+            self._submodules.install(self.lent.ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
-
-    def _give_frames(self, submodules: SubmoduleCalls) -> None:
-        assert self.lent is not None
-        submodules.install(self.lent.ids() if submodules.lends else None, self._stays_float)
 
     def came_with(self, tensor: Tensor) -> bool:
         """Whether the model had this parameter or buffer when the session began, and still has."""
@@ -238,7 +234,7 @@ class ManagedModel:
             self.frame.take_out()
             self.frame = None
         if self._submodules is not None:
-            self._submodules.frames.take_out()
+            self._submodules.frames.put((), self._submodules)
             self._submodules = None
         for override in self._overrides:
             override.uninstall()
