@@ -364,7 +364,7 @@ class CastState:
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight with the values of `copy`, if a call of this thread has lent that."""
         for lending in self.lent():
-            if (weight := lending.half.float_of(copy)) is not None:
+            if (weight := lending.half_copies.float_of(copy)) is not None:
                 return weight
         return copy
 

@@ -128,7 +128,7 @@ class _Taken(NamedTuple):
             if index:
                 call = Call()
                 state.begin(call, None)
-            lending.lend_again(call)
+            lending.swap_in_again(call)
         call.computes_in = self.computes_in
 
     def begin_apart(self, state: CastState, call: Call) -> None:

@@ -186,7 +186,7 @@ PyObject* chosen(PyObject* list, PyObject* number) {
 
 // exchange_entries(tables, names, sources, new, old): entry i becomes new[sources[i]]; with `old`
 // only if all are old[sources[i]], which is returned.
-// In Python: `exchange` of `models/lent_places.py`.
+// In Python: `exchange` of `models/half_copy_slots.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

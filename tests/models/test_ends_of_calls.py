@@ -17,7 +17,7 @@ from torch import nn
 
 import ampatch
 from ampatch.casting.calls import here
-from ampatch.models.lent_places import Tree
+from ampatch.models.half_copy_slots import Tree
 
 H, FP32 = torch.bfloat16, torch.float32
 X = torch.ones(3, 4)
@@ -391,7 +391,7 @@ class Again(torch.autograd.Function):
         def begin(call):
             state.begin(call, None)
             for copies in Again.lent:
-                copies.lend_again(call)
+                copies.swap_in_again(call)
 
         return state.within(begin, lambda: grad * ctx.module.weight.dtype.itemsize)
 

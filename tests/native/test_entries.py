@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ampatch
 from ampatch import native
-from ampatch.models import lent_places
+from ampatch.models import half_copy_slots
 from ampatch.native import loading
 
 A, B, C = object(), object(), object()
@@ -22,7 +22,7 @@ A, B, C = object(), object(), object()
 def test_one_tensor_goes_to_several_places():
     tables = [{"a": A, "b": B}, {"a": A}]
     every = [tables[0], tables[0], tables[1]], ["a", "b", "a"], [1, 0, 1]
-    assert lent_places.exchange(*every, [B, C], None)
+    assert half_copy_slots.exchange(*every, [B, C], None)
     assert tables == [{"a": C, "b": B}, {"a": C}]
     assert list(tables[0]) == ["a", "b"]
 
