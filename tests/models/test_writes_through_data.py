@@ -35,16 +35,27 @@ class Writing(nn.Module):
 
 @pytest.mark.parametrize("way", ["copy_", "mul_", "="])
 @pytest.mark.parametrize("once", [True, False])
-@pytest.mark.parametrize("first", [1, 2, 5])
-def test_no_write_is_lost(first, once, way):
+@pytest.mark.parametrize(
+    "first, mode",
+    [
+        *((first, torch.enable_grad) for first in (1, 2, 5, 10)),
+        *((first, torch.no_grad) for first in (1, 2)),
+        (1, torch.inference_mode),
+    ],
+)
+def test_no_write_is_lost(first, mode, once, way):
+    """Values are looked at in the forwards 1, 10, 100, ... with a graph and without; those of a
+    module that writes in all that follow.
+    """
     plain = Writing(first, once, way)
     model = ampatch.initialize(
         Writing(first, once, way), opt_level="O2", dtype="bfloat16", verbosity=0
     )
     begun = plain.key.weight.detach().clone()
-    for _ in range(7):
-        plain(X)
-        model(X)
+    for _ in range(first + 2):
+        with mode():
+            plain(X)
+            model(X)
         torch.testing.assert_close(model.key.weight, plain.key.weight, atol=8e-3, rtol=8e-3)
     assert not torch.allclose(plain.key.weight, begun, atol=0.05)
     assert torch.equal(model.query.weight, plain.query.weight)  # read through .data alone
