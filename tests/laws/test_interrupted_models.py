@@ -13,12 +13,12 @@ import pytest
 import strikes
 import torch
 import torch.nn.functional as F
+from engine import here, registry
 from small_training import data, in_threads, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.calls import here
 
 HALF = torch.bfloat16
 LEVELS = ["O1", "O2", "O3"]
@@ -129,7 +129,6 @@ def nothing_is_left_for_other_tests():
     """What costs time alone: a policy that was struck as it was left, an observer with no block."""
     yield
     ampatch.deactivate()
-    registry = ampatch.session.session.registry
     here.__init__()
     registry.observers.__init__()
 

@@ -16,6 +16,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import strikes
 import torch
 from small_training import Made, Net, data, in_threads, managed
 from torch import nn
@@ -176,6 +177,18 @@ def test_threads_may_call_a_model_whose_layers_another_one_has_lent():
     expected = model(X)
     (outputs,) = in_threads(lambda: [other(X) for _ in range(2)])
     assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_ctrl_c_at_any_line_that_lends_or_takes_back():
+    model = start()
+    expected, files = model(X), ("models/lent_weights.py", "models/lent_places.py")
+    count, _ = strikes.lines(lambda: model(X), files)
+    for number in range(1, count + 1):
+        _, where = strikes.lines(lambda: model(X), files, number)
+        assert {param.dtype for param in model.parameters()} == {FP32}, where
+        (output,) = in_threads(lambda: model(X))
+        assert torch.equal(output, expected), where
+    assert count > 20
 
 
 # Forks

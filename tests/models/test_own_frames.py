@@ -20,6 +20,7 @@ from small_training import Made, managed
 from torch import nn
 
 import ampatch
+from ampatch.session.facade import open_sessions
 
 H, FP32 = torch.bfloat16, torch.float32
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -290,7 +291,7 @@ def test_sessions_that_end_in_another_order_than_they_began():
     outer = nn.Sequential(inner, nn.Linear(2, 2))
     start("O1", outer, overrides={"0": "float"})
     start("O2", inner)
-    first, second = ampatch.session.session.registry.sessions
+    first, second = open_sessions()
     first.close()
     assert inner(X).dtype is FP32 and inner.seen[0] is H
     second.close()
