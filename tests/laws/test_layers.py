@@ -63,6 +63,11 @@ DERIVED = {
         "apex's arguments, of two of torch's layers, in two kinds",
     ),
     "FusedMixedPrecisionLamb": "apex's other name of FusedLAMB",
+    **dict.fromkeys(
+        ("AmpatchPrecision", "AmpatchFabricPrecision"),
+        "Lightning's two kinds of plugin: what they share stands once",
+    ),
+    "Lines": "what a sweep says, line by line; the base says nothing",
 }
 """Classes of ours that derive from a class of ours, and why that is not one class cut in two."""
 
