@@ -72,7 +72,9 @@ def is_run(command: str) -> bool:
 
 def commands_of(page: Path) -> list[str]:
     """Those that run, each once."""
-    found = [one for each in snippets(page) if each.language in SHELL for one in commands(each)]
+    found = [
+        command for each in snippets(page) if each.language in SHELL for command in commands(each)
+    ]
     return [command for command in dict.fromkeys(found) if is_run(command)]
 
 
@@ -80,7 +82,9 @@ def python_of(page: Path) -> list[Snippet]:
     """The program of a page."""
     on_ranks = page.parent.name == ON_RANKS  # there torchrun starts files
     return [
-        one for one in snippets(page) if one.language == "python" and not (on_ranks and one.title)
+        snippet
+        for snippet in snippets(page)
+        if snippet.language == "python" and not (on_ranks and snippet.title)
     ]
 
 
@@ -240,7 +244,7 @@ def test_other_snippets_are_no_code():
 
 def test_the_lists_of_exceptions_are_short():
     """What they name is there."""
-    every = [one for part in EVERY if part.language in SHELL for one in commands(part)]
+    every = [command for part in EVERY if part.language in SHELL for command in commands(part)]
     for first in NOT_RUN:
         assert any(one.startswith(first) for one in every), first
     for page, test in RUN_ELSEWHERE.items():
@@ -255,7 +259,7 @@ def test_commands_have_options_that_there_are(page, capsys):
     """
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     parts = [part for part in snippets(page) if part.language in SHELL]
-    text += "".join(f"`{one}`" for part in parts for one in commands(part))
+    text += "".join(f"`{command}`" for part in parts for command in commands(part))
     for name, rest in re.findall(r"`ampatch (\w+)([^`]*)`", text):
         if name != "COMMAND":
             own = re.split(r" -- |\w\.py " if name == "run" else " -- ", rest)[0]

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.session.facade import open_sessions
 from ampatch.torch_private import autocast as torch_autocast
 
 HALF = torch.bfloat16
@@ -83,8 +82,9 @@ class Net(nn.Module):
 def start(level, scope):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.beside = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)
     ampatch.initialize(
-        *(model, [optimizer, torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)]),
+        *(model, [optimizer, optimizer.beside]),
         opt_level=level,
         dtype=HALF,
         loss_scale=1.0,
@@ -125,8 +125,7 @@ def with_closure(model, optimizer):
             scaled.backward()
         return loss
 
-    [lbfgs] = open_sessions()[0].optimizers[1:]
-    lbfgs = lbfgs.optimizer
+    lbfgs = optimizer.beside
     lbfgs.step(closure)
 
 
@@ -163,9 +162,9 @@ def left(model, level):
     if torch_autocast.is_enabled("cpu"):
         return "torch.autocast is on"
     for part in model.modules():
-        if not all(type(one) is nn.Parameter for one in part._parameters.values()):
+        if not all(type(value) is nn.Parameter for value in part._parameters.values()):
             return "half copies are left"
-        dtypes = {one.dtype for one in part.parameters(recurse=False)}
+        dtypes = {param.dtype for param in part.parameters(recurse=False)}
         if dtypes - {HALF if level == "O3" and part is not model.norm else torch.float32}:
             return f"weights in {dtypes}"
         if ("forward" in vars(part)) is not (part in FRAMED[level](model)):

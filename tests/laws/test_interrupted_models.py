@@ -69,7 +69,9 @@ def look(model, optimizer, level):
     assert isinstance(there, torch.Tensor), there
     kept = torch.bfloat16 if level == "O3" else torch.float32
     assert {value.dtype for value in model.state_dict().values()} == {kept}
-    assert all(type(one) is nn.Parameter for m in model.modules() for one in m._parameters.values())
+    assert all(
+        type(value) is nn.Parameter for m in model.modules() for value in m._parameters.values()
+    )
     return [*found, there]
 
 

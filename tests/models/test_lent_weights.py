@@ -32,8 +32,10 @@ def inputs(seed=1):
 
 
 def is_float(model):
-    entries = [one for m in model.modules() for one in m._parameters.values() if one is not None]
-    assert all(type(one) is nn.Parameter and one.dtype is torch.float32 for one in entries)
+    entries = [
+        value for m in model.modules() for value in m._parameters.values() if value is not None
+    ]
+    assert all(type(entry) is nn.Parameter and entry.dtype is torch.float32 for entry in entries)
     return True
 
 

@@ -95,7 +95,9 @@ def test_a_block_that_changes_nothing_is_said_once(level, block, caplog):
     with block():
         model(X)
         model(X)
-    said = [one.getMessage() for one in caplog.records if "disable_casts" in one.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "disable_casts" in record.getMessage()
+    ]
     assert len(said) == (level != "O1")
     if said:
         assert said[0].startswith("Asking is called in a block") and f"at {level}" in said[0]
