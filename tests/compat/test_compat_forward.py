@@ -91,13 +91,6 @@ def test_after_an_exception_the_next_direct_call_is_whole(amp):
     assert torch.equal(model.forward(X), model(X))
 
 
-class Direct(nn.Linear):
-    """Its own way of being called leaves hooks out."""
-
-    def __call__(self, x):
-        return self.forward(x.to(self.weight.dtype))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_traced_and_scripted(amp, level):

@@ -82,9 +82,9 @@ class Net(nn.Module):
 def start(level, scope):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.beside = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)
+    optimizer.lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)
     ampatch.initialize(
-        *(model, [optimizer, optimizer.beside]),
+        *(model, [optimizer, optimizer.lbfgs]),
         opt_level=level,
         dtype=HALF,
         loss_scale=1.0,
@@ -125,7 +125,7 @@ def with_closure(model, optimizer):
             scaled.backward()
         return loss
 
-    lbfgs = optimizer.beside
+    lbfgs = optimizer.lbfgs
     lbfgs.step(closure)
 
 
