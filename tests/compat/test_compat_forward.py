@@ -91,6 +91,14 @@ def test_after_an_exception_the_next_direct_call_is_whole(amp):
     assert torch.equal(model.forward(X), model(X))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_shallow_copys_forward_is_its_own(amp, level):
+    model, _ = start(amp, level)
+    twin, replica = copy.copy(model), model._replicate_for_data_parallel()
+    assert twin.forward.__self__ is twin and torch.equal(twin.forward(X), model(X))
+    assert "forward" in vars(replica)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_traced_and_scripted(amp, level):
