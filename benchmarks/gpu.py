@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from counts import count_step
+from detection import DETECTORS
 from measuring import alone, table
 from realistic import ON_A_DEVICE_TOO
 from systems import (
@@ -119,7 +120,8 @@ def run(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any
     compiler = "aot_eager" if options.small else "inductor"
     how = How(getattr(torch, dtype), adamw, device=device, always_scaled=False, compiler=compiler)
     with torch.device(device):
-        task = {**ON_A_DEVICE, **ON_A_DEVICE_TOO}[name][TINY if options.small else FULL]()
+        sizes = {**ON_A_DEVICE, **ON_A_DEVICE_TOO, **DETECTORS}[name]
+        task = sizes[TINY if options.small else FULL]()
     with one_stream(device) as stream:
         step = (make_evaluation if options.evaluate else make_step)(task, system, how)
         seconds(step, options.warm_up, device)

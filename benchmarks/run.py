@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import speed
 import torch
+from detection import DETECTORS
 from measuring import command, machine
 from realistic import REALISTIC
 from tasks import ON_A_DEVICE, TASKS
 
 HALF_TYPES = ("float16", "bfloat16")
+MODELS = (*TASKS, *REALISTIC, *ON_A_DEVICE, *DETECTORS)
 
 
 def positive(text: str) -> int:
@@ -39,7 +41,7 @@ def place(text: str) -> Path:
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "models": {"nargs": "+", "metavar": "MODEL", "choices": (*TASKS, *REALISTIC, *ON_A_DEVICE)},
+    "models": {"nargs": "+", "metavar": "MODEL", "choices": MODELS},
     "systems": {"nargs": "+", "metavar": "SYSTEM", "help": "the first is the reference"},
     "rounds": {"type": int},
     "seconds": {"type": float, "help": "of each system's turn"},
