@@ -116,9 +116,7 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {
-            id(param) for optimizer in self._session.optimizers for param in optimizer.parameters()
-        }
+        return {id(param) for o in self._session.optimizers for param in o.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])
