@@ -96,7 +96,7 @@ def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
     plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), **OF_TWO)
     plan.run(shown := Said())
     [said] = [one for one in shown.events if "O1-bfloat16 seed 0 took no step" in one]
-    assert "It may go on from a file that was there before" in said
+    assert "The script may resume from a file that was there before" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
     assert not any("several machines" in note for note in plan.results.notes)
     said = stopped(planned(tmp_path, RESUMING, repr(str(tmp_path)), overwrite=True))  # it is there
@@ -122,7 +122,9 @@ def test_a_row_that_swallows_its_errors_is_marked_and_the_others_run(tmp_path):
     assert (base.status, autocast.status, autocast.steps) == ("ok", "ok", 9)
     assert row.status.startswith("took no step") and (row.outcome, row.runs) == ("failed", 1)
     [said] = [one for one in shown.events if "took no step" in one]
-    assert "It may catch its errors." in said and "skipped: a batch that is too large" in said
+    assert (
+        "The script may catch its errors." in said and "skipped: a batch that is too large" in said
+    )
 
 
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from ampatch.sweep.trial import BASE
 LAST_LINES = 12  # output lines shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
 _MAY_RESUME = (
-    " It may go on from a file that was there before, such as a checkpoint of an earlier trial. "
-    "Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
-    "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
+    " The script may resume from a file that was there before, such as a checkpoint of an earlier "
+    "trial. Give each trial its own folder, which is empty when it begins: -- --checkpoints "
+    "{trial_dir}, or the variable AMPATCH_TRIAL_DIR in the script."
 )
 _UNKNOWN = (
     " With O0 among --levels its first run shows what the script has. An option of the script that "
@@ -75,7 +75,7 @@ def lacks_memory(said: str) -> bool:
 def failure(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output, which has an exception's message already."""
     said, shown = status(run), last_lines(log)
-    hint = " It may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
+    hint = " The script may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
     if not shown:
         return f"{run.trial.label} {said}.{hint} It printed nothing."
     if said.partition(": ")[2] in shown:

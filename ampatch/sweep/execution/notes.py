@@ -121,8 +121,8 @@ def _seed_note(
     if not seeds_matter(bases):
         where = f" ({own[0]})" if own else ""
         return (
-            f"The seed does not reach the script{where}: O0 is the same with each. Accuracy is not "
-            f"tested like this. {_PASS_ON}."
+            f"The seed does not reach the script{where}: O0 gives the same with each seed, so "
+            f"accuracy is not tested. {_PASS_ON}."
         )
     is_passed_on = any("{seed}" in argument for argument in arguments)
     others = [run.trial.seed for run in bases if not run.measured.own_seed]
@@ -132,7 +132,7 @@ def _seed_note(
     if options.override_seeds or not is_constant:
         return ""
     return (
-        f"{script} seeds itself: {own[0]}. What it draws after that is the same with each seed of "
+        f"{script} seeds itself: {own[0]}. What it draws after that does not depend on the seed of "
         f"the sweep. {_PASS_ON}."
     )
 
@@ -187,8 +187,8 @@ def _files_note(runs: Sequence[Run]) -> str:
         return ""
     shown = ", ".join(wrote[:4]) + (f" and {len(wrote) - 4} more" if len(wrote) > 4 else "")
     return (
-        f"O0 has written {shown}: trials write over one another's files and over yours, and what "
-        "one has left the next may read. Give each its own place, such as -- --out "
+        f"O0 has written {shown}: trials overwrite one another's files and yours, and a trial may "
+        "read what an earlier one has left. Give each its own place: -- --out "
         f"{{trial_dir}}/{Path(wrote[0]).parts[0]}, or a copy of the folder: --in-copy."
     )
 

@@ -55,7 +55,7 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, more: str = "") ->
     much = _memory(best, base)
     also = [f"It takes {much} than O0"] if much else []
     if others:
-        also.append(f"{_names(others)} {'is' if len(others) == 1 else 'are'} not surely faster")
+        also.append(f"{_names(others)} may be as fast or faster")
     return f"{said} {', and '.join(also)}." if also else said
 
 
@@ -118,7 +118,7 @@ def _so_far(fit: Sequence[Row], more: str) -> str:
     others = [row for row in fit if row not in (first, *faster)]
     speed = f"{_name(first)} is {pace.in_words(first) or 'not timed'}"
     if others:
-        speed += f"; {_names(others)} {'is' if len(others) == 1 else 'are'} not told apart from O0"
+        speed += f"; {_names(others)} cannot be told apart from O0 either"
     good = [row for row in fit if not not_shown(row)[0]]
     what, cure = not_shown(first) if faster or not good else ("", "")
     known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
