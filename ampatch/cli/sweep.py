@@ -93,7 +93,7 @@ def report(
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
     if stopped is not None:
-        missing = f"{results.done} of {results.planned} runs have ended."
-        print(*filter(None, (stopped, missing)), sep="\n", file=sys.stderr)
+        ended = f"Runs that have ended: {results.done}."
+        print(*filter(None, (stopped, ended)), sep="\n", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1

@@ -252,7 +252,7 @@ def test_a_second_interrupt_ends_what_ignores_the_first_and_keeps_the_file(hangi
     process.send_signal(signal.SIGINT)
     _out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Interrupted. To go on: " in err and "0 of 5 runs have ended." in err
+    assert "Interrupted. To go on: " in err and "Runs that have ended: 0." in err
     resumed = err.partition("To go on: ")[2].partition("\n")[0]
     assert shlex.split(resumed)[1:] == [*process.args[1:], "--resume"]
     assert "Traceback" not in err

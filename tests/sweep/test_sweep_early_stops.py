@@ -6,7 +6,8 @@ import pytest
 from sweep_runs import INITIALIZE, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
-from ampatch.sweep.execution.early_stops import failure, lacks_memory
+from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
+from ampatch.sweep.measure.record import Measured
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -47,6 +48,12 @@ def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path)
     assert log_of(plan, "O1-bfloat16") == "before 0\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("Nothing to compare yet")
+
+
+def test_a_script_that_refuses_its_arguments_gets_the_place_of_these(tmp_path):
+    run = Run(Trial(Case("O0")), 2, 1.0, Measured())
+    said = reason_to_stop("train.py", [], run, tmp_path / "no.log")
+    assert "Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS." in said
 
 
 def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mended(tmp_path):

@@ -72,7 +72,10 @@ def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
     runs = by_label(plan.run(said))
     assert list(runs) == ["O0", "O1-bfloat16"]
     [why] = [one for one in said.events if "which module is the model" in one]
-    assert "it can run O0 and O1, but not O2, O3 or the row autocast. " in why and why in plan.results.notes
+    assert (
+        "it can run O0 and O1, but not O2, O3 or the row autocast. " in why
+        and why in plan.results.notes
+    )
     assert "model, optimizer = ampatch.initialize(model, optimizer)" in why
     plain = python("train.py", cwd=tmp_path).stdout.split()
     assert printed(plan, "O0") == list(map(float, plain))

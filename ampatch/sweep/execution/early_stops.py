@@ -11,6 +11,7 @@ from ampatch.sweep.report.figures import NO_STEP, OK, brief, status
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE
 
+WRONG_ARGUMENTS = 2  # the exit status of argparse
 LAST_LINES = 12  # output lines shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
 _MAY_RESUME = (
@@ -44,6 +45,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     if run.case != BASE or goes_on:
         return ""
     remedy = " Give it more: --resume --timeout SECONDS." if run.ended_by else ""
+    if run.exit_code == WRONG_ARGUMENTS and not run.steps:
+        remedy = " Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS."
     steps = f"after {counted(run.steps, 'step')}" if run.steps else "before its first step"
     return (
         f"{script}: {said} at {run.trial.label}, {steps}. The other rows are compared with O0, so "

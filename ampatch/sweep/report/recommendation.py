@@ -123,12 +123,10 @@ def _so_far(fit: Sequence[Row], more: str) -> str:
     what, cure = not_shown(first) if faster or not good else ("", "")
     known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
     accuracy = "; ".join([*known, *([f"{_name(first)}: {what}"] if what else [])])
-    rounds = ""
-    if first.pace == pace.UNKNOWN:
-        rounds = f"--rounds {first.speeds.n + ROUNDS}"
-    elif not faster and not cure.startswith("--seeds"):  # each seed is a round
-        rounds = f"--rounds {ROUNDS}"
-    options = " ".join(filter(None, (rounds, cure)))
+    rounds = first.speeds.n + ROUNDS if first.pace == pace.UNKNOWN else 0 if faster else ROUNDS
+    seeds = re.match(r"--seeds (\d+)", cure)
+    is_more = rounds > int(seeds[1] if seeds else 0)  # each seed is a round
+    options = " ".join(filter(None, (f"--rounds {rounds}" * is_more, cure)))
     said = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
     way_on = more or (options and f"--resume {options}")
     idle = ", on an idle machine" if not faster and first.pace == pace.UNKNOWN else ""
