@@ -15,7 +15,7 @@ from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
-from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    trackers = check_trackers(options)
+    trackers = check_installed(options)
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.sweep.json_files import plain
