@@ -29,11 +29,10 @@ def run(options: argparse.Namespace) -> int:
 
     trackers = check_installed(options)
     directory = Path(options.directory)
-    parser: argparse.ArgumentParser = options.parser
     try:
         results = read_sweep(directory).results
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        options.parser.error(str(error))
     write_results(results, sys.stdout)
     try:
         write_shown(directory, trackers)
