@@ -20,12 +20,11 @@ from ..types import Function, Owner, Precision
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: casts the function's floating arguments to the half type.
+    """Decorator: casts the function's floating arguments to the half dtype.
 
     It takes functions, methods, static and class methods (above or below `@staticmethod`)
     and subclasses of `torch.autograd.Function`.  Of these it casts the inputs of `apply`,
-    and `backward` runs with the casting that its forward ran with.  Raises `TypeError` for
-    anything else.
+    and `backward` runs with the casts of its forward.  Raises `TypeError` for anything else.
     """
     return _decorated(function, Rule.HALF, "ampatch.half_function")
 
@@ -91,7 +90,7 @@ def disable_casts() -> PolicyContext:
     """Context manager and decorator: nothing is cast in this thread.
 
     It holds in managed models that are called inside.  While a session casts, torch's own autocast
-    is off inside too, unless a region of it begins there.
+    is off inside too, unless an autocast region begins there.
     Like torch's grad mode the block belongs to the thread: while a generator or task is suspended
     inside, other code in the thread runs without casts too.  Decorating a generator or an `async`
     function is a `TypeError`: write the block inside the function.  New threads cast.

@@ -106,9 +106,9 @@ def initialize(
         optimizers: an optimizer, or a list or tuple of them, or None.
         enabled: False makes this call, `scale_loss` and the other functions do nothing.
         opt_level: `"O0"` trains in FP32.  At `"O1"` torch's functions cast their arguments,
-            and weights stay in FP32.  At `"O2"` the model computes in the half type: its weights
+            and weights stay in FP32.  At `"O2"` the model computes in the half dtype: its weights
             stay FP32 parameters, the master weights, and modules get half copies of them while
-            a forward runs.  At `"O3"` everything is in the half type.
+            a forward runs.  At `"O3"` everything is in the half dtype.
             `"O4"` and `"O5"` are O1 and O2 in bfloat16.
         cast_model_type: dtype in which models compute: of their weights in a forward, and of
             inputs.  None: the opt level's.  False: models are left as they are.
@@ -126,32 +126,31 @@ def initialize(
         verbosity: 0 silences the logger "ampatch".
         min_loss_scale: lower limit of a dynamic loss scale.  None means 2**-24; it is never 0.
         max_loss_scale: upper limit of a dynamic loss scale.
-        dtype: the half type, `torch.float16` (the default, on every device) or `torch.bfloat16`,
+        dtype: the half dtype, `torch.float16` (the default, on every device) or `torch.bfloat16`,
             or a name: `"float16"`, `"fp16"`, `"half"`, `"bfloat16"`, `"bf16"`.
         overrides: precision by module path (globs), module class or function, such as
             `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
             and O3.  In a half model (O2, O3) such a module computes in its own precision; its
             inputs and outputs have the dtype of the code around it: that of the overridden module
             that called it, else the model's.  A function of torch can be "float" there: it
-            computes in FP32 inside, and its result keeps the dtype.  At O0 overrides have no
-            effect.  A JSON file with globs, as `ampatch tune` writes it, is named by its path.
+            computes in FP32 internally and returns its usual dtype.  At O0 overrides have no
+            effect.  A path names a JSON file with globs, as `ampatch tune` writes it.
         init_scale: the first dynamic loss scale.
         growth_interval: number of clean steps in a row after which the dynamic scale grows.
         growth_factor: the factor by which it grows, above 1.
         backoff_factor: the factor by which it shrinks after an overflow, below 1.
         max_consecutive_skips: after this many skipped steps in a row one error is logged.
-            It names parameters and says what to try.  Fused
-            optimizers count on the device, and the host does not wait for the count: on an
-            accelerator the message may come up to a quarter of this number later.
+            It names parameters and says what to try.  Fused optimizers on a GPU report skipped
+            steps late: the message may come up to a quarter of this number later.
         allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs
             in FP32 with a warning (True) or is refused (False).
-        process_group: the ranks that share one overflow flag.  Ranks that have parts of the same
+        process_group: the ranks that share one overflow flag.  Ranks with shards of the same
             DTensors share it in any case.
-        patch_scope: `"model"` casts calls in the forward of a managed model, in what repeats it in
-            a backward pass, and other calls on its parameters or on half tensors.  `"process"`
-            casts every call while the session is open, as apex does, but not what DataLoaders and
-            their workers prepare, nor in hooks of backward passes.  Without models it is the
-            scope to choose.  With several sessions the one opened last decides.
+        patch_scope: `"model"` casts calls in the forward of a managed model, also where an
+            activation checkpoint recomputes it, and other calls on its parameters or on half
+            tensors.  `"process"` casts every call while the session is open, as apex does, except
+            in DataLoaders, their workers and hooks of backward passes.  Without models, choose
+            `"process"`.  With several sessions the one opened last decides.
 
     A second call with managed models and optimizers puts them under the new settings.
     Weights keep their values, optimizers keep their state.
@@ -165,8 +164,8 @@ def initialize(
         AmpatchError: parameters would become half (O3) of a model that is wrapped in
             DistributedDataParallel already; a model is sharded by other code than `fully_shard`
             and tensor parallel, and the opt level is not O0 or O1; `fully_shard` stores or
-            computes in another dtype than the opt level; or the parts of DTensors under
-            DistributedDataParallel come without `process_group`.
+            computes in another dtype than the opt level; or DTensors are under
+            DistributedDataParallel, and there is no `process_group`.
 
     After any exception nothing has been changed.  Objects that an earlier call manages stay
     managed by it.
@@ -202,7 +201,7 @@ def initialize(
     logger.info("Initialized:%s", plan.properties.in_lines())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
-    native.say_what_a_build_gives()
+    native.log_gain_of_a_build()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -231,7 +230,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
     session = registry.session_of(to, f"{call}(to=...)")
-    holders = [registry.table.session_of(model) for model in listed]
+    holders = [registry.objects.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
         raise AmpatchError(
             f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
@@ -269,7 +268,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
     session = _session_of(listed)
-    new = [one for one in listed if registry.table.session_of(one) is None]
+    new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
         models = [managed.model for managed in session.models]
         for managed in session.models:
@@ -284,17 +283,24 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 def _session_of(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
-    params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    found = {one for one in registry.sessions if not params.isdisjoint(one.names())}
-    managing = map(registry.table.session_of, optimizers)
-    found |= {session for session in managing if session is not None}
-    if len(found) > 1:
+    params = {
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    sessions = {
+        optimizer for optimizer in registry.sessions if not params.isdisjoint(optimizer.names())
+    }
+    managing = map(registry.objects.session_of, optimizers)
+    sessions |= {session for session in managing if session is not None}
+    if len(sessions) > 1:
         raise AmpatchError(
             "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "
-            f"{len(found)} calls of initialize. Make an optimizer for the models of each call, and "
-            "add each by itself."
+            f"{len(sessions)} calls of initialize. Make an optimizer for the models of each call, "
+            "and add each by itself."
         )
-    return next(iter(found), latest)
+    return next(iter(sessions), latest)
 
 
 def unwrap(model: Model) -> Model:
@@ -302,7 +308,7 @@ def unwrap(model: Model) -> Model:
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    managed = registry.table.managed(model)
+    managed = registry.objects.managed(model)
     if not isinstance(managed, ManagedModel):
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
@@ -322,11 +328,11 @@ def cache_info() -> CacheInfo:
 def deactivate() -> None:
     """Undo every `initialize`: torch, models and optimizers are as they were.
 
-    Weights that a level without master weights has made half are FP32 again, with the values that
-    half could hold.  Without an open session the call does nothing.  A session whose models and
-    optimizers were all collected casts nothing any more in models, and ends at the next
-    `initialize`, or here; until then torch's functions stay replaced.
-    Where a part cannot be undone, the other parts still are, and the error is raised at the end.
+    Weights that a level without master weights has made half are FP32 again, with the values of the
+    half weights.  Without an open session the call does nothing.  A session whose models and
+    optimizers were all collected ends at the next `initialize`, or here; until then torch's
+    functions stay replaced.
+    If one object cannot be restored, all others still are, and the error is raised at the end.
     Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
     that names them.
     """
@@ -343,7 +349,7 @@ def observe(observer: object) -> Callable[[], None]:
 
         on_initialize(properties)
         on_replaced(values): the settings that the environment has changed, as
-            `{name: (the script's value, the one in force)}`.
+            `{name: (the script's value, the active one)}`.
         on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
         on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
             0-dim tensor whose value changes later.
@@ -366,22 +372,23 @@ def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
 
     Call it after each evaluation, or once at the end: a sweep compares the last value of each name.
     Whether more is better follows from the name (`accuracy`: higher, `val_loss`: lower); for others
-    `ampatch sweep --better NAME=higher` says it.
+    pass `ampatch sweep --better NAME=higher`.
 
-    Raises `TypeError` for what is no number, nor a tensor of one element, or has no name.
+    Raises `TypeError` for a value that is neither a number nor a tensor of one element, or that has
+    no name.
     """
     if unnamed:
         raise TypeError(
             f"ampatch.log_metrics({', '.join(map(repr, unnamed))}): expected numbers by name, such "
             "as ampatch.log_metrics(accuracy=0.9)."
         )
-    found = {}
+    numbers = {}
     for name, value in values.items():
         try:
-            found[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
                 f"ampatch.log_metrics({name}={value!r}): expected a number or a tensor of one "
                 f"element, got {type_name(value)}."
             ) from None
-    registry.observers.notify("on_metrics", found)
+    registry.observers.notify("on_metrics", numbers)

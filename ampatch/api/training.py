@@ -18,8 +18,8 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
 from ..scaling.step_counts import StepCounts
+from ..session.object_registry import alive
 from ..session.session import Session, registry
-from ..session.table import alive
 from ..types import AnyOptimizer, Optimizer
 
 if TYPE_CHECKING:
@@ -43,22 +43,22 @@ def scale_loss(
 
     After the block the gradients in the optimizers' `param_groups` are unscaled, added to the
     gradients that were there before.  If they hold an inf or NaN under a dynamic loss scale, the
-    next `optimizer.step()` does nothing.  Inside the block `p.grad` is what autograd has left: the
-    scaled gradient of this block, in FP32 but for weights that are half.
+    next `optimizer.step()` does nothing.  Inside the block `p.grad` is the scaled
+    gradient of this block, in FP32 except for half weights.
 
     Under a static scale of 1, bfloat16's default, the context yields the loss and does nothing
     else.
 
-    If the block raises, the gradients that were there before it are put back, except that what
-    its pass added stays in gradients that waited scaled.  This is logged.
+    If the block raises, the earlier gradients are put back.  Gradients that waited scaled keep what
+    the pass has added; this is logged.
 
     Args:
         loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled; under a
             static scale of 1 the tensor itself.
         optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
-            An object that stands for one does too (accelerate's `AcceleratedOptimizer`,
-            Lightning's `LightningOptimizer`): it has it as `.optimizer` and shares its
-            `param_groups`.
+            An object that stands for one is accepted too, if it has the optimizer as `.optimizer`
+            and shares its `param_groups` (accelerate's `AcceleratedOptimizer`, Lightning's
+            `LightningOptimizer`).
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients scaled, to add those of another loss first.  They stay
@@ -78,12 +78,13 @@ def scale_loss(
             f"ampatch.scale_loss(loss=...): expected a floating tensor, got {got}. Pass the loss "
             "itself, not loss.item()."
         )
-    managed: list[Any] = []
-    for one in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
-        session, found = registry.table.find_optimizer(one) or _unmanaged(one, "scale_loss")
-        if found not in managed:
-            managed.append(found)
-    if not managed:  # nothing would unscale the gradients
+    listed: list[Any] = []
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
+        pair = registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, "scale_loss")
+        session, managed = pair
+        if managed not in listed:
+            listed.append(managed)
+    if not listed:  # nothing would unscale the gradients
         raise ValueError(
             "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
             "reaches, at least one."
@@ -92,12 +93,12 @@ def scale_loss(
         _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
         return PlainBackward(loss)
-    return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+    return session.scaled_backward(loss, listed, loss_id, delay_unscale, delay_overflow_check)
 
 
 def _managed(optimizer: Any, call: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.table.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
+    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
 
 
 def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
@@ -106,11 +107,11 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     Else raises an `AmpatchError` that names the optimizers that are managed.
     """
     session = registry.latest(f"ampatch.{call}(...)")
-    if not any(one.properties.enabled for one in registry.sessions):
+    if not any(each.properties.enabled for each in registry.sessions):
         return session, None
     known = [managed.optimizer for managed in registry.optimizers()]
-    known += alive(*[session.unmanaged_rows for session in registry.sessions])
-    names = Counter(type(one).__name__ for one in known)
+    known += alive(*[session.unmanaged_entries for session in registry.sessions])
+    names = Counter(type(each).__name__ for each in known)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
@@ -126,7 +127,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
     `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
 
-    Raises `TypeError` for what has no `param_groups`.
+    Raises `TypeError` for an object without `param_groups`.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -170,8 +171,8 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
     """The loss scalers of the session that has `of`, else of the last that scales losses."""
     session = registry.session_of(of, call) if of is not None else registry.latest_scaling(call)
-    others = [one for one in registry.scaling_sessions() if one is not session]
-    if of is None and any(one.looks_for_overflow() for one in others):
+    others = [other for other in registry.scaling_sessions() if other is not session]
+    if of is None and any(other.looks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers the last session that has an optimizer, and earlier ones have loss "
             "scales of their own. Do the same for their models: ampatch.state_dict(of=model).",
@@ -184,7 +185,7 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
 def loss_scale(loss_id: int = 0) -> float:
     """The present loss scale of the last session that has an optimizer.  Waits for the device.
 
-    Where none has one, of the session opened last; so for all functions about its settings.
+    Where none has one, that of the session opened last; so too in the functions about its settings.
     With `enabled=False` it is 1.  Raises `TypeError` or `ValueError` for a wrong `loss_id`,
     `AmpatchError` when no session is open.
     """

@@ -34,7 +34,7 @@ def build() -> bool:
             building.build(again=False)
     except AmpatchError as error:
         reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
-        native.note_failure(reason)
+        native.record_failure(reason)
         _say(
             f"no native part: {reason} The run goes on in Python, with the same results; "
             "AMPATCH_NATIVE=0 leaves the attempt out."

@@ -9,7 +9,7 @@ from types import CodeType
 
 import torch
 
-SHOWN = 10  # the text names so many parameters; `parameters` holds all
+SHOWN = 10  # parameters named in the text; `parameters` holds all
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Report:
             inf if no scale makes it finite; None outside of backward and where it is unknown.
         parameters: names of the parameters with non-finite gradients (weights, if a step made
             the value) in the same step; more may come until the step ends.
-        advice: what is known to make such values there; "" if nothing is.
+        advice: a known cause of such values there; "" if there is none.
     """
 
     module: str | None
@@ -61,7 +61,7 @@ class Report:
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
         lines = [
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
-            f"{self._made()}. Largest finite input: {largest}. Noticed in the {self.where}."
+            f"{self._maker()}. Largest finite input: {largest}. Noticed in the {self.where}."
         ]
         if not self.input_is_finite:
             lines.append("What went into it was not finite either: look at the data or the loss.")
@@ -84,15 +84,15 @@ class Report:
     def in_short(self) -> str:
         """Step, loss scale, value and operator, for a list."""
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
-        return f"step {self.step}{scale}: {self.value} {self._made()}"
+        return f"step {self.step}{scale}: {self.value} {self._maker()}"
 
-    def _made(self) -> str:
-        made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
+    def _maker(self) -> str:
+        maker = f"made by {self.operator}" if self.operator else "made where operators are not seen"
         module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"
         at = f" at {self.location}" if self.location else ""
-        return f"{made} in {self.dtype}, {module}{at}"
+        return f"{maker} in {self.dtype}, {module}{at}"
 
 
 def location(code: CodeType | None, line: int) -> str:

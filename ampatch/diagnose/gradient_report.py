@@ -8,7 +8,7 @@ from typing import Any
 
 from .histogram import SMALLEST, SMALLEST_NORMAL, Histogram, Suggestion, percent
 
-WORST = 5  # so many parameters are named
+WORST = 5  # parameters named
 LINES = 30
 BAR = 40
 
@@ -19,13 +19,13 @@ class GradientReport:
 
     `scale` is the loss scale at the last step, with several losses that of the first.
 
-    If gradients were computed in float16, `floor` is the smallest number that they could
-    hold at the scales in force; smaller ones are among the zeros.  Otherwise it is None.
+    If gradients were computed in float16, `floor` is the smallest number that they could hold at
+    the loss scales of these steps; smaller ones are among the zeros.  Otherwise it is None.
 
-    `left_out` names biases of which a part is not counted, as its gradients are rounding errors of
+    `left_out` names biases whose gradients are not all counted, since some are rounding errors of
     zero (an attention's keys, which the softmax cancels).  `hooked` names parameters with gradient
-    hooks: what these left is counted, and no scale is suggested; nor is one where nothing was
-    counted.
+    hooks: their changed gradients are counted, and no scale is suggested.  Nor is one where nothing
+    was counted.
     """
 
     steps: int
@@ -40,7 +40,9 @@ class GradientReport:
 
     def worst(self) -> list[tuple[str, float]]:
         """The parameters that lose most at scale 1, and the shares that they lose."""
-        shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
+        shares = [
+            (name, histogram.share("flushed")) for name, histogram in self.by_parameter.items()
+        ]
         lossy = [pair for pair in shares if pair[1] > 0]
         return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
 
@@ -94,32 +96,32 @@ class GradientReport:
         }
 
 
-def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
+def _histogram_as_dict(histogram: Histogram) -> dict[str, Any]:
     return {
-        "bins": {str(e): n for e, n in sorted(found.bins.items())},
-        "counted": found.counted,
-        "largest": found.largest,
-        "counts": {kind.replace(" ", "_"): count for kind, count in found.kinds.items()},
-        "flushed_share": found.share("flushed"),
-        "flushed_share_now": found.share("flushed now"),
-        "subnormal_share": found.share("subnormal"),
-        "subnormal_share_now": found.share("subnormal now"),
+        "bins": {str(e): n for e, n in sorted(histogram.bins.items())},
+        "counted": histogram.counted,
+        "largest": histogram.largest,
+        "counts": {kind.replace(" ", "_"): count for kind, count in histogram.kinds.items()},
+        "flushed_share": histogram.share("flushed"),
+        "flushed_share_now": histogram.share("flushed now"),
+        "subnormal_share": histogram.share("subnormal"),
+        "subnormal_share_now": histogram.share("subnormal now"),
     }
 
 
-def _bars(found: Histogram) -> Iterator[str]:
+def _bars(histogram: Histogram) -> Iterator[str]:
     """One line for each range of exponents, the smallest first."""
-    if not found.bins:
+    if not histogram.bins:
         return
-    first, last = min(found.bins), max(found.bins)
+    first, last = min(histogram.bins), max(histogram.bins)
     width = -(-(last - first + 1) // LINES)
     edges = range(first - first % width, last + 1, width)
-    groups = [(e, sum(found.bins.get(e + i, 0) for i in range(width))) for e in edges]
+    groups = [(e, sum(histogram.bins.get(e + i, 0) for i in range(width))) for e in edges]
     most = max(n for _, n in groups)
     yield "absolute value         share"
     for edge, n in groups:
         bar, upper = "#" * -(-BAR * n // most), edge + width - 1
-        share = percent(n / found.counted) if n else "-"
+        share = percent(n / histogram.counted) if n else "-"
         ends = f"2^{edge - 1:<4} to 2^{upper:<4}"
         yield f"{ends} {share:>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
 
@@ -134,7 +136,7 @@ def _zone(upper: int) -> str:
 
 
 def _shares(report: GradientReport) -> Iterator[str]:
-    """What float16 flushes and makes subnormal, at scale 1 and at the scale in force."""
+    """What float16 flushes and makes subnormal, at scale 1 and at the present scale."""
     total = report.total
     yield f"Largest: {total.largest:g}."
     scales = [("", "1")]

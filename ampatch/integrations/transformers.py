@@ -57,7 +57,7 @@ class AmpatchTrainerMixin:
     Args:
         args: what the Trainer takes.
         kwargs: what the Trainer takes, and the settings of `ampatch.initialize`: `opt_level`
-            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  One begins otherwise:
+            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  One has another default:
             `cast_model_outputs` is FP32 at O1 too.
 
     Raises:
@@ -80,7 +80,7 @@ class AmpatchTrainerMixin:
         if Trainer in order and order.index(Trainer) < order.index(AmpatchTrainerMixin):
             raise TypeError(
                 f"class {cls.__name__}: AmpatchTrainerMixin comes after the Trainer, so none of "
-                f"it is in force. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
+                f"it is active. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +133,7 @@ def _check_seams() -> None:
 
 
 def _refuse(arguments: Any, accelerator: Any) -> None:
-    """Raise for what cannot be beside an opt level."""
+    """Raise for settings that contradict an opt level."""
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(arguments, name, False):
             raise ValueError(

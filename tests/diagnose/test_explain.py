@@ -166,7 +166,7 @@ def test_nothing_in_half_is_said():
     model = nn.Linear(8, 8)
     with ampatch.report(model) as found:
         model(torch.ones(1, 8))
-    assert len(found.advice()) == 1 and "Nothing ran in a half type" in found.advice()[0]
+    assert len(found.advice()) == 1 and "Nothing ran in a half dtype" in found.advice()[0]
     assert "No function was called whose arguments ampatch casts" in str(found)
 
 

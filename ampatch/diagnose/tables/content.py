@@ -13,7 +13,7 @@ from ampatch.session.facade import listed_function
 from . import differences
 
 TITLES = {
-    "WHITELIST": "To the half type.",
+    "WHITELIST": "To the half dtype.",
     "BLACKLIST": "To FP32.",
     "PROMOTE": "To the widest floating dtype among the inputs.",
     "BANNED": "Refused in half, or run in FP32 with a warning.",
@@ -22,7 +22,7 @@ TITLES = {
     "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
 }
 RULES = {
-    Rule.HALF: "FP32 inputs are cast to the half type, and inputs of the other half type too.",
+    Rule.HALF: "FP32 inputs are cast to the half dtype, and inputs of the other half dtype too.",
     Rule.CONTRACTION: "Half if each operand of the equation shares a summed label with another "
     "operand; as float if the equation has other sums; else as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
@@ -105,10 +105,10 @@ def _is_like(where: str, name: str, pattern: str | None) -> bool:
     """Whether a name contains `pattern`, or matches it if it has wildcards."""
     if pattern is None:
         return True
-    whole = f"{where}.{name}"
+    path = f"{where}.{name}"
     if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(whole, pattern)
-    return pattern in whole
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern)
+    return pattern in path
 
 
 def is_missing(where: str, name: str) -> bool:
