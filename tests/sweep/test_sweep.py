@@ -160,7 +160,8 @@ def test_a_run_that_hangs_is_ended_and_keeps_what_it_measured(tmp_path, monkeypa
     five times as long as a step, which is no part of the time of a step.
     """
     hangs = tmp_path / "hangs"
-    clock = SimpleNamespace(monotonic=lambda: 301.0 * hangs.exists(), sleep=time.sleep)
+    waits = {"sleep": time.sleep, "time": time.time}
+    clock = SimpleNamespace(monotonic=lambda: 301.0 * hangs.exists(), **waits)
     monkeypatch.setattr("ampatch.sweep.execution.runner.time", clock)
     body = f"""
         for _ in range(4):
