@@ -11,7 +11,7 @@ from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions
+from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
@@ -56,13 +56,18 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
 
 
 def other_notes(
-    options: SweepOptions, plan: Plan, runs: Sequence[Run], is_complete: bool
+    options: SweepOptions,
+    plan: Plan,
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    is_complete: bool,
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
     said = plan.left_out() if is_complete else plan.in_words()
     planned = [plan.speeds_in_words(), said] if plan.has_budget else []
     copies = [_copies_note(runs)] if options.copies else []
-    notes = [*planned, *_timing_notes(plan, runs), *filter(None, copies)]
+    late = [_late_note(rows, plan.seeds)] if is_complete else []
+    notes = [*planned, *_timing_notes(plan, runs), *filter(None, [*late, *copies])]
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
@@ -205,6 +210,19 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
     return (
         f'The output has "{number[0]}", and no metric was given, so the last loss is compared. '
         f"--resume --metric {shlex.quote(number[1])} compares it too, and runs nothing again."
+    )
+
+
+def _late_note(rows: Sequence[Row], seeds: int) -> str:
+    """A note if the speed of rows is not known, since they ran long after O0."""
+    late = [
+        row.name for row in rows if row.outcome not in ("baseline", "failed") and not row.speeds
+    ]
+    if not late or not any(row.speeds for row in rows):
+        return ""
+    return (
+        f"{', '.join(late)} ran long after O0 with the same seed, so there is no speed to compare: "
+        f"--resume --rounds {seeds + ROUNDS} times all rows again."
     )
 
 
