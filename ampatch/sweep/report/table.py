@@ -42,13 +42,13 @@ class Column:
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
     """The texts of all columns or of the `main` ones, a line for each row; no empty column."""
-    shown = [column for column in _columns(rows) if column.main or not main]
+    shown = [column for column in columns(rows) if column.main or not main]
     texts = [[column.text(row) for column in shown] for row in rows]
     every = DataFrame(texts, columns=[column.title for column in shown], dtype=str)
     return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
+def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
