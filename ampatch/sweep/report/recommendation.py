@@ -68,9 +68,7 @@ def anything_compared(rows: Sequence[Row]) -> bool:
 def not_shown(row: Row) -> tuple[str, str]:
     """What was not shown of a row's accuracy, and the option that may show it; "" if all was."""
     if not row.comparisons:
-        why = (
-            "no loss or metric was compared with O0's" if row.steps else "it has not run to its end"
-        )
+        why = "no loss or metric was compared with O0's" if row.steps else "it was only timed"
         return why, "" if row.steps else f"--seeds {TESTED}"
     judged = row.comparisons[0]
     if judged.has_no_verdict:
