@@ -49,6 +49,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 DERIVED = {
+    **dict.fromkeys(("AmpatchFabricPrecision", "AmpatchPrecision"), "two plugins of Lightning"),
     **dict.fromkeys(
         ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"),
         "kinds of one step: each is asked for its `_update` alone",
