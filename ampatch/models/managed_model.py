@@ -228,7 +228,7 @@ class ManagedModel:
         """
         for call in list(here.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
-                self._state.end(call)
+                self._state.exit(call)
         self.held.take_out()
         if self.frame is not None:
             self.frame.take_out()
@@ -304,7 +304,7 @@ class ManagedModel:
         is_given = given is not None and (given.tensors or given.containers)
         if not (is_given or lent or policy or state.process or here.stack):
             return args, kwargs
-        state.begin(call, self)
+        state.enter(call, self)
         call.input_casts = given
         call.computes_in = None if self._submodules is None else self.in_dtype
         if lent is not None and around is None and not is_traced_by_fx(args, kwargs):
@@ -314,7 +314,7 @@ class ManagedModel:
                 call.removed_frames = self._submodules.frames  # the whole model is called
                 call.removed_frames.step_aside()
         if policy is None and lent is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(lent.dtype)
+            policy = state.in_half_models.in_dtype(lent.dtype)
         if len(here.stack) > 1:
             if lent is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
@@ -333,7 +333,7 @@ class ManagedModel:
             with unseen():
                 return self.end(call)
         if call.owner is not None:  # else it has not begun
-            self._state.end(call)
+            self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
             copies.order.record(copies.used)
@@ -353,7 +353,7 @@ class ManagedModel:
 
     def failed(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.note(error, self._why_half(), self._remedy(), self.held.name_of)
+        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held.name_of)
 
     def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
@@ -378,7 +378,7 @@ class ManagedModel:
         if self.lent is not None and not is_traced_by_fx(args, kwargs):
             places = self.lent.lend_traced(module)
         if policy is None and self.lent is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(self.lent.dtype)
+            policy = state.in_half_models.in_dtype(self.lent.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if places is None and (policy is KEEP or policy is state.current()):
@@ -386,13 +386,13 @@ class ManagedModel:
         call = Call()
         call.is_traced = True
         try:
-            state.begin(call, self)
+            state.enter(call, self)
             call.traced_places = places
             call.computes_in = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), is_setting)
             return forward(module, *args, **kwargs)
         finally:
-            state.end(call)
+            state.exit(call)
 
     def look_for_frame(self, trained: Iterable[Tensor]) -> None:
         """A block of `scale_loss` begins for these parameters; the script has replaced `forward`.
@@ -436,7 +436,7 @@ class ManagedModel:
             return
         call = Call()
         try:
-            self._state.begin(call, self)
+            self._state.enter(call, self)
             call.results_in = self.out_dtype
             yield
         finally:

@@ -227,14 +227,14 @@ class Registry(Generic[Session]):
         another scope, or casts nothing, only calls on half tensors and on parameters are cast.
         """
         casting = [
-            (each, policy) for each, policy in casting if policy.gate is not has_mixed_dtypes
+            (each, policy) for each, policy in casting if policy.condition is not has_mixed_dtypes
         ]
         if not casting:
             return None
         session, policy = casting[-1]
         newest = [each for each in self.sessions if each.properties.enabled and each.may_cast][-1]
         if session is newest and session.forwards is not None:
-            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+            policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[each.model_entries for each, _ in casting])
             policy = limited(policy, [each.places for each in models if each.policy is not None])

@@ -389,7 +389,7 @@ class Again(torch.autograd.Function):
         state = ampatch.session.session.registry.state
 
         def begin(call):
-            state.begin(call, None)
+            state.enter(call, None)
             for copies in Again.lent:
                 copies.lend_again(call)
 
