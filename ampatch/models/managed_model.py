@@ -234,7 +234,7 @@ class ManagedModel:
         """
         for call in list(here.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
-                self._state.end(call)
+                self._state.exit(call)
         self.held.take_out()
         if self.frame is not None:
             self.frame.take_out()
@@ -310,7 +310,7 @@ class ManagedModel:
         has_casts = casts is not None and (casts.tensors or casts.containers)
         if not (has_casts or swapper or policy or state.process or here.stack):
             return args, kwargs
-        state.begin(call, self)
+        state.enter(call, self)
         call.input_casts = casts
         call.computes_in = None if self._submodules is None else self.in_dtype
         if swapper is not None and enclosing is None and not is_traced_by_fx(args, kwargs):
@@ -320,7 +320,7 @@ class ManagedModel:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
         if policy is None and swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(swapper.dtype)
+            policy = state.in_half_models.in_dtype(swapper.dtype)
         if len(here.stack) > 1:
             if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
@@ -339,7 +339,7 @@ class ManagedModel:
             with unseen():
                 return self.exit(call)
         if call.owner is not None:  # else it has not begun
-            self._state.end(call)
+            self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
             copies.order.record(copies.used)
@@ -359,7 +359,7 @@ class ManagedModel:
 
     def on_error(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.note(error, self._why_half(), self._remedy(), self.held.name_of)
+        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held.name_of)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
@@ -384,7 +384,7 @@ class ManagedModel:
         if self.swapper is not None and not is_traced_by_fx(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(self.swapper.dtype)
+            policy = state.in_half_models.in_dtype(self.swapper.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if slots is None and (policy is KEEP or policy is state.current()):
@@ -392,13 +392,13 @@ class ManagedModel:
         call = Call()
         call.is_traced = True
         try:
-            state.begin(call, self)
+            state.enter(call, self)
             call.traced_places = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), is_setting)
             return forward(module, *args, **kwargs)
         finally:
-            state.end(call)
+            state.exit(call)
 
     def warn_of_lost_frame(self, trained: Iterable[Tensor]) -> None:
         """The script has replaced `forward`, and a block of `scale_loss` begins for `trained`.
@@ -442,7 +442,7 @@ class ManagedModel:
             return
         call = Call()
         try:
-            self._state.begin(call, self)
+            self._state.enter(call, self)
             call.results_in = self.out_dtype
             yield
         finally:

@@ -77,7 +77,7 @@ class ModuleOverride:
         if state.modes and is_mode_on():
             with unseen():
                 return self.enter(call, module, args, kwargs)
-        state.begin(call, self)
+        state.enter(call, self)
         call.computes_in = self.dtype
         if self._policy is not None:
             state.set_policy(call, self._policy, state.instead_of_torch())
@@ -85,7 +85,7 @@ class ModuleOverride:
 
     def exit(self, call: Call) -> None:
         """The call has ended."""
-        self._state.end(call)
+        self._state.exit(call)
 
     def convert_output(self, output: Any) -> Any:
         """In the dtype that the code around the call wants."""
@@ -103,14 +103,14 @@ class ModuleOverride:
         call = Call()
         call.is_traced = True
         try:
-            self._state.begin(call, self)
+            self._state.enter(call, self)
             call.computes_in = self.dtype
             if self._policy is not None:
                 self._state.set_policy(call, self._policy)
             args, kwargs = map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
             output = forward(module, *args, **kwargs)
         finally:
-            self._state.end(call)
+            self._state.exit(call)
         return self.convert_output(output)
 
     def _result_dtype(self) -> torch.dtype | None:

@@ -43,7 +43,7 @@ class Policies:
             allow_banned=properties.allow_banned,
             devices=devices_to_start_from(),
         )
-        self.mixed_dtypes = dataclasses.replace(self.tables, gate=has_mixed_dtypes)
+        self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
         for policy in (self.tables, self.mixed_dtypes):
             record_attention(policy, state)
         self.cache = self.tables.cache
@@ -78,19 +78,19 @@ class Policies:
 
 def outside_passes(policy: Policy) -> Policy:
     """This policy, except that nothing is cast in a backward pass: hooks compute there."""
-    gate = policy.gate
+    condition = policy.condition
 
     def is_outside(args: tuple, kwargs: dict) -> bool:
-        if gate is not None and not gate(args, kwargs):
+        if condition is not None and not condition(args, kwargs):
             return False
         return is_dynamo_compiling() or current_backward_pass() == -1
 
-    return dataclasses.replace(policy, gate=is_outside, in_forwards=policy)
+    return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
 def limited(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, gate=_touches(slot_maps))
+    return dataclasses.replace(policy, condition=_touches(slot_maps))
 
 
 def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:

@@ -219,13 +219,13 @@ class Registry(Generic[Session]):
         The session opened last decides whether every call of the process is cast.  If it has
         another scope, or casts nothing, only calls on half tensors and on parameters are cast.
         """
-        casting = [pair for pair in casting if pair[1].gate is not has_mixed_dtypes]
+        casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
             return None
         session, policy = casting[-1]
         newest = [each for each in self.sessions if each.properties.enabled and each.may_cast][-1]
         if session is newest and session.forwards is not None:
-            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+            policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[each.model_entries for each, _ in casting])
             policy = limited(policy, [each.slots for each in models if each.policy is not None])
