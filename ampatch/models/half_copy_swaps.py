@@ -8,14 +8,14 @@ Nodes of the graph and checkpoints keep half copies (`HalfCopies`).  A `Swap` ha
 one `Call`.  Its states:
 
     state      in `swaps`   `may_hold_copies`   `is_in_place`   the slots hold   left by
-    begun      yes          no                  no              parameters       `swap_in`, `end`
-    partial    yes          yes                 no              both             `swap_in`, `end`
-    in place   yes          yes                 yes             copies           `end`
+    begun      yes          no                  no              parameters       swap_in, swap_out
+    partial    yes          yes                 no              both             swap_in, swap_out
+    in place   yes          yes                 yes             copies           swap_out
     ended      no           no                  no              parameters       nothing
 
 An exception may strike between any two states: `may_hold_copies` is set before the first copy is
-put in its slot and reset after the last parameter is back.  `end` may be called in each state, and
-again.  All threads share the slots.  So those in `swaps` belong to one thread, and a forward in
+put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
+and again.  All threads share the slots.  So those in `swaps` belong to one thread, and a forward in
 another thread is refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
@@ -83,8 +83,8 @@ def record_values(tensor: Tensor) -> None:
     if is_dynamo_compiling() or is_recording() or computes_with_fakes():
         return
     for call in here.stack:
-        if call.lending is not None and call.lending.is_in_place:
-            call.lending.half_copies.record_values(tensor)
+        if call.swap is not None and call.swap.is_in_place:
+            call.swap.half_copies.record_values(tensor)
 
 
 def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
@@ -98,7 +98,7 @@ def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
 def enclosing_swap(module: nn.Module) -> Swap | None:
     """The swap of the innermost forward or recompute in this thread that computes `module`."""
     for call in reversed(here.stack):
-        swap = call.lending
+        swap = call.swap
         if swap is not None and swap.is_in_place and id(module) in swap.tree.modules:
             return swap
     return None
@@ -137,7 +137,7 @@ class Swap:
         swapper, half_copies, tree = self.swapper, self.half_copies, self.tree
         assert half_copies is not None
         are_in_place = any(s.half_copies is half_copies and s.is_in_place for s in swapper.swaps)
-        call.lending = again = Swap(swapper)
+        call.swap = again = Swap(swapper)
         again.tree, again.half_copies = tree, half_copies
         if are_in_place:  # their forward runs here, or in a thread that waits for this pass
             again.is_in_place = again.is_shared = True
@@ -152,8 +152,8 @@ class Swap:
         assert self.half_copies is not None
         self.half_copies.add(parameter, copy)
 
-    def end(self) -> None:
-        """Swap out: the slots hold what they held before.  May be called again."""
+    def swap_out(self) -> None:
+        """The slots hold what they held before.  May be called again."""
         swapper, half_copies, previous = self.swapper, self.half_copies, self._previous
         self.is_in_place = False
         try:
@@ -222,7 +222,7 @@ class HalfCopySwapper:
 
     def _end_all(self) -> None:
         for swap in reversed(list(self.swaps)):
-            swap.end()
+            swap.swap_out()
 
     def tree_of(self, root: nn.Module) -> Tree:
         """The slots of the model, or of a submodule of it, as they are now."""
@@ -232,7 +232,7 @@ class HalfCopySwapper:
         self._excluded_ids = sharded_parameters(self.model)
         tree = Tree(root, self.model, self._stays_float, self._excluded_ids)
         for call in here.stack:  # copies of another model may be in the slots
-            if call.lending is not None and call.lending.is_in_place:
+            if call.swap is not None and call.swap.is_in_place:
                 return tree
         self._trees[id(root)] = tree
         if root is self.model:
@@ -263,7 +263,7 @@ class HalfCopySwapper:
         if REPLICA in vars(root):
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
-        call.lending = swap = Swap(self)
+        call.swap = swap = Swap(self)
         self.claim_thread(swap)
         swap.tree = tree = self.tree_of(root)
         swap.half_copies = half_copies = HalfCopies(tree, self.dtype, self.wants_own_nodes)
@@ -319,7 +319,7 @@ class TracedSlots:
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
 
-    def end(self) -> None:
+    def swap_out(self) -> None:
         """Put the parameters back."""
         for container, name, parameter in self._slots:
             container[name] = parameter

@@ -316,7 +316,7 @@ class ManagedModel:
         if swapper is not None and enclosing is None and not is_traced_by_fx(args, kwargs):
             swapper.swap_in(call, module)
             policy = self.policy
-            if inputs is self._inputs and call.lending is not None and self._submodules is not None:
+            if inputs is self._inputs and call.swap is not None and self._submodules is not None:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
         if policy is None and swapper is not None and state.in_half_models is not None:
@@ -393,7 +393,7 @@ class ManagedModel:
         call.is_traced = True
         try:
             state.enter(call, self)
-            call.traced_places = slots
+            call.traced_swap = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), is_setting)
             return forward(module, *args, **kwargs)

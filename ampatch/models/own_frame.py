@@ -268,7 +268,7 @@ class SubmoduleFrames:
         self._methods = [frame.method for frame in plain]
 
     def remove(self) -> None:
-        """Take the frames out, until `end`.  Those inside a later `forward` or frame stay."""
+        """Take the frames out, until `put_back`.  Those inside a later `forward` or frame stay."""
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
@@ -277,7 +277,7 @@ class SubmoduleFrames:
         else:
             deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
 
-    def end(self) -> None:
+    def put_back(self) -> None:
         """The model's forward has ended: put the frames back.  May be called again."""
         if len(self._attributes) == len(self._frames):
             deque(map(dict.setdefault, self._attributes, repeat(_FORWARD), self._methods), maxlen=0)
