@@ -17,7 +17,7 @@ from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
-from ..scaling.step_counts import StepCounts
+from ..scaling.steps import StepCounts
 from ..session.object_registry import alive
 from ..session.session import Session, registry
 from ..types import AnyOptimizer, Optimizer

@@ -7,7 +7,7 @@ Where to look first:
 * what is in force, for which thread, and what begins and ends with it: `calls`; policies and the
   user's blocks: `policy`; recomputations, custom Functions' backward and replicas:
   `context_propagation`;
-* half copies of weights, and gradients back to FP32: `weight_cache`, `batched_casts`;
+* half copies of weights, and gradients back to FP32: `weight_cache`, `half_copies`;
 * what is patched, and how it is undone: `install`, `patches`, `places`; functions that modules
   hold: `held_functions`; the user's functions: `user_functions`;
 * torch.compile: `dynamo_tables`;

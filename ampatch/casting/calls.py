@@ -354,18 +354,18 @@ class CastState:
         return False
 
     def lent(self) -> list[Any]:
-        """The half copies that calls of this thread have in place, the outermost first."""
-        found = []  # a comprehension is a call before Python 3.12
+        """What calls of this thread have in place of weights, the outermost first."""
+        lendings = []  # a comprehension is a call before Python 3.12
         for call in here.stack:
             if call.lending is not None and call.lending.is_in_place:
-                found.append(call.lending.half)
-        return found
+                lendings.append(call.lending)
+        return lendings
 
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight with the values of `copy`, if a call of this thread has lent that."""
-        for copies in self.lent():
-            if (found := copies.float_of(copy)) is not None:
-                return found
+        for lending in self.lent():
+            if (weight := lending.half.float_of(copy)) is not None:
+                return weight
         return copy
 
     # Who needs functions to look at their own thread

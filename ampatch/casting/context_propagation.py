@@ -124,11 +124,11 @@ class _Taken(NamedTuple):
         call.kind = self.kind
         state.begin(call, None)
         state.set_policy(call, self.policy)
-        for index, copies in enumerate(self.lent):
+        for index, lending in enumerate(self.lent):
             if index:
                 call = Call()
                 state.begin(call, None)
-            copies.lend_again(call)
+            lending.lend_again(call)
         call.computes_in = self.computes_in
 
     def begin_apart(self, state: CastState, call: Call) -> None:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.probes import current_backward_pass
 from ..types import Called
 from .calls import USER, CastState
 from .weight_cache import WeightCache
@@ -53,10 +51,6 @@ class Policy:
         if self.half_type is None:
             self.half_type = self.half_to
 
-    def outside_passes(self) -> Policy:
-        """This policy, except that nothing is cast in a backward pass: hooks compute there."""
-        return dataclasses.replace(self, gate=_outside_passes(self.gate), in_forwards=self)
-
     def in_type(self, half: torch.dtype) -> Policy:
         """The tables with another half type, and with a cache that no forward opens."""
         if half is self.half_to:
@@ -86,15 +80,6 @@ class Policy:
             recorded_attention=None,
             cache=WeightCache(),
         )
-
-
-def _outside_passes(gate: Gate | None) -> Gate:
-    def is_outside(args: tuple, kwargs: dict) -> bool:
-        if gate is not None and not gate(args, kwargs):
-            return False
-        return is_dynamo_compiling() or current_backward_pass() == -1
-
-    return is_outside
 
 
 class PolicyContext:

@@ -56,14 +56,16 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             raise _NoHalfKernel
         if kind is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
-        return _cast_alone(value, to)
+        if torch.is_grad_enabled() or not value.requires_grad:  # as below, without another call
+            return value.to(to)
+        return _cast_tensor(value, to)
     if kind in SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
 
 
-def _cast_alone(value: Any, to: torch.dtype) -> Any:
-    """Requires a gradient as `value` does, under `no_grad` too: see `batched_casts`."""
+def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
+    """Requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():
@@ -76,6 +78,8 @@ def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
+        if SCALARS.issuperset(map(type, value)):  # sizes, strides
+            return value
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
         inside, changed = [], False
@@ -92,7 +96,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
         if castable(value, policy) and value.dtype is not to and not is_internal(value):
             if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
-            return _cast_alone(value, to)
+            return _cast_tensor(value, to)
         return value
     if wants_to_see(value):
         raise Handled
@@ -145,24 +149,25 @@ def dtype_of(value: Tensor) -> torch.dtype:
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The widest castable dtype, FP32 for two different half types; None: nothing is castable."""
-    dtypes = {
-        dtype_of(value)
-        for value in tensors_in((*args, *kwargs.values()))
-        if castable(value, policy)
-    }
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32 if dtypes else None
+    return _common(args, kwargs, policy)[0]
 
 
 def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """As `widest`, and None where all have one dtype: nothing is to be cast."""
-    found = None
+    dtype, are_mixed = _common(args, kwargs, policy)
+    return dtype if are_mixed else None
+
+
+def _common(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.dtype | None, bool]:
+    """The widest castable dtype, and whether there are several."""
+    first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
         dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
-        if dtype is not found and dtype in CASTABLE and castable(value, policy):
-            if found is not None:
-                return torch.float32
-            found = dtype
-    return None
+        if dtype is not first_dtype and dtype in CASTABLE and castable(value, policy):
+            if first_dtype is not None:
+                return torch.float32, True
+            first_dtype = dtype
+    return first_dtype, False
 
 
 def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -180,8 +185,10 @@ def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 def _chooser_of(equation: str) -> Choose:
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
-    kept = set(output) if arrow else {"."} | {one for one in inputs if inputs.count(one) == 1}
-    shared = [one for one in set(inputs) - kept if sum(one in labels for labels in operands) > 1]
+    kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
+    shared = [
+        label for label in set(inputs) - kept if sum(label in labels for labels in operands) > 1
+    ]
     if all(labels.intersection(shared) for labels in operands):
         return choose_half
     return choose_float if any(labels - kept for labels in operands) else widest
@@ -199,8 +206,9 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 if a tensor is on the CPU; else the widest dtype, as PROMOTE."""
-    if any(kind_of(value)[1] == "cpu" for value in tensors_in((*args, *kwargs.values()))):
-        return torch.float32
+    for value in tensors_in((*args, *kwargs.values())):
+        if kind_of(value)[1] == "cpu":
+            return torch.float32
     return widest(args, kwargs, policy)
 
 
@@ -244,15 +252,15 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
     value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
-    given = [len(one) for one in (size, stride) if isinstance(one, (list, tuple)) and len(one) > 1]
-    rank = given[0] if given else min(3, value.dim() - 1)
+    ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
+    rank = ranks[0] if ranks else min(3, value.dim() - 1)
     window = _of_rank(size, rank)
     if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # so many windows
         lengths = value.shape[value.dim() - rank :]
         counts = [1 if out is None else out // max(n, 1) + 1 for out, n in zip(window, lengths)]
     else:
         strides = _of_rank(stride, rank) if stride else window
-        counts = [-(-one // max(step, 1)) for one, step in zip(window, strides)]
+        counts = [-(-width // max(step, 1)) for width, step in zip(window, strides)]
         counts += [_FEW + 1] if math.prod(window) > _COUNTED else []
     return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
 

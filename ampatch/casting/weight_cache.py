@@ -1,7 +1,7 @@
 """Half copies of FP32 weights, fresh for every outermost forward.
 
 A weight that several calls use within a forward is cast once: as the forward begins, if the
-last one has cast it (`batched_casts.LastForward`), else at its use, by itself.  The copies
+last one has used it (`WeightUseOrder`), else at its use, by itself.  The copies
 belong to that forward and its graph: nothing writes into them again, and none is used by a
 later forward, since a `.data` write (an EMA swap) and fused optimizers change weights without
 raising `_version`.  The calls of a thread hold them (`calls.here`): another thread's forward may
@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.nn import Parameter
+from torch import Tensor, is_grad_enabled, nn
 
 from .. import native
 from ..torch_private.modules import share_block
-from ..torch_private.probes import is_recording, run_when_ready
-from .batched_casts import Copies, LastForward, cast_apart, cast_in_one_block, cast_into
+from ..torch_private.probes import is_recording
 from .calls import Call, here
 from .cast_observers import note_copies, observers
+from .half_copies import Buckets, are_split, half_copies, may_share_node
+
+Copies = dict[int, tuple[Tensor, int]]
+"""Half copies, each with the version of its weight, by the weight's id."""
 
 
 @dataclasses.dataclass
@@ -35,16 +38,55 @@ class CacheInfo:
     entries: int = 0
 
 
+class WeightUseOrder:
+    """The weights that a model's last forward used in `dtype`, in order: its next casts them first.
+
+    A weight that has got another dtype or device since is among them: nothing uses its copy.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._model = model
+        # Ids of the weights that the last forward used, and those that may share a node.
+        # Exchanged as a whole, since several threads may be in forwards of the model.
+        self.latest: tuple[list[int], Buckets] = [], Buckets((), model, model)
+        self._ids: set[int] = set()  # of all weights that its forwards have used
+        self.wants_own_nodes = False  # one for each weight
+        self.has_own_nodes = False  # its last forward made them
+
+    def record(self, used: dict[int, Tensor]) -> None:
+        """A forward has ended that used copies of these weights (by id), in this order."""
+        ids = list(used)
+        if ids != self.latest[0]:
+            weights = filter(may_share_node, used.values())
+            self.latest = ids, Buckets(weights, self._model, self._model)
+            self._ids = self._ids.union(ids)
+
+    def record_request(self, wanted: Collection[int]) -> bool:
+        """Gradients of these weights (ids) are asked for: of some, and not of all that it casts?
+
+        Then each has a node of its own from the next forward on.  Returns whether graphs that are
+        there may have nodes in common for them and others.
+        """
+        if self.has_own_nodes or self._ids.isdisjoint(wanted):
+            return False
+        used = [weight for weight in self._model.parameters() if id(weight) in self._ids]
+        is_split = are_split(used, wanted)
+        self.wants_own_nodes |= is_split
+        return is_split
+
+
 class ForwardCopies:
     """The copies of one forward, apart by what a gradient finds.
 
     Those in `graphed` lead back to their weights.  Those in `frozen` want no gradient, as their
-    weights.  Those in `plain` were made under `no_grad`, and require one: see `_outside_graph`.
+    weights.  Those in `plain` were made under `no_grad`.  There those of frozen weights require a
+    gradient too: only torch's functions get them, and `F.linear` is faster (see `half_copies`).
     """
 
-    def __init__(self, cache: WeightCache, last: LastForward | None = None) -> None:
+    def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
         self.cache = cache
-        self.last = last
+        self.order = order
         self.below: ForwardCopies | None = here.copies
         self.in_inference = torch.is_inference_mode_enabled()
         self.graphed: Copies = {}
@@ -72,37 +114,34 @@ class WeightCache:
     def __init__(self) -> None:
         self.hits = self.misses = 0
 
-    def open(self, call: Call, last: LastForward | None = None) -> None:
+    def open(self, call: Call, order: WeightUseOrder | None = None) -> None:
         """Copies serve until `call`, the innermost one, ends.
 
         Within another forward of this cache nothing happens: the copies of that one serve.
         """
-        found = here.copies
-        if found is not None and found.cache is self:
+        around = here.copies
+        if around is not None and around.cache is self:
             return
         if is_recording():
             call.copies = here.copies = None
             return
-        call.copies = call.opened_copies = here.copies = forward = ForwardCopies(self, last)
-        if last is None:
+        call.copies = call.opened_copies = here.copies = forward = ForwardCopies(self, order)
+        if order is None:
             return
-        last.has_own_nodes = last.wants_own_nodes
-        for weights in last.buckets():
-            in_graph = weights[0].requires_grad and is_grad_enabled()
-            copies = forward.graphed if in_graph else forward.frozen
+        order.has_own_nodes = order.wants_own_nodes
+        for weights in order.latest[1].to_cast():
+            versions = list(map(_version_of, weights))  # before: another thread may write meanwhile
+            halves = half_copies(weights, order.dtype, own_nodes=order.wants_own_nodes)
+            copies = forward.graphed if weights[0].requires_grad else forward.frozen
             if not is_grad_enabled():
                 copies = forward.plain
-            if in_graph and last.wants_own_nodes:
-                versions = list(map(_version_of, weights))
-                halves = cast_apart(weights, last.dtype)
-                copies.update(zip(map(id, weights), zip(halves, versions)))
-            else:
-                cast_into(copies, weights, last.dtype, in_graph)
-                run_when_ready(copies[id(weights[0])][0])
+                for half in halves:
+                    half.requires_grad = True
+            copies.update(zip(map(id, weights), zip(halves, versions)))
             forward.kept.append(weights)
             self.misses += len(weights)
             if observers:
-                note_copies([copies[id(one)][0] for one in weights])
+                note_copies(halves)
 
     def open_apart(self, call: Call) -> None:
         """The code of `call`, the innermost one, has copies of its own, each cast at its use.
@@ -132,21 +171,22 @@ class WeightCache:
         """
         forward = here.copies
         if forward is None or forward.cache is not self:
-            return _cast_alone(weight, dtype)
+            return _observed([weight.to(dtype)])[0]
         if not is_grad_enabled():  # as `copies_for`, without the price of a call
             copies = forward.plain
         else:
             copies = forward.graphed if weight.requires_grad else forward.frozen
-        copy = copies.get(id(weight))
-        if copy is not None:
-            half, version = copy
+        key = id(weight)
+        entry = copies.get(key)
+        if entry is not None:
+            half, version = entry
             if version == weight._version and half.dtype is dtype:
-                forward.used.setdefault(id(weight), weight)
+                forward.used[key] = weight
                 self.hits += 1
                 return half
         return self._make(forward, copies, weight, dtype)
 
-    def cast_block(self, weights: list[Parameter], dtype: torch.dtype) -> Sequence[Tensor]:
+    def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """As `cast`, for the weights of an RNN, which share one block of memory: so do the copies.
 
         cuDNN wants them so, else it copies them, and warns, at every call.  They are cast at their
@@ -154,23 +194,23 @@ class WeightCache:
         """
         forward, versions = self._forward_here(), list(map(_version_of, weights))
         if forward is None:
-            return _noted(cast_in_one_block(weights, dtype))
+            return _observed(half_copies(weights, dtype, in_one_block=True))
         copies = forward.copies_for(any(map(_wants_grad, weights)))
-        found = [copies.get(id(weight), (None, None)) for weight in weights]
-        halves = [half for half, _ in found if half is not None and half.dtype is dtype]
+        entries = [copies.get(id(weight), (None, None)) for weight in weights]
+        halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
         if (
             len(halves) == len(weights)
-            and [version for _, version in found] == versions
+            and [version for _, version in entries] == versions
             and share_block(halves)
         ):
             self.hits += len(weights)
             return halves
         self.misses += len(weights)
-        made = _noted(cast_in_one_block(weights, dtype))
+        block = _observed(half_copies(weights, dtype, in_one_block=True))
         if all(self._may_keep(forward, weight) for weight in weights):
-            copies.update(zip(map(id, weights), zip(made, versions)))
+            copies.update(zip(map(id, weights), zip(block, versions)))
             forward.kept.append(weights)
-        return made
+        return block
 
     def _make(
         self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
@@ -181,9 +221,9 @@ class WeightCache:
         """
         self.misses += 1
         if not self._may_keep(forward, weight):
-            return _cast_alone(weight, dtype)
+            return _observed([weight.to(dtype)])[0]
         version = weight._version  # before the cast: another thread may write meanwhile
-        half = _cast_alone(weight, dtype)
+        [half] = _observed(half_copies([weight], dtype))
         if not is_grad_enabled():
             half.requires_grad = True
         copies[id(weight)] = half, version
@@ -229,12 +269,7 @@ def forget_all() -> None:
         forward = forward.below
 
 
-def _cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    [half] = _noted([weight.to(dtype)])
-    return half
-
-
-def _noted(halves: Sequence[Tensor]) -> Sequence[Tensor]:
+def _observed(halves: Sequence[Tensor]) -> Any:
     if observers:
         note_copies(halves)
     return halves

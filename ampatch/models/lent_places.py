@@ -1,13 +1,10 @@
-"""The places of weights, and the half copies that are put there while a forward runs.
+"""The slots of weights, and the half copies that are put there while a forward runs.
 
-Places are entries of the modules' tables of parameters.  Those of all modules are compared and
+Slots are entries of the modules' tables of parameters.  Those of all modules are compared and
 exchanged together, in the native part by one call.
 
-Copies are made in buckets, each by one node of the graph (`casting/batched_casts`).  The nodes are
-made before the forward, and autograd runs ready nodes in the order in which they were made: these
-would run at the very end of the pass, and all half gradients would wait for them.  So they get a
-high sequence number, with which each runs as soon as its gradients are there.  A weight that cannot
-share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
+Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
+cannot share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
 replicas of DataParallel.
 """
 
@@ -15,35 +12,31 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import native
-from ..casting.batched_casts import (
-    alike,
-    are_alike,
-    below_hooks,
-    cast_apart,
-    cast_in_graph,
-    cast_in_one_block,
-    cast_together,
-    divide,
-    hook_tables,
-    may_use_all,
-)
+from ..casting.half_copies import Buckets, half_copies
 from ..casting.special_ops import EMBEDDINGS, MANY
+from ..log import logger
+from ..torch_private.devices import has_values, is_captured
+from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, list_weights, part_table
-from ..torch_private.probes import is_recording, run_when_ready
+from ..torch_private.probes import is_recording
+from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
 
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
 
 
-class Place(NamedTuple):
+_version_of = operator.attrgetter("_version")
+
+
+class Slot(NamedTuple):
     """An entry of a module's table of parameters, and what is there outside of forwards."""
 
     table: dict[str, Any]
@@ -63,48 +56,51 @@ def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str,
     ]
 
 
-def entries_of(tables: list[dict[str, Any]]) -> list[Place]:
+def entries_of(tables: list[dict[str, Any]]) -> list[Slot]:
     """All entries of these tables, as they are now."""
-    return [Place(table, *entry) for table in tables for entry in table.items()]
+    return [Slot(table, *entry) for table in tables for entry in table.items()]
 
 
-def lent_of(places: list[Place], leave: Collection[int]) -> list[Place]:
-    """The places of FP32 weights, except of those in `leave` (ids)."""
+def lent_of(slots: list[Slot], leave: Collection[int]) -> list[Slot]:
+    """The slots of FP32 weights, except of those in `leave` (ids)."""
     return [
-        place
-        for place in places
-        if place.parameter is not None
-        and place.parameter.dtype is torch.float32
-        and not (leave and id(place.parameter) in leave)
+        slot
+        for slot in slots
+        if slot.parameter is not None
+        and slot.parameter.dtype is torch.float32
+        and not (leave and id(slot.parameter) in leave)
     ]
 
 
-def divide_lookups(
-    modules: list[nn.Module], places: list[Place]
-) -> tuple[list[Lookup], list[Place]]:
-    """The weights of embeddings that stand nowhere else, and the places of all others."""
-    owners = {id(one._parameters): one for one in modules if isinstance(one, EMBEDDINGS)}
-    in_table = Counter(id(place.table) for place in places)
-    times = Counter(id(place.parameter) for place in places)
+def divide_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
+    """The weights of embeddings that stand nowhere else, and the slots of all others."""
+    owners = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
+    in_table = Counter(id(slot.table) for slot in slots)
+    times = Counter(id(slot.parameter) for slot in slots)
     lookups, others = [], []
-    for place in places:
-        owner = owners.get(id(place.table))
-        stands_alone = in_table[id(place.table)] == times[id(place.parameter)] == 1
-        if owner is not None and stands_alone and place.parameter.numel() >= MANY:
-            lookups.append(Lookup(owner, place.name))
+    for slot in slots:
+        owner = owners.get(id(slot.table))
+        stands_alone = in_table[id(slot.table)] == times[id(slot.parameter)] == 1
+        if owner is not None and stands_alone and slot.parameter.numel() >= MANY:
+            lookups.append(Lookup(owner, slot.name))
         else:
-            others.append(place)
+            others.append(slot)
     return lookups, others
 
 
 class Tree:
-    """A module and its parts: the places that are lent to, with their parameters in buckets.
+    """A module and its parts: the slots that are lent to, with their parameters in buckets.
 
     Those in `leave` (ids) are left out.
     """
 
-    def __init__(self, root: nn.Module, stays_float: StaysFloat, leave: Collection[int]) -> None:
-        self.root = root
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        stays_float: StaysFloat,
+        leave: Collection[int],
+    ) -> None:
         modules = list(root.modules())
         self.modules = set(map(id, modules))
         tables = parameter_tables(root, stays_float)
@@ -112,53 +108,49 @@ class Tree:
         self._all_tables = [*tables, *filter(None, map(part_table, modules))]
         self._sizes = list(map(len, self._all_tables))
         self._seen = _columns(entries_of(self._all_tables))
-        self.lookups, places = divide_lookups(modules, lent_of(entries_of(tables), leave))
-        self._tables, self._names, weights = _columns(places)
-        found = {id(weight): weight for weight in weights}
-        self.ids = set(found).union(id(one.parameter) for one in self.lookups)
-        self._rnns = [
-            one for one in modules if isinstance(one, nn.RNNBase) and not stays_float(one)
-        ]
-        # Together the groups are `parameters`, in this order; of each: whether it is in one block.
-        self.groups = [(one, True) for one in self._blocks(found)]
-        self.groups += [(one, False) for one in divide(list(found.values()))]
-        self.parameters = [one for weights, _ in self.groups for one in weights]
+        self.lookups, slots = divide_lookups(modules, lent_of(entries_of(tables), leave))
+        self._tables, self._names, weights = _columns(slots)
+        by_id = {id(weight): weight for weight in weights}
+        self.ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
+        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
+        self.blocks = self._take_blocks(by_id)
+        self.buckets = Buckets(by_id.values(), root, model)
+        self.parameters = [weight for block in self.blocks for weight in block]
+        self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
-        self.hook_tables = hook_tables(modules)
 
-    def _blocks(self, found: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Takes out of `found` the weights of RNNs that share one block of memory.
+    def _take_blocks(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
+        """Take out of `by_id` the weights of RNNs that share one block of memory.
 
         cuDNN wants them so, else it copies them, and warns, at every forward.
         """
         blocks: list[list[Tensor]] = []
         for rnn in self._rnns:
             weights = flat_weights(rnn)
-            if weights and all(id(weight) in found for weight in weights):
-                blocks.append([found.pop(id(weight)) for weight in weights])
+            if weights and all(id(weight) in by_id for weight in weights):
+                blocks.append([by_id.pop(id(weight)) for weight in weights])
         return blocks
 
-    def below_hooks(self) -> set[int]:
-        """Ids of the parameters of modules with backward hooks, and of their parts."""
-        return below_hooks(list(self.root.modules()))
-
     def is_valid(self) -> bool:
-        """Whether the tables hold what was found there, and nothing else."""
-        return list(map(len, self._all_tables)) == self._sizes and entries_are(*self._seen)
+        """Whether the tables hold what they held at first, and nothing else."""
+        tables, names, values = self._seen
+        return list(map(len, self._all_tables)) == self._sizes and all(
+            map(operator.is_, map(dict.get, tables, names), values)
+        )
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
-        """Put `tensors`, one for each of `parameters`, in the places.
+        """Put `tensors`, one for each of `parameters`, in the slots.
 
         With `instead_of`: only where one of these tensors is.  What the user's code has put there
         stays.
         """
-        place = self._tables, self._names, self._sources
-        if not exchange(*place, tensors, instead_of):
+        columns = self._tables, self._names, self._sources
+        if not exchange(*columns, tensors, instead_of):
             assert instead_of is not None
-            mixed = zip(self.found(), self._sources, strict=True)
-            self.put_found([tensors[i] if one is instead_of[i] else one for one, i in mixed])
+            present = zip(self.present(), self._sources, strict=True)
+            self.put_each([tensors[i] if old is instead_of[i] else old for old, i in present])
         elif self._rnns:
             self._list_rnns()
 
@@ -166,26 +158,21 @@ class Tree:
         for rnn in self._rnns:
             list_weights(rnn)
 
-    def put_found(self, tensors: list[Any]) -> None:
-        """Put tensors, one for each place, in those places that are still in their tables."""
+    def put_each(self, tensors: list[Any]) -> None:
+        """Put tensors, one for each slot, in those slots that are still in their tables."""
         for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
             if name in table:
                 table[name] = tensor
         self._list_rnns()
 
-    def found(self) -> list[Any]:
-        """What is in the places now."""
+    def present(self) -> list[Any]:
+        """What is in the slots now."""
         return list(map(dict.get, self._tables, self._names))
 
 
-def _columns(places: list[Place]) -> tuple[list[dict], list[str], list[Tensor]]:
+def _columns(slots: list[Slot]) -> tuple[list[dict], list[str], list[Tensor]]:
     """Tables, names and parameters."""
-    return tuple(map(list, zip(*places, strict=True))) or ([], [], [])  # type: ignore[return-value]
-
-
-def entries_are(tables: list[dict], names: list[str], values: list[Any]) -> bool:
-    """Whether each entry, a table and a name in it, is this very value."""
-    return all(map(operator.is_, map(dict.get, tables, names), values))
+    return tuple(map(list, zip(*slots, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
 def exchange(
@@ -198,8 +185,8 @@ def exchange(
     In C++: `exchange_entries` of `weights.h`.
     """
     if old is not None:
-        found, known = map(dict.get, tables, names), map(old.__getitem__, sources)
-        if not all(map(operator.is_, found, known)):
+        present, expected = map(dict.get, tables, names), map(old.__getitem__, sources)
+        if not all(map(operator.is_, present, expected)):
             return False
     deque(map(dict.__setitem__, tables, names, map(new.__getitem__, sources)), maxlen=0)
     return True
@@ -210,73 +197,163 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
     What the user notes on a parameter (`p.lr_mult`) is then read and written on its copy too.
     """
-    for tensor, one in zip(tensors, attributes, strict=True):
+    for tensor, own in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
-            tensor.__dict__ = one
+            tensor.__dict__ = own
 
 
 if native.part is not None:
     exchange = native.part.exchange_entries
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, model: nn.Module, is_apart: bool) -> list[Tensor]:
-    """Half copies of the parameters of a tree, which is `model` or a part of it, in their order.
-
-    `is_apart`: each has a node of its own.
-    """
+def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
+    """Half copies of the parameters of a tree, in their order; see `half_copies`."""
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, model, is_apart)
+            return copies_of(tree, dtype, own_nodes)
     if is_recording():
         return [parameter.to(dtype) for parameter in tree.parameters]
-    in_graph = torch.is_grad_enabled()
-    alone: Collection[int] = ()
-    if in_graph and not (model.training and may_use_all(model)):
-        alone = tree.ids
-    elif in_graph and any(tree.hook_tables):
-        alone = tree.below_hooks()
-    made: list[Tensor] = []
-    for weights, in_block in tree.groups:
-        if in_block:
-            copies = cast_in_one_block(weights, dtype)
-            run_when_ready(copies[0])
-            made += copies
-        elif not in_graph or (not alone and are_alike(weights[0], weights)):
-            made += _cast(weights, dtype, is_apart)
-        else:
-            made += _cast_in_parts(weights, dtype, alone, is_apart)
-    return made
+    copies: list[Tensor] = []
+    for block in tree.blocks:
+        copies += half_copies(block, dtype, in_one_block=True)
+    together = tree.buckets.to_cast()
+    for weights in together:
+        copies += half_copies(weights, dtype, own_nodes=own_nodes)
+    if len(copies) == len(tree.parameters) and len(together) == len(tree.buckets.all):
+        return copies
+    cast = [weight for weights in (*tree.blocks, *together) for weight in weights]
+    copy_of = dict(zip(map(id, cast), copies, strict=True))
+    for weight in tree.parameters:
+        if id(weight) not in copy_of:
+            [copy_of[id(weight)]] = half_copies([weight], dtype)
+    return [copy_of[id(weight)] for weight in tree.parameters]
 
 
-def _cast(weights: list[Tensor], dtype: torch.dtype, is_apart: bool) -> Sequence[Tensor]:
-    """The copies of weights that all require a gradient, or of which none does."""
-    if weights[0].requires_grad and torch.is_grad_enabled():
-        if is_apart:
-            return cast_apart(weights, dtype)
-        made = cast_in_graph(weights, dtype)
-        run_when_ready(made[0])
-        return made
-    return cast_together(weights, dtype, in_graph=False)
+class HalfCopies:
+    """Half copies of the parameters of a tree, and what was in them when that was last looked at.
+
+    The values of a copy whose `.data` was read are noted: a write through that raises no version.
+    """
+
+    def __init__(self, tree: Tree, dtype: torch.dtype, own_nodes: bool) -> None:
+        self.tree = tree
+        self.parameters: list[Tensor] = []  # one for each of `copies`
+        self.copies: list[Tensor] = []
+        self._versions: list[int] = []
+        self._values: dict[int, Tensor] = {}
+        self._indices: dict[int, int] | None = None  # by ids of copies
+        if tree.parameters:
+            self.copies = copies_of(tree, dtype, own_nodes)
+            self.parameters = list(tree.parameters)
+            share_attributes(self.copies, tree.attributes)
+            self._versions = list(map(_version_of, self.copies))
+
+    def _index_of(self, copy: Tensor) -> int | None:
+        if self._indices is None or len(self._indices) != len(self.copies):
+            self._indices = {id(copy): index for index, copy in enumerate(self.copies)}
+        return self._indices.get(id(copy))
+
+    def behind(self, copy: Tensor) -> Tensor | None:
+        """The parameter that a copy stands in for; None for other tensors."""
+        index = self._index_of(copy)
+        return None if index is None else self.parameters[index]
+
+    def note_copy(self, parameter: Tensor, copy: Tensor) -> None:
+        """A copy is made while the forward runs."""
+        share_attributes([copy], [vars(parameter)])
+        known = len(self.copies)  # after Ctrl-C the other lists may be longer
+        self.parameters[known:] = [parameter]
+        self._versions[known:] = [copy._version]
+        self.copies.append(copy)
+
+    def float_of(self, copy: Tensor) -> Tensor | None:
+        """The FP32 weight that has the values of a copy; None if the forward wrote into that."""
+        index = self._index_of(copy)
+        if (
+            index is None
+            or copy._version != self._versions[index]
+            or index in self._values
+            or any(hooks_of(copy))
+        ):
+            return None
+        return self.parameters[index]
+
+    def note_values(self, copy: Tensor) -> None:
+        """Have the values that a copy has now compared with those at the end of the call."""
+        index = self._index_of(copy)
+        if index is None or index in self._values:
+            return
+        if has_values(copy.device) and not is_captured(copy):
+            self._values[index] = local_of(copy).detach().clone()
+
+    def carry(self, writes: LentWrites) -> None:
+        """What was written into copies goes to the parameters."""
+        now = list(map(_version_of, self.copies))
+        if self._values or now != self._versions:
+            values, self._values = self._values, {}
+            versions, self._versions = self._versions, now
+            writes.carry(self.parameters, self.copies, versions, values)
 
 
-def _cast_in_parts(
-    weights: list[Tensor], dtype: torch.dtype, alone: Collection[int], is_apart: bool
-) -> list[Tensor]:
-    """The copies of a bucket in which weights in `alone` (ids) and with hooks have a node each."""
+class LentWrites:
+    """Finds what a forward has written into the copies, and writes it into the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_warned = False
+
+    def carry(
+        self,
+        parameters: list[Tensor],
+        copies: list[Tensor],
+        versions: list[int],
+        values: dict[int, Tensor],
+    ) -> None:
+        """Write into parameters what was written into copies that had these versions and values."""
+        for parameter, copy, version in zip(parameters, copies, versions, strict=True):
+            if copy._version != version:
+                self._carry(copy, parameter)
+        for index in _written_unseen(copies, values) if values else ():
+            self._carry(copies[index], parameters[index])
+
+    def _carry(self, copy: Tensor, parameter: Tensor) -> None:
+        """Elements that were not written keep their FP32 values."""
+        with torch.no_grad():
+            same = parameter.to(copy.dtype) == copy
+            parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
+        if not self._has_warned:
+            self._has_warned = True
+            names = [name for name, param in self._model.named_parameters() if param is parameter]
+            logger.warning(
+                "%s writes into its weights in its own forward (%s). At O2 it has half copies "
+                "there: what is written is rounded to %s, and small changes, as of an average, are "
+                "lost. Write outside of the forward, or keep that part in FP32: "
+                'overrides={"name.*": "float"}.',
+                type(self._model).__name__,
+                names[0] if names else "a weight",
+                copy.dtype,
+            )
+
+
+def _written_unseen(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
+    """Where copies differ from these values.  Waits once for the device."""
+    home = next(iter(values.values())).device
+    flags = [
+        _differ(before, local_of(copies[index]).detach()).any().to(home)
+        for index, before in values.items()
+    ]
+    return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
+
+
+def _differ(before: Tensor, now: Tensor) -> Tensor:
+    """Elementwise; a NaN equals any NaN."""
+    return (before != now) & ~(before.isnan() & now.isnan())
+
+
+def put_in_traced(slots: list[Slot], dtype: torch.dtype) -> None:
+    """Put half copies in slots while Dynamo traces, so that it records the casts."""
     copies: dict[int, Tensor] = {}
-    for part in alike(weights, alone):
-        copies.update(zip(map(id, part), _cast(part, dtype, is_apart), strict=True))
-    for one in weights:
-        if id(one) not in copies:
-            copies[id(one)] = made = one.to(dtype)
-            run_when_ready(made)
-    return [copies[id(one)] for one in weights]
-
-
-def put_in_traced(places: list[Place], dtype: torch.dtype) -> None:
-    """Put half copies in places while Dynamo traces, so that it records the casts."""
-    copies: dict[int, Tensor] = {}
-    for table, name, weight in places:
+    for table, name, weight in slots:
         if id(weight) not in copies:
             copies[id(weight)] = weight.to(dtype)
         table[name] = copies[id(weight)]

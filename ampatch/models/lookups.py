@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.batched_casts import cast_together
+from ..casting.half_copies import half_copies
 from ..torch_private.modules import PARAMETERS
 from ..torch_private.probes import is_recording
 from .values import cast_tensors, caster, map_tensors
@@ -86,7 +86,7 @@ class Lookup(dict):
         if own.get(PARAMETERS) is self:
             if self.made is None:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [made] = cast_together([self.parameter], self.dtype, in_graph=True)
+                    [made] = half_copies([self.parameter], self.dtype)
                 assert self.note is not None
                 self.note(self.parameter, made)  # first: Ctrl-C may strike at any moment
                 self.made = made

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.batched_casts import LastForward
 from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
 from ..casting.handlers import unseen
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
+from ..casting.weight_cache import WeightUseOrder
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -100,9 +100,9 @@ class ManagedModel:
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since `look_for_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
-        self._last_forward: LastForward | None = None
+        self._use_order: WeightUseOrder | None = None
         if policy is not None:
-            self._last_forward = LastForward(model, policy.half_to)
+            self._use_order = WeightUseOrder(model, policy.half_to)
 
     # Put in, take out
 
@@ -128,8 +128,8 @@ class ManagedModel:
 
     def _look_at_parts(self) -> None:
         """New submodules get frames; FP32 buffers with a dimension meet half in the forward."""
-        if self._submodules is not None:
-            self._give_frames(self._submodules)
+        if self._submodules is not None and self.lent is not None:
+            self._submodules.install(self.lent.ids())
         mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
             self._session.promote_mixed_dtypes(self)
@@ -171,9 +171,9 @@ class ManagedModel:
         return self.lent is not None and id(parameter) in self.lent.ids()
 
     def note_request(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: see `LastForward.note_request`."""
-        last, lent = self._last_forward, self.lent
-        may_share = last is not None and last.note_request(wanted)
+        """Gradients of these weights (ids) are asked for: see `WeightUseOrder.record_request`."""
+        order, lent = self._use_order, self.lent
+        may_share = order is not None and order.record_request(wanted)
         return (lent is not None and lent.note_request(wanted)) or may_share
 
     def converted(self) -> set[int]:
@@ -199,16 +199,12 @@ class ManagedModel:
         for override in self._overrides:
             override.install()
         if self.lent is not None:
-            self._submodules = SubmoduleCalls(self, self._state)
-            self._give_frames(self._submodules)
+            self._submodules = SubmoduleCalls(self, self._stays_float)
+            self._submodules.install(self.lent.ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
-
-    def _give_frames(self, submodules: SubmoduleCalls) -> None:
-        assert self.lent is not None
-        submodules.install(self.lent.ids() if submodules.lends else None, self._stays_float)
 
     def came_with(self, tensor: Tensor) -> bool:
         """Whether the model had this parameter or buffer when the session began, and still has."""
@@ -238,7 +234,7 @@ class ManagedModel:
             self.frame.take_out()
             self.frame = None
         if self._submodules is not None:
-            self._submodules.frames.take_out()
+            self._submodules.frames.put((), self._submodules)
             self._submodules = None
         for override in self._overrides:
             override.uninstall()
@@ -326,7 +322,7 @@ class ManagedModel:
         elif policy is not state.process:
             state.set_policy(call, policy)
         if policy is not None:
-            policy.cache.open(call, self._last_forward)
+            policy.cache.open(call, self._use_order)
             if policy.devices is not None:
                 self._note_device(policy.devices)
         return args, kwargs
@@ -339,8 +335,8 @@ class ManagedModel:
         if call.owner is not None:  # else it has not begun
             self._state.end(call)
         copies, casts = call.opened_copies, call.input_casts
-        if copies is not None and copies.last is not None:
-            copies.last.note(copies.used)
+        if copies is not None and copies.order is not None:
+            copies.order.record(copies.used)
         if casts is not None:
             call.input_casts = None
             casts.write_back()

@@ -21,8 +21,9 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -60,20 +61,20 @@ class _Attributes(dict[str, Any]):
         _put(plain, forward)
         return plain
 
+    __copy__ = copy
+
     def __iter__(self) -> Iterator[str]:  # without it `dict(attributes)` does not ask for keys
         return iter(self.copy())
 
-    def keys(self) -> Any:
-        return self.copy().keys()
+    keys = property(lambda self: self.copy().keys)
+    values = property(lambda self: self.copy().values)
+    items = property(lambda self: self.copy().items)
 
-    def values(self) -> Any:
-        return self.copy().values()
+    def __deepcopy__(self, memo: dict) -> dict[str, Any]:
+        return deepcopy(self.copy(), memo)
 
-    def items(self) -> Any:
-        return self.copy().items()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return dict, (), None, None, iter(self.items())
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # a class that `weights_only` knows
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class Scope(Protocol):
@@ -247,27 +248,19 @@ class FramesOfSubmodules:
         self._tables: list[dict[str, Any]] = []
         self._methods: list[Any] = []
 
-    def put(self, module: nn.Module, scope: Scope) -> None:
-        """Give one more module a frame."""
-        frame = OwnFrame(module, scope)
-        self._frames.append(frame)
-        frame.put()
-
-    def keep(self, modules: Collection[int]) -> None:
-        """Those of other modules than these (ids) are out for good, and their modules may go."""
+    def put(self, modules: Collection[nn.Module], scope: Scope) -> None:
+        """Give frames to these modules, and to no others: those of others are out for good."""
         for frame in self._frames:
-            if id(frame.module) not in modules:
+            if frame.module not in modules:
                 frame.take_out()
         self._frames = [frame for frame in self._frames if frame.scope is not None]
+        for module in set(modules) - {frame.module for frame in self._frames}:
+            frame = OwnFrame(module, scope)
+            self._frames.append(frame)
+            frame.put()
         alone = [frame for frame in self._frames if frame.covered is _NOTHING]
         self._tables = [vars(frame.module) for frame in alone]
         self._methods = [frame.method for frame in alone]
-
-    def take_out(self) -> None:
-        """For good."""
-        for frame in reversed(self._frames):
-            frame.take_out()
-        self.__init__()  # type: ignore[misc]
 
     def step_aside(self) -> None:
         """Out of the modules; those over which the script or another session has put one stay."""
@@ -293,40 +286,14 @@ class FramesOfSubmodules:
 # Copies
 
 
-def _plain(state: Any) -> Any:
-    """What a module gives for a copy or a pickle, without its frames."""
-    if isinstance(state, tuple):
-        return tuple(map(_plain, state))
-    return state.copy() if isinstance(state, _Attributes) else state
-
-
 def _outermost(module: nn.Module) -> OwnFrame | None:
     """The outermost frame of a module, where it is in place."""
     frames = vars(module).get(_FRAMES)
     return frames[-1] if frames and frames[-1].is_in_place() else None
 
 
-def _of_replica(function: Any, replica: weakref.ref[nn.Module]) -> Callable:
-    """A bound method is a cycle: each step's copies of the weights would wait for Python's search.
-
-    Only a call that the replica makes runs it, so the replica is there.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(replica(), *args, **kwargs)
-
-    return forward
-
-
 def copies() -> list[Replacement]:
     """What to replace, so that a copy has the frames that it is to have."""
-
-    def reduce(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-            return _plain(original(self, protocol))
-
-        return __reduce_ex__
 
     def shallow(original: Any) -> Callable:
         def __copy__(self: nn.Module) -> Any:
@@ -337,7 +304,7 @@ def copies() -> list[Replacement]:
             twin = make(*args)
             if state and state[0] is not None:
                 twin.__setstate__(state[0])
-            if _outermost(self) is not None:
+            if _outermost(self) is not None and vars(twin) is not vars(self):
                 for frame in vars(self)[_FRAMES]:
                     own = OwnFrame(twin, frame.scope)
                     frame.of_copies.add(own)
@@ -353,13 +320,14 @@ def copies() -> list[Replacement]:
             if (frame := _outermost(self)) is not None:
                 own = _attributes_of(replica)
                 own[_FRAMES] = vars(self)[_FRAMES]
-                own[_FORWARD] = _of_replica(frame.method.__func__, weakref.ref(replica))
+                # A bound method is a cycle: each step's weights would wait for Python's search.
+                forward, me = frame.method.__func__, weakref.ref(replica)
+                own[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
             return replica
 
         return _replicate_for_data_parallel
 
-    found: list[Replacement]
-    found = [(nn.Module, "__reduce_ex__", reduce), (nn.Module, "__copy__", shallow)]
+    found: list[Replacement] = [(nn.Module, "__copy__", shallow)]
     return [*found, (nn.Module, REPLICATE, replicate)] if hasattr(nn.Module, REPLICATE) else found
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, CastState, computes_in, here
+from ..casting.calls import Call, computes_in, here
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import has_forward
 from .io_casting import ModelInputs
 from .lent_places import StaysFloat
-from .lent_weights import LentWeights, is_traced_by_fx, lenders, lending_around
+from .lent_weights import is_traced_by_fx, lenders, lending_around
 from .own_frame import FramesOfSubmodules
 from .values import cast_tensors
 
@@ -30,7 +30,6 @@ class Whole(Protocol):
 
     model: nn.Module
     properties: Properties
-    lent: LentWeights | None
 
     def inputs_of(self, submodule: str = "") -> ModelInputs: ...
 
@@ -55,34 +54,35 @@ class SubmoduleCalls:
     Their frames are out while the model's own forward runs.
     """
 
-    def __init__(self, whole: Whole, state: CastState) -> None:
+    def __init__(self, whole: Whole, stays_float: StaysFloat) -> None:
         self._whole = whole
+        self._stays_float = stays_float
         self.lends = whole.properties.uses_half_copies
         self._inputs: dict[int, ModelInputs] = {}
         self.frames = FramesOfSubmodules()
 
-    def install(self, lent: Collection[int] | None, stays_float: StaysFloat) -> None:
-        """Give frames to the submodules with half weights, or with those in `lent` (ids).
+    def install(self, lent: Collection[int]) -> None:
+        """Give frames to the submodules that have half weights, or half copies of those in `lent`.
 
         Those that are no submodules any more lose theirs.  Inputs of submodules that stay FP32 are
         cast by their overrides alone.
         """
-        inputs: dict[int, ModelInputs] = {}
+        modules: dict[nn.Module, str] = {}
         for name, module in self._whole.model.named_modules():
-            if not (name and has_forward(module)) or stays_float(module):
-                continue
-            if isinstance(module, torch.jit.ScriptModule):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
-                parameter.dtype in HALF_TYPES if lent is None else id(parameter) in lent
+                id(parameter) in lent if self.lends else parameter.dtype in HALF_TYPES
                 for parameter in module.parameters()
             ):
-                known = self._inputs.get(id(module))
-                inputs[id(module)] = known or self._whole.inputs_of(name)
-                if known is None:
-                    self.frames.put(module, self)
-        self._inputs = inputs
-        self.frames.keep(inputs)
+                modules[module] = name
+        known = self._inputs
+        self._inputs = {
+            id(module): known.get(id(module)) or self._whole.inputs_of(name)
+            for module, name in modules.items()
+        }
+        self.frames.put(modules, self)
 
     def begin(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict

@@ -20,12 +20,9 @@ PyCFunction fast(F function) {
 PyMethodDef methods[] = {
     {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
-    {"cast_apart", fast(cast_apart), METH_FASTCALL, nullptr},
-    {"cast_into", fast(cast_into), METH_FASTCALL, nullptr},
-    {"cast_together", fast(cast_together), METH_FASTCALL, nullptr},
-    {"copies", fast(copies), METH_FASTCALL, nullptr},
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
+    {"half_copies", fast(half_copies), METH_FASTCALL, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
     {"watch", watch, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

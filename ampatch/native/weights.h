@@ -75,7 +75,7 @@ void lead_back(variable_list halves, const variable_list& weights) {
 }
 
 // Half copies of weights, each with an edge to the node that leads back to them; `apart`: to one of
-// its own, which runs when it is ready.
+// its own.  The nodes run when they are ready.
 // Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
 // keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
 // Both are parameters, so that a torch which keeps nodes otherwise does not compile the first part.
@@ -91,93 +91,33 @@ variable_list in_graph(const variable_list& weights, ScalarType dtype, bool apar
   } else {
     for (const Tensor& weight : weights) halves.push_back(weight.to(dtype));
   }
-  for (size_t i = 0; apart && i < halves.size(); ++i) halves[i].grad_fn()->set_sequence_nr(kFirst);
+  const size_t nodes = apart ? halves.size() : 1;
+  for (size_t i = 0; i < nodes; ++i) {
+    if (const auto node = halves[i].grad_fn()) node->set_sequence_nr(kFirst);
+  }
   return halves;
 }
 
-// Half copies of the tensors of a list, in the graph.
-std::vector<Tensor> cast_in_graph(PyObject* list, ScalarType dtype, bool apart = false) {
-  const std::vector<Tensor> weights = tensors_of(list);
-  pybind11::gil_scoped_release no_gil;
-  return in_graph<EdgeTarget, CastNode>(weights, dtype, apart);
-}
-
-// The same outside the graph.
-std::vector<Tensor> cast_outside_graph(PyObject* list, ScalarType dtype) {
-  const std::vector<Tensor> tensors = tensors_of(list);
-  pybind11::gil_scoped_release no_gil;
-  std::vector<Tensor> made = copies_of(tensors, dtype);
-  if (!at::GradMode::is_enabled()) {
-    for (size_t i = 0; i < made.size(); ++i) want_as(tensors[i], made[i]);
+// half_copies(weights, dtype, own_nodes): half copies of a list of FP32 weights.
+// In Python: `_cast` of `casting/half_copies.py`.
+PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyBool_Check(args[2]),
+      "half_copies(weights: list, dtype: torch.dtype, own_nodes: bool)");
+  const ScalarType dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
+  const variable_list weights = tensors_of(args[0]);
+  const bool is_enabled = at::GradMode::is_enabled();
+  const bool is_wanted = is_enabled &&
+      std::any_of(weights.begin(), weights.end(), [](const Tensor& one) { return one.requires_grad(); });
+  variable_list halves;
+  {
+    pybind11::gil_scoped_release no_gil;
+    halves = is_wanted ? in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
+                       : copies_of(weights, dtype);
+    for (size_t i = 0; !is_enabled && i < halves.size(); ++i) want_as(weights[i], halves[i]);
   }
-  return made;
-}
-
-ScalarType scalar_type_of(PyObject* dtype) {
-  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-}
-
-// cast_together(weights, dtype): half copies of a list of FP32 weights, in the graph.
-// In Python: `cast_in_graph` of `casting/batched_casts.py`.
-PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
-      "cast_together(weights: list, dtype: torch.dtype)");
-  return list_of(cast_in_graph(args[0], scalar_type_of(args[1])));
-  END_HANDLE_TH_ERRORS
-}
-
-// cast_apart(weights, dtype): as `cast_together`, by a node for each weight.
-// In Python: `cast_apart` of `casting/batched_casts.py`.
-PyObject* cast_apart(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
-      "cast_apart(weights: list, dtype: torch.dtype)");
-  return list_of(cast_in_graph(args[0], scalar_type_of(args[1]), /*apart=*/true));
-  END_HANDLE_TH_ERRORS
-}
-
-// cast_into(copies, weights, dtype, in_graph): as `cast_together` or `copies`; each half copy is
-// entered under its weight's id, with the version that it was made from.
-// In Python: `cast_into` of `casting/batched_casts.py`.
-PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 4 && PyDict_CheckExact(args[0]) && PyList_CheckExact(args[1]) &&
-          THPDtype_Check(args[2]) && PyBool_Check(args[3]),
-      "cast_into(copies: dict, weights: list, dtype: torch.dtype, in_graph: bool)");
-  PyObject* weights = args[1];
-  const ScalarType dtype = scalar_type_of(args[2]);
-  const Py_ssize_t size = PyList_GET_SIZE(weights);
-  std::vector<int64_t> versions;
-  for (Py_ssize_t i = 0; i < size; ++i) {  // before the cast: another thread may write meanwhile
-    versions.push_back(THPVariable_Unpack(PyList_GET_ITEM(weights, i))._version());
-  }
-  auto halves =
-      args[3] == Py_True ? cast_in_graph(weights, dtype) : cast_outside_graph(weights, dtype);
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (!at::GradMode::is_enabled()) halves[i].set_requires_grad(true);
-    THPObjectPtr id(PyLong_FromVoidPtr(PyList_GET_ITEM(weights, i)));
-    THPObjectPtr half(THPVariable_Wrap(std::move(halves[i])));
-    THPObjectPtr version(PyLong_FromLongLong(versions[i]));
-    if (!id || !half || !version) return nullptr;
-    THPObjectPtr entry(PyTuple_Pack(2, half.get(), version.get()));
-    if (!entry || PyDict_SetItem(args[0], id, entry) != 0) return nullptr;
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// copies(tensors, dtype): as the node's copies, outside the graph.
-// In Python: `_outside_graph` of `casting/batched_casts.py`.
-PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      count == 2 && PyList_Check(args[0]) && THPDtype_Check(args[1]),
-      "copies(tensors: list, dtype: torch.dtype)");
-  return list_of(cast_outside_graph(args[0], scalar_type_of(args[1])));
+  return list_of(std::move(halves));
   END_HANDLE_TH_ERRORS
 }
 
@@ -192,7 +132,7 @@ bool has_hooks(PyObject* tensor) {
 }
 
 // are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
-// In Python: `are_alike` of `casting/batched_casts.py`.
+// In Python: `are_alike` of `casting/half_copies.py`.
 PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

@@ -9,5 +9,5 @@ Where to look first:
 * lists of gradients, unscaled and multiplied: `unscaling`;
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
 * several ranks: `process_group`;
-* steps: counted in `step_counts`; what is said of them: `step_reports`.
+* steps, counted, and what is said of them: `steps`.
 """

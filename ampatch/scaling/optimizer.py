@@ -21,8 +21,7 @@ from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced, put_back
 from .optimizers.wrappers import Methods
 from .scale_value import is_set
-from .step_counts import StepCounter
-from .step_reports import StepReports
+from .steps import StepCounter, StepReports
 
 Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 

@@ -128,7 +128,6 @@ class ScaledBackward:
         self._gradients: list[Gradients] = []
         for optimizer in optimizers:
             self._gradients.append(optimizer.gradients)
-        self._unscalers = unscalers_among(self._gradients)
         self._others: Sequence[tuple[Gradients, Any]] = ()
         if others and not scaler.is_one:
             self._others = [(other.gradients, other.gradients.before_others()) for other in others]
@@ -142,17 +141,18 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
+            earlier = []
             for gradients in self._gradients:
                 if gradients.state is State.SCALED:
                     settle(gradients, self._scaler)
-                gradients.gather()
-            earlier = [gradients.with_gradients() for gradients in self._gradients]
+                earlier.append(gradients.gather())
+            unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
             for gradients in reversed(self._gradients):  # what waits scaled is at the same scale
                 self._scaled = gradients.scaled or self._scaled
             for gradients, params in zip(self._gradients, earlier, strict=True):
-                self._blocks.append(gradients.begin(params, self._scaled, self._unscalers))
+                self._blocks.append(gradients.begin(params, self._scaled, unscalers))
             if self._passes is not None and scaled.requires_grad:
                 scaled.register_hook(self._passes)
                 self.scaled_loss = scaled
@@ -253,14 +253,14 @@ class ScaledBackward:
             for gradients, block in blocks:
                 leave_scaled(gradients, block, self._scaled)
             return
-        scaler, checks, is_delayed = self._scaler, [], self._delay_check
+        scaler, checks, flags, is_delayed = self._scaler, [], [], self._delay_check
         for gradients, block in blocks:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
                 checks.append((gradients, check))
+                flags.append(check.found_inf)
         if not isinstance(scaler, DynamicScaler):
             return
-        flags = [check.found_inf for _, check in checks]
         has_pending = any(g.pending_updates for g in self._gradients)
         if has_pending or is_delayed or self._together or trains_with_others():
             delayed = checks if is_delayed else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..casting.arguments import tensors_in
@@ -19,6 +20,7 @@ from ..config.opt_levels import HALF_TYPES, Properties
 from ..models.managed_model import Places
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
+from ..torch_private.probes import current_backward_pass
 
 
 class Policies:
@@ -72,6 +74,18 @@ class Policies:
         """Without models: cast on all accelerators, and on the devices of `cast_on`."""
         self.tables.devices = devices_to_start_from()
         self.cast_on(set(device_types()) - {"cpu"})
+
+
+def outside_passes(policy: Policy) -> Policy:
+    """This policy, except that nothing is cast in a backward pass: hooks compute there."""
+    gate = policy.gate
+
+    def is_outside(args: tuple, kwargs: dict) -> bool:
+        if gate is not None and not gate(args, kwargs):
+            return False
+        return is_dynamo_compiling() or current_backward_pass() == -1
+
+    return dataclasses.replace(policy, gate=is_outside, in_forwards=policy)
 
 
 def limited(policy: Policy, slot_maps: Sequence[Places]) -> Policy:

@@ -21,7 +21,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
 from .object_registry import Entries, ObjectRegistry, alive
 from .observers import Observers
-from .policies import Policies, has_mixed_dtypes, limited
+from .policies import Policies, has_mixed_dtypes, limited, outside_passes
 from .torch_tools import TorchTools
 
 
@@ -238,7 +238,7 @@ class Registry(Generic[Session]):
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[each.model_entries for each, _ in casting])
             policy = limited(policy, [each.places for each in models if each.policy is not None])
-        return policy.outside_passes()
+        return outside_passes(policy)
 
     def _overridden(self) -> dict[Any, bool]:
         """The functions with overrides, and whether they run in FP32 inside at every level."""

@@ -308,8 +308,9 @@ class Session:
     ) -> AbstractContextManager[Tensor]:
         """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
         scaler, observers = self.scalers[loss_id], registry.observers
-        for model in self.models:
-            if model.frame is not None and not model.frame.is_in_place():
+        for entry in list(self.model_entries.values()):
+            model = entry()
+            if model is not None and model.frame is not None and not model.frame.is_in_place():
                 model.look_for_frame(
                     param for optimizer in managed for param in optimizer.parameters()
                 )

@@ -149,7 +149,7 @@ class TorchTools:
         )
 
     def _record_request(self, tensors: list[Tensor]) -> bool:
-        """Gradients of these tensors are asked for: see `LastForward.note_request`."""
+        """Gradients of these tensors are asked for: see `WeightUseOrder.record_request`."""
         if here.stack:
             behind = map(parameter_behind, tensors)
             tensors = tensors + [weight for weight in behind if weight is not None]

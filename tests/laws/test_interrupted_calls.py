@@ -81,8 +81,9 @@ class Net(nn.Module):
 def start(level, scope):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)
     ampatch.initialize(
-        *(model, [optimizer, torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=1)]),
+        *(model, [optimizer, optimizer.lbfgs]),
         opt_level=level,
         dtype=HALF,
         loss_scale=1.0,
@@ -123,8 +124,7 @@ def with_closure(model, optimizer):
             scaled.backward()
         return loss
 
-    [lbfgs] = ampatch.session.session.registry.sessions[0].optimizers[1:]
-    lbfgs = lbfgs.optimizer
+    lbfgs = optimizer.lbfgs
     lbfgs.step(closure)
 
 

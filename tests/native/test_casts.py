@@ -150,7 +150,7 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
     """All bfloat16 and a share of all FP32 numbers, infinities and NaN among them."""
     found = same_bits_with_native(
         f"""
-        from ampatch.casting.batched_casts import cast_together
+        from ampatch.casting.half_copies import half_copies
         dtype = torch.{dtype}
         generator = torch.Generator().manual_seed(0)
         bits = torch.randint(-2**31, 2**31 - 1, (2**18,), generator=generator).int()
@@ -160,12 +160,12 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
         parts += [torch.randn(40, 30, generator=generator).t(), torch.randn(0), torch.randn(()),
                   torch.randn(9, 4, generator=generator)[:, ::2]]
         parts.append(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).zero_())
-        halves = cast_together(parts, dtype, False)
+        halves = half_copies(parts, dtype)
         leaves = [part.clone().requires_grad_() for part in parts]
-        torch.autograd.backward(cast_together(leaves, dtype, True), halves)
+        torch.autograd.backward(half_copies(leaves, dtype), halves)
         every = torch.arange(2**16).short().view(dtype).split(4096)
         up = [torch.zeros(4096, requires_grad=True) for _ in every]
-        torch.autograd.backward(cast_together(up, dtype, True), [one.clone() for one in every])
+        torch.autograd.backward(half_copies(up, dtype), [one.clone() for one in every])
         torch.save({{"down": list(halves), "up": [leaf.grad for leaf in (*leaves, *up)]}},
                    sys.argv[1])
         """
@@ -177,7 +177,7 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
     found = same_bits_with_native(
         """
         from torch import nn
-        from ampatch.casting import batched_casts
+        from ampatch.casting.half_copies import Buckets
 
         def weights():
             return [nn.Parameter(torch.ones(2)) for _ in range(3)]
@@ -209,7 +209,7 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
         }
         every = {}
         for name, bucket in buckets.items():
-            parts = batched_casts.alike(bucket)
+            parts = Buckets(bucket, nn.Module(), nn.Module()).to_cast()
             part_of = {id(one): place for place, part in enumerate(parts) for one in part}
             every[name] = [part_of.get(id(one)) for one in bucket]
         torch.save(every, sys.argv[1])

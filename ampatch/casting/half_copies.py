@@ -1,0 +1,286 @@
+"""Half copies of FP32 weights: how they are made, and which a forward casts together.
+
+`half_copies` makes them: many by one node of the graph, with FP32 weights in, half copies out, and
+one batched copy each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
+accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
+see what they see in FP32 training.  Who asks for gradients of single weights would go through
+all layers behind the node: then each weight has a node of its own.
+
+Casts are made in buckets of bounded size (the idea is that of DDP's buckets, arXiv
+2006.15704), as a forward begins: at O2 of all weights, at O1 of those that the last forward used
+(`weight_cache.WeightUseOrder`).  The nodes are made before the forward, and autograd runs ready
+nodes in the order in which they were made: these would run at the very end of the pass, and all
+half gradients would wait for them.  So they get a high sequence number, with which each runs as
+soon as its gradients are there (`torch_private/probes`).
+
+A node with an unused output calls the hooks of that weight with None.  So a weight that has
+hooks, or lies in a module with backward hooks, is left out.  In evaluation mode where a graph
+is recorded none are cast together: libraries that prune record one to find the weights behind each
+layer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import native
+from ..torch_private import foreach
+from ..torch_private.devices import copies_lists_at_once, place_of
+from ..torch_private.modules import (
+    BACKWARD_HOOKS_CAN_BE_SEEN,
+    GLOBAL_BACKWARD_TABLES,
+    backward_tables,
+    span_of,
+)
+from ..torch_private.probes import (
+    are_ranks,
+    is_batched,
+    is_recording,
+    keep_plain,
+    run_when_ready,
+    running_ddp,
+)
+from ..torch_private.tensors import TENSOR_HOOKS_CAN_BE_SEEN, hooks_of
+
+MOST_WEIGHTS = 32
+MOST_BYTES = 8 * 2**20
+MOST_BYTES_OF_LISTS = 32 * 2**20
+"""A bucket's limits; the bytes are those of its FP32 weights.
+
+The larger one is for devices that copy a list in one kernel: the fewer buckets, the fewer kernels.
+It is about that of DDP's buckets, so gradients wait no longer here than there.
+"""
+
+HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
+"""If False, no weights are cast together where a graph is recorded."""
+
+_layout_of = operator.attrgetter("layout")
+_wants_grad = operator.attrgetter("requires_grad")
+
+
+# Making them
+
+
+def half_copies(
+    weights: list[Tensor],
+    dtype: torch.dtype,
+    *,
+    own_nodes: bool = False,
+    in_one_block: bool = False,
+) -> Sequence[Tensor]:
+    """The copies of FP32 `weights` in `dtype`; gradients reach the weights, and may be sparse.
+
+    By one node of the graph, or with `own_nodes` by one for each weight.  `in_one_block`: for
+    weights of an RNN that share a block of memory (`are_one_block`); so do their copies.
+
+    Under `no_grad` they require a gradient if their weights do, though no graph is recorded:
+    `F.linear` on an input that is not contiguous folds its batch into one product only if the
+    weight requires one, else it copies the weight for each sample (15 ms where 1 ms would do).
+    """
+    if in_one_block:
+        return _cast(weights, dtype, False, _written_in_one_block)
+    if len(weights) == 1:  # of any kind, such as DTensors
+        return _cast(weights, dtype, True)
+    return _cast_many(weights, dtype, own_nodes)
+
+
+def _written(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """New tensors with these values in `dtype`, written in one batch, outside the graph."""
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    foreach.copy_(copies, list(tensors))
+    return copies
+
+
+def _written_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As `_written`, in one block of memory, at the same positions behind the first one."""
+    first, (begin, end) = tensors[0], span_of(tensors)
+    block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
+    copies = [  # no views of one tensor: each is to have a version of its own
+        first.new_empty(0, dtype=dtype).set_(
+            block, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
+        )
+        for tensor in tensors
+    ]
+    foreach.copy_(copies, list(tensors))
+    return copies
+
+
+class _CastTogether(Function):
+    """FP32 weights in, half copies out; a missing gradient is passed on as None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, write: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(write(weights, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [grad for grad in grads if grad is not None]
+        if (  # one call may write them all
+            set(map(_layout_of, present)) == {torch.strided}
+            and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
+            and not is_recording()
+            and not any(map(is_batched, present))
+        ):
+            widened = iter(_written(present, torch.float32))
+        else:
+            widened = map(Tensor.float, present)
+        return None, None, *[None if grad is None else next(widened) for grad in grads]
+
+
+keep_plain(_CastTogether)  # ampatch's own patches are for the script's Functions
+_apply = super(Function, _CastTogether).apply
+"""`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
+
+
+def _cast(
+    weights: list[Tensor],
+    dtype: torch.dtype,
+    own_nodes: bool,
+    write: Callable[..., list[Tensor]] = _written,
+) -> Sequence[Tensor]:
+    """In C++: `half_copies` of `weights.h`."""
+    is_enabled = torch.is_grad_enabled()
+    in_graph = is_enabled and any(map(_wants_grad, weights))
+    copies: Sequence[Tensor]
+    if len(weights) == 1 or (own_nodes and in_graph):
+        copies = [weight.to(dtype) for weight in weights]
+    elif in_graph:
+        copies = _apply(write, dtype, *weights)
+    else:
+        copies = write(weights, dtype)
+    if in_graph:
+        for copy in copies if own_nodes else copies[:1]:
+            run_when_ready(copy)
+    elif not is_enabled:
+        for weight, copy in zip(weights, copies, strict=True):
+            copy.requires_grad = weight.requires_grad
+    return copies
+
+
+# Which are cast together
+
+
+class Buckets:
+    """Weights in buckets, in their order; those of a bucket live on one device.
+
+    They are weights of `root`, which is `model` or a submodule of it.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], root: nn.Module, model: nn.Module) -> None:
+        self._root = root
+        self._model = model
+        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        for module in root.modules():
+            self._hook_tables += backward_tables(module)
+        self.all: list[list[Tensor]] = []
+        latest: dict[Any, list[Tensor]] = {}
+        for weight in weights:
+            home = place_of(weight)
+            bucket = latest.get(home)
+            if bucket is None or not _has_room(bucket, weight):
+                bucket = latest[home] = []
+                self.all.append(bucket)
+            bucket.append(weight)
+
+    def to_cast(self) -> list[list[Tensor]]:
+        """What a forward that begins now casts together: lists for `half_copies`.
+
+        In each list all weights require a gradient, or none does.  The others are left out.
+        """
+        if not torch.is_grad_enabled():  # no graph: no hooks to respect
+            return self.all
+        may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
+        hooked = below_hooks(self._root) if may_share and any(self._hook_tables) else ()
+        together = []
+        for bucket in self.all:
+            if may_share and not hooked and are_alike(bucket[0], bucket):
+                together.append(bucket)
+                continue
+            frozen = [weight for weight in bucket if not weight.requires_grad]
+            sharing = [
+                weight
+                for weight in bucket
+                if may_share
+                and weight.requires_grad
+                and may_share_node(weight)
+                and id(weight) not in hooked
+            ]
+            together += filter(None, (frozen, sharing))
+        return together
+
+
+def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
+    size = sum(other.numel() for other in bucket) + weight.numel()
+    most = MOST_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MOST_BYTES
+    return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= most
+
+
+def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
+    """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it.
+
+    In C++: `are_alike` of `weights.h`.
+    """
+    wanting = map(_wants_grad, bucket)
+    return (
+        may_share_node(weight)
+        and all(wanting if weight.requires_grad else map(operator.not_, wanting))
+        and not any(map(any, map(hooks_of, bucket)))
+    )
+
+
+def may_share_node(weight: Tensor) -> bool:
+    """Whether a weight, as it is, may be cast together with others."""
+    return (
+        type(weight) is Parameter
+        and weight.dtype is torch.float32
+        and weight.is_leaf
+        and weight.layout is torch.strided
+        and not any(hooks_of(weight))
+    )
+
+
+def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
+    """Whether gradients of some of these weights are wanted (ids), and not of all that can be."""
+    asked = {id(weight) in wanted for weight in weights if weight.requires_grad}
+    return len(asked) == 2
+
+
+def below_hooks(root: nn.Module) -> set[int]:
+    """Ids of the weights of modules with backward hooks, their children's among them.
+
+    Such a hook runs when the gradients of its module are complete; those of a bucket may not be.
+    """
+    hooks_all = any(GLOBAL_BACKWARD_TABLES)
+    return {
+        id(weight)
+        for module in root.modules()
+        if hooks_all or any(backward_tables(module))
+        for weight in module.parameters()
+    }
+
+
+def may_use_all(model: nn.Module) -> bool:
+    """Whether all weights of a bucket may count as used when one of them is.
+
+    Not under DDP that looks for unused weights, nor where ranks communicate without DDP.
+    """
+    if not are_ranks():
+        return True
+    ddp = model if isinstance(model, DistributedDataParallel) else running_ddp()
+    return ddp is not None and not ddp.find_unused_parameters
+
+
+_cast_many = _cast
+if native.part is not None:
+    _cast_many, are_alike = native.part.half_copies, native.part.are_alike
