@@ -18,21 +18,21 @@ from .content import PARTS, RULES, TITLES, Entry
 _WIDTH = 88
 
 _HEAD = """\
-# What ampatch patches, and why
+# What is cast: the operator tables
 
-Made by `ampatch tables --format markdown`, from `ampatch/casting/tables.py`; a test compares the
-two. `ampatch tables` also says what your torch lacks of it. Apex called the first two tables
-whitelist and blacklist.
+At O1 `torch.matmul(a, b)` casts FP32 arguments to half, because its row below has the rule `half`.
+`ampatch tables matmul` prints such a row, and `ampatch tables` also names the functions that your
+torch lacks.
 
-A row names functions in the namespace where they are patched, through which others call them:
-`torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. A function in no row
-is the same object as without ampatch. In-place functions (`exp_`) are not patched either, except
-those that write values into a tensor (`index_add_`). A patched function does not cast calls with
-`out=`, nor float64, complex, integer and bool tensors.
+- **Where a function is patched.** Often a row names the builtin below the public function:
+  `torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`.
+- **What is not patched.** Functions in no row, and in-place functions (`exp_`), except those that
+  write values into a tensor (`index_add_`). Code that got a function before the patches:
+  [functions bound early](early_names.md).
+- **What is not cast.** Calls with `out=`, and float64, complex, integer and bool tensors.
+- **The last two columns** say where `torch.autocast` for CUDA and apex differ. Empty: they agree.
 
-The last two columns say where `torch.autocast` for CUDA and apex differ; empty: they do the same.
-Code that took a function before the patches is found in most places:
-[early_names.md](early_names.md) lists them.
+The first two tables have apex's names. This page is made by `ampatch tables --format markdown`.
 """
 
 
@@ -42,7 +42,7 @@ def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str
     shown = None
     for entry in entries:
         if entry.table != shown:
-            lines += [f"{entry.table}: {TITLES[entry.table]}", ""]
+            lines += [_fill(f"{entry.table}: {TITLES[entry.table]}", 0), ""]
             shown = entry.table
         lines += [_text(entry), ""]
     if whole:
