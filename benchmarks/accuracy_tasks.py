@@ -145,8 +145,8 @@ TASKS = {
     ),
     "characters": Task(
         "Characters: transformer, AdamW",
-        "The next character in Python's standard library; lower is better. In float16 O2 skipped one\n"
-        "step a run: the float16 embedding gradient of a frequent character overflowed.",
+        "The next character in Python's standard library; lower is better. In float16\n"
+        "O2 skipped one step a run: the embedding gradient of a frequent character overflowed.",
         steps=300,
         make=characters,
         metric="held-out loss, nats",
