@@ -64,7 +64,7 @@ class Report:
             f"{self._made()}. Largest finite input: {largest}. Noticed in the {self.where}."
         ]
         if not self.input_is_finite:
-            lines.append("What went into it was not finite either: look at the data or the loss.")
+            lines.append("Its inputs were not finite either: check the data or the loss.")
         if self.loss_scale is not None and self.phase == "backward":
             at_1 = (
                 ""
@@ -72,7 +72,7 @@ class Report:
                 else f"; at scale 1 the value is {self.at_scale_1:.3g}"
             )
             if self.at_scale_1 == math.inf:
-                at_1 = "; the value is finite at no scale"
+                at_1 = "; no loss scale makes the value finite"
             lines.append(f"The loss scale was {self.loss_scale:g}{at_1}.")
         if self.parameters:
             left = len(self.parameters) - SHOWN
@@ -87,7 +87,9 @@ class Report:
         return f"step {self.step}{scale}: {self.value} {self._made()}"
 
     def _made(self) -> str:
-        made = f"made by {self.operator}" if self.operator else "made where operators are not seen"
+        made = (
+            f"made by {self.operator}" if self.operator else "made where operators are not visible"
+        )
         module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"

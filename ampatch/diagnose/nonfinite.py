@@ -43,17 +43,15 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
             train(model)
         print(debugger.report)
 
-    The `report` of what is returned is None until something is found.
-    With `stop_at="unabsorbed"` an overflow in the backward pass is passed over, and listed,
-    where the dynamic loss scale absorbs it: at a smaller scale, of 1 or more, it is a finite
-    number.  With `stop_at="any"` the first non-finite value is reported, whichever it is.
+    `debugger.report` is None until an inf or NaN is found.  With `stop_at="unabsorbed"` this is the
+    first one that a smaller loss scale (of 1 or more) would not cure; overflows of the backward
+    pass that it would cure are listed in `passed_over`.  With `stop_at="any"` it is the first one
+    of all.  An inf that the code writes itself, as into a mask, is not reported.
 
-    Works on managed models at any opt level and on plain ones, before or after
-    `initialize`.  None watches every model; names then begin with the model's class.  Only
-    operators of the calling thread and of its backward passes are seen.  The `Debugger`
-    returned is a context manager; `remove()` in the same thread ends it as well, and
-    `ampatch.deactivate()` if a model was given.  An inf that the code writes itself, as
-    into a mask, is not reported.
+    Works on managed models at any opt level and on plain ones, before or after `initialize`.  None
+    watches every model; names then begin with the model's class.  Only operators of the calling
+    thread and of its backward passes are watched.  The watch ends with the `with` block, with
+    `remove()` in the same thread or, for a given model, with `ampatch.deactivate()`.
 
     Raises `TypeError` if `model` is not a module, `ValueError` for another `stop_at`.
     """
