@@ -17,10 +17,10 @@ class Report:
     """A non-finite value, and the operator that made it.
 
     Attributes:
-        operator: PyTorch's name of the operator ("aten.addmm"); "" if it could not be seen,
-            because it ran in compiled code or in another thread.
-        module: the path of the module in which it ran; "" for the model itself, None
-            outside of the model, such as in the loss.
+        operator: PyTorch's name of the operator ("aten.addmm"); "" if it ran in compiled code or in
+            another thread.
+        module: the path of the module in which it ran; "" for the model itself, None outside the
+            model, such as in the loss.
         module_class: the class of that module.
         location: the line of the script.
         phase: "forward", "backward", or "step" (in the optimizer).
@@ -32,11 +32,11 @@ class Report:
         step: the number of optimizer steps since `debug`, from 0.
         rank: the rank in torch.distributed; None without it.
         loss_scale: the scale of the `scale_loss` block in which it was noticed; None outside.
-        at_scale_1: the largest absolute value that the operator would have given at loss scale 1,
-            inf if no scale makes it finite; None outside of backward and where it is unknown.
-        parameters: names of the parameters with non-finite gradients (weights, if a step made
-            the value) in the same step; more may come until the step ends.
-        advice: what is known to make such values there; "" if nothing is.
+        at_scale_1: the largest absolute value that the operator would return at loss scale 1; inf
+            if no scale makes it finite; None if unknown, or not in backward.
+        parameters: names of the parameters with non-finite gradients (or weights, in a step) in the
+            same step; more may come until the step ends.
+        advice: a known cause of such values; "" if there is none.
     """
 
     module: str | None

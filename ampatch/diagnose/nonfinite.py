@@ -64,9 +64,10 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
 class Debugger:
     """Watches one model, or all; `report` is None until something is found.
 
-    `passed_over` holds the first overflow of each step that the loss scale absorbed;
-    `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, as when
-    the script writes to `.grad`.  `is_logged`: the report is an error on the logger "ampatch".
+    `passed_over` holds the first overflow of each step that a smaller loss scale cures;
+    `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
+    when the script writes to `.grad`.  `is_logged`: the report is an error on the logger
+    "ampatch".
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Debugger:
         self._stop()
 
     def reset(self) -> None:
-        """Forget the report and look for the next one."""
+        """Drop the report and look for the next inf or NaN."""
         self.report = None
 
     def __enter__(self) -> Debugger:
@@ -115,7 +116,7 @@ class Debugger:
 
     @property
     def step(self) -> int:
-        """Optimizer steps since the start, with skipped ones; of several optimizers the maximum."""
+        """Optimizer steps since the start, skipped ones too; of several optimizers the maximum."""
         return max(self._steps.values(), default=0)
 
     @property

@@ -28,8 +28,8 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
 
     Args:
         opt_level: as in `ampatch.initialize`.
-        dtype: as there.
-        settings: its other arguments, by keyword, but for `num_losses`.
+        dtype: as in `ampatch.initialize`.
+        settings: other arguments of `ampatch.initialize` except `num_losses`, by keyword.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong; the message names it.
