@@ -49,19 +49,19 @@ def _shown(
 class SweepOptions:
     r"""How a sweep runs: its fields are the options of `ampatch sweep`, with this text as help.
 
-    Names may be one text with commas between them; what is NAME=VALUE on the command line is a
-    dictionary.  Raises `TypeError` or `ValueError` for wrong values.
+    A list of names may be one string with commas; NAME=VALUE of the command line is a dictionary.
+    Raises `TypeError` or `ValueError` for wrong values.
 
     Attributes:
         module: the script is the name of a module, as with python -m
-        rows: cases to run, in the place of levels, dtypes and what follows from them
-        kind: what the script is, where that is known; by default the first run at O0 shows it
-        fail_fast: a row of which a run has failed has no further runs
-        fewer_seeds: by case the number of seeds of rows that have fewer than the others
-        probe: a module, and a text; each trial calls start(text, off, writes) of it before
-            the script; of several ranks the first writes
-        files: names of what the caller writes into the folder: these are the sweep's files too
-        tuning: the options of the tuning that the sweep is part of, for the record
+        rows: cases to run, instead of levels and dtypes
+        kind: the kind of script, if known (default: the first run at O0 finds out)
+        fail_fast: after a failed run a row has no further runs
+        fewer_seeds: the number of seeds of rows with fewer seeds than the others, by case
+        probe: a module and a string; before the script each trial calls its
+            start(text, off, writes), where `writes` is true on the first rank
+        files: names of files that the caller adds to the folder of the sweep
+        tuning: the options of `ampatch tune` if it runs the sweep, for the record
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
         seeds: run seeds 0 to N-1 (default: by the budget)
@@ -153,7 +153,7 @@ class SweepOptions:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether trials may run beside each other."""
+        """Whether trials may run at the same time."""
         if self.engine != "local":
             return self.jobs != 1
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1
