@@ -208,7 +208,7 @@ def half_type(value: Any) -> torch.dtype:
     dtype = _float_dtype(what, value)
     if dtype not in HALF_TYPES:
         raise ValueError(
-            f"{what}: dtype is the half type. "
+            f"{what}: dtype is the half dtype. "
             f'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'
         )
     return dtype

@@ -9,7 +9,7 @@ from torch import nn
 
 import ampatch as amp
 
-SAID = "gradients are used that an ampatch.scale_loss block left scaled"
+SAID = "its gradients are still scaled: an ampatch.scale_loss block"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_given_both_nothing_is_said(pair, caplog):
     assert SAID not in caplog.text
 
 
-FORGOT = "came without ampatch.scale_loss"
+FORGOT = "without an ampatch.scale_loss block"
 
 
 def plain(model, optimizer):
