@@ -127,8 +127,8 @@ if not TYPE_CHECKING:  # a checker would take any name to be there
             )
         if name not in _DIAGNOSTICS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
-        return found
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.diagnose"), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
 """Devices as commands measure and describe them: time, memory, names, random numbers.
 
-As in `torch_private/devices.py`, where a device lacks something the answer is the one that is right
-without it.
+Where a device lacks something, the answer is right without it, as in `torch_private/devices.py`.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ VISIBLE = {
 """By type of devices: the variable by which a process sees some of them only."""
 
 TOOLKITS = ("cuda", "hip", "xpu")
-"""What torch may have been built for, by its own names in `torch.version`."""
+"""The toolkits for which torch may have been built, by its names in `torch.version`."""
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all its work; what a CPU was given to do is done."""
+    """Wait until a device has done all its work.  The CPU has no work left to wait for."""
     if device.type == accelerator():
         torch.accelerator.synchronize(device)
 
@@ -100,7 +99,11 @@ def used() -> list[torch.device]:
     if kind is None or not _is_begun(kind):
         return []
     peaks = _peaks()
-    return [torch.device(kind)] if peaks is None else [one for one, peak in peaks.items() if peak]
+    return (
+        [torch.device(kind)]
+        if peaks is None
+        else [device for device, peak in peaks.items() if peak]
+    )
 
 
 def _peaks() -> dict[torch.device, int] | None:
@@ -109,15 +112,15 @@ def _peaks() -> dict[torch.device, int] | None:
     if kind is None or not _is_begun(kind):
         return None
     general = torch.accelerator.max_memory_allocated
-    asked = getattr(_module(kind), "max_memory_allocated", general)
+    peak_of = getattr(_module(kind), "max_memory_allocated", general)
     try:
-        return {torch.device(kind, index): asked(index) for index in range(count(kind))}
+        return {torch.device(kind, index): peak_of(index) for index in range(count(kind))}
     except NOT_THERE:
         return None
 
 
 def _is_begun(kind: str) -> bool:
-    """Whether this process has begun to use the accelerators; to look begins nothing."""
+    """Whether this process has begun to use the accelerators.  The question starts nothing."""
     return getattr(_module(kind), "is_initialized", lambda: True)()
 
 
@@ -126,14 +129,14 @@ def _is_begun(kind: str) -> bool:
 
 def count(kind: str) -> int:
     """How many devices of a type there are; 0 for a type that this torch does not know."""
-    asked = getattr(_module(kind), "device_count", None)
-    return 0 if asked is None else asked()
+    device_count = getattr(_module(kind), "device_count", None)
+    return 0 if device_count is None else device_count()
 
 
 def name_of(device: torch.device) -> str:
     """The name of the product where torch tells it, else the type of the device."""
-    asked = getattr(_module(device.type), "get_device_name", None)
-    return device.type if asked is None else asked(device)
+    get_name = getattr(_module(device.type), "get_device_name", None)
+    return device.type if get_name is None else get_name(device)
 
 
 def described() -> list[str]:
@@ -142,23 +145,23 @@ def described() -> list[str]:
     Tensor Cores take float16 from 7.0 and bfloat16 from 8.0 on.
     """
     kind = accelerator()
-    found = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
-    return [_described(one) for one in found]
+    devices = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
+    return [_described(device) for device in devices]
 
 
 def _described(device: torch.device) -> str:
-    parts, name = [str(device)], name_of(device)
+    words, name = [str(device)], name_of(device)
     if name != device.type:
-        parts.append(name)
+        words.append(name)
     if device.type == "cuda":
-        parts.append("({}.{})".format(*torch.cuda.get_device_capability(device)))
-    return " ".join(parts)
+        words.append("({}.{})".format(*torch.cuda.get_device_capability(device)))
+    return " ".join(words)
 
 
 def built_for() -> dict[str, str]:
     """The toolkits that this torch was built for, with their versions; none: for the CPU alone."""
-    found = {name: getattr(torch.version, name, None) for name in TOOLKITS}
-    return {name: version for name, version in found.items() if version}
+    versions = {name: getattr(torch.version, name, None) for name in TOOLKITS}
+    return {name: version for name, version in versions.items() if version}
 
 
 def has_tf32() -> bool:
@@ -167,23 +170,23 @@ def has_tf32() -> bool:
 
 
 def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
-    """Makes context managers in which random numbers are those that follow on this call.
+    """Returns a context manager factory; inside, random numbers are those that follow this call.
 
-    Those of torch, of Python's `random` and of NumPy's global generator, if that is imported.
-    Outside of them, and after them, random numbers go on untouched.
+    They come from torch, Python's `random` and NumPy's global generator, if NumPy is imported.
+    Outside of the context managers the generators are unchanged.
     """
-    found = accelerator()
-    tools: list[Any] = [torch] if found is None else [torch, _module(found)]
+    kind = accelerator()
+    tools: list[Any] = [torch] if kind is None else [torch, _module(kind)]
     generators = [(tool.get_rng_state, tool.set_rng_state) for tool in tools]
     generators.append((random.getstate, random.setstate))
     if (numpy := sys.modules.get("numpy")) is not None:
         generators.append((numpy.random.get_state, numpy.random.set_state))
-    then = [get() for get, _ in generators]
+    saved = [get() for get, _ in generators]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         now = [get() for get, _ in generators]
-        for (_, put), state in zip(generators, then):
+        for (_, put), state in zip(generators, saved):
             put(state)
         try:
             yield

@@ -38,10 +38,10 @@ def type_name(value: object) -> str:
 
 
 class UndoAll:
-    """Steps of an undo: each runs, whatever the others raise, and errors are raised at the end.
+    """The steps of an undo: each runs, whatever the others raise; errors are raised at the end.
 
-    A step that Ctrl-C has stopped runs again, from its beginning.  `what` is the user's call, with
-    which the message of several errors begins.
+    A step that Ctrl-C has stopped runs again, from its beginning.  `what` is the user's call, which
+    begins the message of several errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -71,8 +71,7 @@ class UndoAll:
         if len(self._errors) == 1 or interrupts:
             raise (interrupts or self._errors)[0]
         message = (
-            f"{self._what}: {len(self._errors)} parts could not be undone; the others are as they "
-            "were before."
+            f"{self._what}: {len(self._errors)} changes could not be undone; all others are undone."
         )
         group = getattr(builtins, "ExceptionGroup", None)
         if group is not None:
@@ -81,6 +80,6 @@ class UndoAll:
         raise AmpatchError(f"{message} {others}") from self._errors[0]
 
 
-def _are_alike(one: BaseException, other: BaseException) -> bool:
-    """Whether two errors say the same: several steps may meet one fault."""
-    return type(one) is type(other) and one.args == other.args
+def _are_alike(first: BaseException, second: BaseException) -> bool:
+    """Whether two errors have the same type and arguments: several steps may meet one fault."""
+    return type(first) is type(second) and first.args == second.args

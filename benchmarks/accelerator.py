@@ -71,9 +71,9 @@ def report(options: Namespace) -> Iterator[str]:
             plain, _ = count(name, FP32, optimizer, torch.float32, size)
             runs = [("float32", FP32), *((d, s) for d in options.dtypes for s in SYSTEMS)]
             for dtype, system in runs:
-                found, parameters = count(name, system, optimizer, getattr(torch, dtype), size)
-                cells = [getattr(found, attribute) for attribute in COUNTED]
-                cells.insert(1, f"{found.launches - plain.launches:+d}")
+                counts, parameters = count(name, system, optimizer, getattr(torch, dtype), size)
+                cells = [getattr(counts, attribute) for attribute in COUNTED]
+                cells.insert(1, f"{counts.launches - plain.launches:+d}")
                 rows.append([name, parameters, dtype, optimizer, system, *cells])
     launches, *others = [name.replace("list_copies", "copies of lists") for name in COUNTED]
     head = ["", "parameters", "dtype", "optimizer", "system", launches, "more than FP32", *others]

@@ -36,7 +36,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: who trains, in which half type, with which eps of Adam."""
+    """A line of the table: who trains, in which half dtype, with which eps of Adam."""
 
     system: str  # "O0" to "O3", or "autocast"
     dtype: str = "float16"
@@ -75,8 +75,8 @@ def train(task: Task, row: Row, seed: int, steps: int | None = None) -> Result:
     """Train `task` from scratch; ends at the first loss that is not finite."""
     run, dtype = task.make(seed, row.eps), getattr(torch, row.dtype)
     losses: list[float] = []
-    taken: list[object] = []
-    run.optimizer.register_step_post_hook(lambda *given: taken.append(given))
+    stepped: list[object] = []
+    run.optimizer.register_step_post_hook(lambda *args: stepped.append(args))
 
     def loss_of(modules: list) -> torch.Tensor:
         inputs, targets = next(run.batches)
@@ -90,10 +90,10 @@ def train(task: Task, row: Row, seed: int, steps: int | None = None) -> Result:
         for number in range(1, (steps or task.steps) + 1):
             step()
             if not math.isfinite(losses[-1]):
-                return Result(math.nan, number - len(taken), diverged_at=number)
+                return Result(math.nan, number - len(stepped), diverged_at=number)
         is_ours = row.system in OURS
         with contextlib.nullcontext() if is_ours else torch.autocast("cpu", dtype=dtype):
-            return Result(run.metric(), len(losses) - len(taken))
+            return Result(run.metric(), len(losses) - len(stepped))
     finally:
         amp.deactivate()
 
@@ -121,9 +121,9 @@ def welch(sample: list[float], reference: list[float]) -> Comparison:
     difference = mean(sample) - mean(reference)
     if len({*sample}) == len({*reference}) == 1:
         return Comparison(difference, difference, difference, float(difference == 0))
-    found = ttest_ind(sample, reference, equal_var=False)
-    interval = found.confidence_interval(1 - LEVEL)
-    return Comparison(difference, *map(float, (interval.low, interval.high, found.pvalue)))
+    test = ttest_ind(sample, reference, equal_var=False)
+    interval = test.confidence_interval(1 - LEVEL)
+    return Comparison(difference, *map(float, (interval.low, interval.high, test.pvalue)))
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,16 @@ def table(task: Task, lines: list[Line], steps: int) -> str:
     head = [task.metric, "mean", "s.d.", "n", "less O0 (95 % interval)", "p", "verdict", "skipped"]
     rows = []
     for line in lines:
-        n, places, found = len(line.metrics), task.places, line.against_o0
+        n, places, test = len(line.metrics), task.places, line.against_o0
         signed = f"+.{places}f"
         cells = [
             f"{mean(line.metrics):.{places}f}" if n else "",
             f"{stdev(line.metrics):.{places}f}" if n > 1 else "",
             n,
-            f"{found.difference:{signed}} ({found.low:{signed}} to {found.high:{signed}})"
-            if found
+            f"{test.difference:{signed}} ({test.low:{signed}} to {test.high:{signed}})"
+            if test
             else "",
-            f"{found.p:.3f}" if found else "",
+            f"{test.p:.3f}" if test else "",
             verdict(task, line),
             f"{sum(result.skipped for result in line.results)} of "
             f"{sum(result.diverged_at or steps for result in line.results)}",
@@ -203,8 +203,8 @@ def table(task: Task, lines: list[Line], steps: int) -> str:
 def summary(lines: list[Line]) -> str:
     """How many comparisons differ, beside how many would by chance."""
     comparisons = [line.against_o0 for line in lines if line.against_o0]
-    differing = [one for one in comparisons if not one.within_noise]
-    surviving = [one for one in differing if one.p < LEVEL / len(comparisons)]
+    differing = [comparison for comparison in comparisons if not comparison.within_noise]
+    surviving = [comparison for comparison in differing if comparison.p < LEVEL / len(comparisons)]
     diverged = [line.row.title for line in lines if not line.metrics]
     return (
         f"Comparisons with O0: {len(comparisons)}. Different at the 5 % level: {len(differing)} "

@@ -99,9 +99,9 @@ def report(options: Namespace) -> Iterator[str]:
             skipped = ("O3", HALF) if optimizer == "fused" else ()
             cells = [
                 "none"
-                if one in skipped
-                else " / ".join(map(str, count(name, one, optimizer, dtype)))
-                for one in SYSTEMS
+                if system in skipped
+                else " / ".join(map(str, count(name, system, optimizer, dtype)))
+                for system in SYSTEMS
             ]
             rows.append([name, optimizer, *cells])
     yield table(["", "optimizer", *SYSTEMS], rows)
@@ -142,8 +142,8 @@ class LiveBytes(TorchDispatchMode):
     @property
     def now(self) -> int:
         """What is alive."""
-        alive = [one for ref in list(self._alive.values()) if (one := ref()) is not None]
-        return sum({one.data_ptr(): one.nbytes() for one in alive}.values())
+        alive = [storage for ref in list(self._alive.values()) if (storage := ref()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
 
 
 MEMORY_SYSTEMS = [AUTOCAST, FP32, "O1", "O2", "O3", HALF]

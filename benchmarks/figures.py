@@ -92,17 +92,17 @@ class Figure:
     series: list[Series]
     alt: str
     caption: str  # what was measured, how often, on what and when
-    found: Results
+    results: Results
     columns: int = 1
 
     def block(self, page: Path) -> str:
         """Picture and caption, in Markdown, for a page in docs/."""
         docs = "../" * (len(page.relative_to(DOCS).parts) - 1)
         picture = f"![{self.alt}]({docs}images/{self.name}.svg)"
-        file = self.found.path.relative_to(DOCS.parent)
-        is_page = DOCS in self.found.path.parents
+        file = self.results.path.relative_to(DOCS.parent)
+        is_page = DOCS in self.results.path.parents
         source = "the tables of this page" if is_page else f"[{file}]({docs}../{file})"
-        where = self.found.says(WHERE)
+        where = self.results.says(WHERE)
         caption = f"*{self.caption} {where}. Drawn by `benchmarks/run.py figures` from {source}.*"
         wrapped = (
             textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
@@ -205,14 +205,14 @@ def large_steps() -> Figure:
 
 
 def _speed(size: str, file: str, table: str) -> Figure:
-    found, title = Results.newest(file), f"{size.title()} steps"
+    results, title = Results.newest(file), f"{size.title()} steps"
     speeds = {
         textwrap.fill(row[""], 16): {name: Value.of(cell) for name, cell in row.items() if name}
-        for row in found.tables()[table]
+        for row in results.tables()[table]
     }
     shown = [series.name for series in LEVELS]
     of_all = speeds["geometric mean"]
-    means = ", ".join(f"{one} {of_all[one].middle:.2f}" for one in shown)
+    means = ", ".join(f"{system} {of_all[system].middle:.2f}" for system in shown)
     panel = Panel(
         "speed-up over autocast + GradScaler",
         {row: {name: values[name] for name in shown} for row, values in speeds.items()},
@@ -225,19 +225,19 @@ def _speed(size: str, file: str, table: str) -> Figure:
         LEVELS,
         f"{title}: speed-ups over autocast + GradScaler by model. Geometric means: {means}.",
         f"{title}: speed-up of a training step over autocast + GradScaler; right of 1 is faster. "
-        f"Measured in {found.says(TIMED)}; the grey band is autocast measured again. Native: with "
-        "the native part.",
-        found,
+        f"Measured in {results.says(TIMED)}; the grey band is autocast measured again. Native: "
+        "with the native part.",
+        results,
     )
 
 
 def accuracy() -> Figure:
     """How far each level's metric is from O0's, by task."""
-    found = Results(DOCS / "accuracy.md")
-    tasks = {heading: rows for heading, rows in found.tables().items() if "verdict" in rows[0]}
+    results = Results(DOCS / "accuracy.md")
+    tasks = {heading: rows for heading, rows in results.tables().items() if "verdict" in rows[0]}
     levels = {_named(row)[0]: None for rows in tasks.values() for row in rows[1:]}
     order = sorted(levels, key=lambda level: (level == "autocast", level))
-    runs = found.says(r"^Runs per row: (\d+)")
+    runs = results.says(r"^Runs per row: (\d+)")
     diverged = [
         f"{next(iter(row.values()))} on {heading.partition(':')[0]}"
         for heading, rows in tasks.items()
@@ -253,7 +253,7 @@ def accuracy() -> Figure:
         f"Held-out result less that of O0 (FP32): difference of means and 95 % interval of Welch's "
         f"test, {runs} seeds per row; above each panel O0's mean and standard deviation. One "
         "thread of a CPU.",
-        found,
+        results,
         columns=2,
     )
 
@@ -297,7 +297,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 def completed(page: Path) -> str:
     """A page's text with each figure that it asks for."""
     text = page.read_text(encoding="utf-8")
-    return PLACE.sub(lambda found: f"{found[1]}{FIGURES[found[2]]().block(page)}{found[3]}", text)
+    return PLACE.sub(lambda match: f"{match[1]}{FIGURES[match[2]]().block(page)}{match[3]}", text)
 
 
 def report(options: Namespace) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Training speed and memory on a GPU beside torch.autocast + GradScaler.
 
-For each model, half type and system, each in a process of its own: milliseconds per step and items
+For each model, half dtype and system, each in a process of its own: milliseconds per step and items
 per second (median of the rounds; one system after the other, the reference twice), peak memory of
 the steps, kernels, operators and casts per step, how often a step makes the host wait, and the
 milliseconds of a whole step that a CUDA graph replays.  O0 is FP32 as torch has it (no TF32).
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from counts import count_step
+from detection import DETECTORS
 from measuring import alone, table
 from realistic import ON_A_DEVICE_TOO
 from systems import (
@@ -82,8 +83,8 @@ def kernels(step: Step) -> int | None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         step()
         torch.cuda.synchronize()
-    found = (event.count for event in trace.key_averages() if event.key.startswith(LAUNCHES))
-    return sum(found) or None
+    launches = (event.count for event in trace.key_averages() if event.key.startswith(LAUNCHES))
+    return sum(launches) or None
 
 
 def waits(step: Step) -> int:
@@ -119,24 +120,25 @@ def run(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any
     compiler = "aot_eager" if options.small else "inductor"
     how = How(getattr(torch, dtype), adamw, device=device, always_scaled=False, compiler=compiler)
     with torch.device(device):
-        task = {**ON_A_DEVICE, **ON_A_DEVICE_TOO}[name][TINY if options.small else FULL]()
+        sizes = {**ON_A_DEVICE, **ON_A_DEVICE_TOO, **DETECTORS}[name]
+        task = sizes[TINY if options.small else FULL]()
     with one_stream(device) as stream:
         step = (make_evaluation if options.evaluate else make_step)(task, system, how)
         seconds(step, options.warm_up, device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = [seconds(step, options.steps, device) for _ in range(options.rounds)]
-        found = {"fused": options.fused, "seconds": times, "unit": task.unit, "items": task.items}
+        result = {"fused": options.fused, "seconds": times, "unit": task.unit, "items": task.items}
         if not is_compiled:
             counted = count_step(step)
-            found |= {"operators": counted.operators, "casts": counted.casts}
+            result |= {"operators": counted.operators, "casts": counted.casts}
         if device == "cuda":
             if options.rounds:  # what came before in this process counts otherwise
-                found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found |= {"kernels": kernels(step), "waits": waits(step)}
+                result["peak_bytes"] = torch.cuda.max_memory_allocated()
+            result |= {"kernels": kernels(step), "waits": waits(step)}
             if options.fused and not is_compiled:
-                found["replayed"] = replayed(step, options.steps, stream)
-        return found
+                result["replayed"] = replayed(step, options.steps, stream)
+        return result
 
 
 def counted_here(name: str, system: str, dtype: str, options: Namespace) -> dict[str, Any]:
@@ -161,30 +163,30 @@ HEAD = (
 def rows_of(results: list[dict[str, Any]]) -> Iterator[list[Any]]:
     """Speed and memory relative to autocast + GradScaler."""
     bases = {(r["model"], r["dtype"]): r for r in results if r["system"] == AUTOCAST}
-    for found in results:
-        head = [found["model"], found["dtype"], found["system"]]
-        if "failed" in found:
-            yield [*head, f"failed: {found['failed']}", *[""] * (len(HEAD) - 4)]
+    for result in results:
+        head = [result["model"], result["dtype"], result["system"]]
+        if "failed" in result:
+            yield [*head, f"failed: {result['failed']}", *[""] * (len(HEAD) - 4)]
             continue
-        base = bases.get((found["model"], found["dtype"]), {})
-        peak, of_base = found.get("peak_bytes"), base.get("peak_bytes")
+        base = bases.get((result["model"], result["dtype"]), {})
+        peak, of_base = result.get("peak_bytes"), base.get("peak_bytes")
         cells = [
-            *_speeds(found, base),
+            *_speeds(result, base),
             peak and f"{peak / 2**20:.0f}",
             peak and of_base and f"{peak / of_base:.3f}",
-            *(found.get(name) for name in ("kernels", "operators", "casts", "waits")),
-            _milliseconds(found.get("replayed")),
+            *(result.get(name) for name in ("kernels", "operators", "casts", "waits")),
+            _milliseconds(result.get("replayed")),
         ]
         yield head + ["" if cell is None else cell for cell in cells]
 
 
-def _speeds(found: dict[str, Any], base: dict[str, Any]) -> list[str | None]:
+def _speeds(result: dict[str, Any], base: dict[str, Any]) -> list[str | None]:
     """Milliseconds, items per second, and the speed relative to the reference."""
-    if not found["seconds"]:
+    if not result["seconds"]:
         return [None, None, None]
-    time_of = statistics.median(found["seconds"])
+    time_of = statistics.median(result["seconds"])
     of_base = statistics.median(base["seconds"]) if base.get("seconds") else None
-    rate = f"{found['items'] / time_of:.0f} {found['unit']}"
+    rate = f"{result['items'] / time_of:.0f} {result['unit']}"
     return [_milliseconds(time_of), rate, of_base and f"{of_base / time_of:.3f}"]
 
 
@@ -207,21 +209,21 @@ def measure(options: Namespace, results: list[dict[str, Any]]) -> None:
     for name, system, dtype in planned(options):
         begun = time.perf_counter()
         try:
-            found = call(name, system, dtype, options)
+            result = call(name, system, dtype, options)
         except Exception as error:  # of torch, the driver or a compiler: the others go on
-            found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        results.append({"model": name, "system": system, "dtype": dtype, **found})
-        taken = f"{time.perf_counter() - begun:.0f} s"
-        print(f"{name}, {dtype}, {system}: {found.get('failed', taken)}", file=sys.stderr)
+            result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        results.append({"model": name, "system": system, "dtype": dtype, **result})
+        duration = f"{time.perf_counter() - begun:.0f} s"
+        print(f"{name}, {dtype}, {system}: {result.get('failed', duration)}", file=sys.stderr)
 
 
 def report(options: Namespace) -> Iterator[str]:
-    """A row per model, half type and system."""
+    """A row per model, half dtype and system."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated before the end"))
     results: list[dict[str, Any]] = []
     try:
         measure(options, results)
     finally:
         yield table(list(HEAD), rows_of(results))
-    if any("failed" in found for found in results):
+    if any("failed" in result for result in results):
         sys.exit(1)

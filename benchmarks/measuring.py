@@ -85,20 +85,20 @@ def measure(
 Quartiles = tuple[float, float, float]
 
 
-def told(found: Quartiles) -> str:
+def told(quartiles: Quartiles) -> str:
     """`1.09 (1.08 to 1.10)`."""
-    low, middle, high = (f"{value:.2f}" for value in found)
+    low, middle, high = (f"{value:.2f}" for value in quartiles)
     return f"{middle} ({low} to {high})"
 
 
 def speed_ups(times: dict[str, list[float]], reference: str) -> dict[str, Quartiles]:
     """Quartiles of the reference's time over each system's; above 1 is faster than it."""
-    found = {}
+    ratios_by_system = {}
     for system, values in times.items():
         ratios = [base / value for value, base in zip(values, times[reference])]
         low, middle, high = statistics.quantiles(ratios if len(ratios) > 1 else ratios * 2, n=4)
-        found[system] = low, middle, high
-    return found
+        ratios_by_system[system] = low, middle, high
+    return ratios_by_system
 
 
 def machine() -> str:

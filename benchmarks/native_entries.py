@@ -35,21 +35,23 @@ Place = tuple[ModuleType, str, Any]
 def twins() -> dict[str, list[Place]]:
     """By the name of a native function: where ampatch has it, and what stands there without."""
     functions = {id(value): name for name, value in vars(native.part).items() if callable(value)}
-    modules = [one for title, one in list(sys.modules.items()) if title.startswith("ampatch.")]
-    found: dict[str, list[Place]] = {}
+    modules = [
+        module for title, module in list(sys.modules.items()) if title.startswith("ampatch.")
+    ]
+    places_of: dict[str, list[Place]] = {}
     for module in modules:
         names = [name for name, value in vars(module).items() if id(value) in functions]
         twin = vars(_without_native(module)) if names else {}
         for name in names:
             function = vars(module)[name]
             if twin[name] is not function:  # it is chosen here, and others import it from here
-                found[functions[id(function)]] = [
+                places_of[functions[id(function)]] = [
                     (holder, key, twin[name])
                     for holder in modules
                     for key, value in vars(holder).items()
                     if value is function
                 ]
-    return found
+    return places_of
 
 
 def _without_native(module: ModuleType) -> ModuleType:
@@ -88,16 +90,16 @@ def report(options: Namespace) -> Iterator[str]:
     """A row for each function, with geometric means over the models."""
     if native.part is None:
         sys.exit("The native part is not in force: ampatch build, AMPATCH_NATIVE=1.")
-    found = twins()
-    rows: dict[str, list[float]] = {name: [] for name in sorted(found)}
+    places_of = twins()
+    rows: dict[str, list[float]] = {name: [] for name in sorted(places_of)}
     for level, make in COLUMNS.values():
-        ratios: dict[str, list[float]] = {name: [] for name in found}
+        ratios: dict[str, list[float]] = {name: [] for name in places_of}
         for model in options.models or SMALL:
             torch.manual_seed(0)
             step = make(TASKS[model](), level, How(getattr(torch, options.dtype)))
             for _ in range(20):
                 step()
-            for name, places in found.items():
+            for name, places in places_of.items():
                 ratios[name].append(ratio(step, places, options.rounds, options.seconds))
             ampatch.deactivate()
         for name, values in ratios.items():

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# What must be known of a real GPU, in under 20 minutes, from a checkout without an installed ampatch.
+# What must be known of a real GPU, in at most ten minutes, from a checkout without an installed ampatch.
 #
 #   benchmarks/on_gpu.sh [--small] [--only NAME,NAME] [--out FOLDER] [--device DEVICE]
 #
-# Sections, each with a time limit of its own; one that fails is reported and stops no other:
-#   machine   versions, the device, how fast half is (ampatch doctor)
-#   tests     the tests marked gpu: situations, CUDA graphs, waits as CUDA sees them, optimizers, two ranks, examples
-#   counts    kernels, operators, casts, waits and graph capture per step, small shapes
-#   resnet, gpt, bert   time, memory, kernels, waits, graph replay: O0 to O3, autocast, torch.compile
-#   users, evaluation   models of users' sizes, in training and without gradients
-#   sweep     ampatch sweep of an example
+# Sections in the order in which they run, each with a time limit of its own; one that fails is reported and
+# stops no other:
+#   machine     versions, the device, how fast half is (ampatch doctor), and the native part is built
+#   tests       the tests marked gpu: situations, CUDA graphs, waits as CUDA sees them, optimizers, two ranks
+#   counts      kernels, operators, casts, waits and graph capture per step, small shapes
+#   resnet, gpt, bert   time, memory, kernels, waits and graph replay of autocast, O1 and O2, with the native
+#               part too: in training, then without gradients
+#   compile     GPT-2 under torch.compile: autocast, O1, O2
+#   detection   two of torchvision's detectors, in training and without gradients
 #
 # --small does the same in small shapes, on the CPU where there is no GPU; its limits are three times as
-# long.  --only chooses sections: where a command may take ten minutes, `--only machine,tests,counts`,
-# `--only resnet,gpt` and `--only bert,users,evaluation,sweep`.  Results go to FOLDER (benchmarks/results), into
-# DATE-DEVICE.md; what the programs say meanwhile goes into DATE-DEVICE.log beside it.  Later runs of a
-# day add to both.  PYTHON names the interpreter (python3).  Exit status: 1 if a section failed.
+# long.  --only chooses sections.  Results go to FOLDER (benchmarks/results), into DATE-DEVICE.md; what the
+# programs say meanwhile goes into DATE-DEVICE.log beside it.  Later runs of a day add to both.  PYTHON names
+# the interpreter (python3).  Exit status: 1 if a section failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-names=(machine tests counts resnet gpt bert users evaluation sweep)
+names=(machine tests counts resnet gpt bert compile detection)
 python=${PYTHON:-python3} small='' only='' out=benchmarks/results device=''
 
 usage() {
@@ -106,6 +107,7 @@ section() {
 machine() {
     command -v nvidia-smi >/dev/null && nvidia-smi
     git log -1 --format='commit %H' 2>/dev/null
+    "$python" -m ampatch build || echo "The native part could not be built: its rows are missing."
     "$python" -m ampatch doctor
 }
 
@@ -114,44 +116,45 @@ marked() {
         echo "pytest is missing: pip install pytest"
         return 1
     }
-    local files
+    local files workers=()
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n 4)
     mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
     # By NVML torch counts GPUs without starting CUDA, which a process that forks others must not do.
     PYTORCH_NVML_BASED_CUDA_CHECK=1 \
-        "$python" -m pytest -q -p no:cacheprovider -m gpu -rs "${files[@]}"
+        "$python" -m pytest -q -p no:cacheprovider -m gpu -rs "${workers[@]}" "${files[@]}"
 }
 
-swept() {
-    local options=(--rounds 2) steps=200
-    [[ $small ]] && options=(--rounds 1 --levels O0,O1 --dtypes bfloat16 --no-autocast) steps=8
-    "$python" -m ampatch sweep examples/char_lm.py --out "$scratch/sweep" "${options[@]}" \
-        -- --steps "$steps" --epochs 1 --device "$device"
+# timed OPTIONS...: a table in training, and one without gradients.  At the end of its time it waits for the
+# table of what was measured until then.
+timed() {
+    local failed=0 cut=0
+    trap 'cut=1' TERM
+    "$python" benchmarks/run.py gpu --device "$device" $small --compile "$@" || failed=1
+    ((cut)) || "$python" benchmarks/run.py gpu --device "$device" $small --compile "$@" --evaluate || failed=1
+    return $failed
 }
 
-export -f machine marked swept
-export python small device scratch
+export -f machine marked timed
+export python small device
 
 gpu=("$python" benchmarks/run.py gpu --device "$device" $small)
-plain=(--systems autocast O1 O2 O3 --compile --rounds 0 --warm-up 3)
+counted=(--systems autocast O1 O2 O3 --compile --rounds 0 --warm-up 3)
 if [[ $small ]]; then
-    plain+=(--dtypes bfloat16)
-    timed=(--rounds 1 --steps 2 --warm-up 1 --dtypes bfloat16 --compile O1) half=bfloat16
+    counted+=(--dtypes bfloat16)
+    short=(--rounds 1 --steps 2 --warm-up 1 --dtypes bfloat16)
 else
-    timed=(--rounds 4 --steps 8) half=float16
+    short=(--rounds 3 --steps 6 --warm-up 3 --dtypes float16)
 fi
+systems=(--systems autocast O1 O2 'O1 native' 'O2 native')
 
-section machine 60 fence bash -c machine
-section tests 270 fence bash -c marked
-section counts 90 '' "${gpu[@]}" --small "${plain[@]}"
-section resnet 240 '' "${gpu[@]}" --models ResNet-50 "${timed[@]}"
-section gpt 210 '' "${gpu[@]}" --models 'GPT-2 small' "${timed[@]}"
-section bert 240 '' "${gpu[@]}" --models 'BERT large' "${timed[@]}"
-users=(--models encoder 'encoder, frozen' LSTM EmbeddingBags U-Net)
-[[ $device == cpu ]] || users+=(ViT)  # under autocast torch's fused layer refuses it there in evaluation
-users+=(--systems autocast O1 O2 O3 --compile "${timed[@]:0:4}" --dtypes "$half")
-section users 150 '' "${gpu[@]}" "${users[@]}"
-section evaluation 100 '' "${gpu[@]}" "${users[@]}" --evaluate
-section sweep 120 fence bash -c swept
+section machine 45 fence bash -c machine
+section tests 120 fence bash -c marked
+section counts 35 '' "${gpu[@]}" --small "${counted[@]}"
+section resnet 80 '' bash -c 'timed "$@"' timed --models ResNet-50 "${short[@]}" "${systems[@]}"
+section gpt 80 '' bash -c 'timed "$@"' timed --models 'GPT-2 small' "${short[@]}" "${systems[@]}"
+section bert 90 '' bash -c 'timed "$@"' timed --models 'BERT large' "${short[@]}" "${systems[@]}"
+section compile 90 '' "${gpu[@]}" --models 'GPT-2 small' "${short[@]}" --systems autocast --compile autocast O1 O2
+section detection 60 '' bash -c 'timed "$@"' timed --models 'Faster R-CNN' RetinaNet "${short[@]}" --systems autocast O1 O2
 
 printf '%s\n' '' "${summary[@]}" "$page"
 printf '%s\n' '' '## Sections' '' "${summary[@]/#/- }" >>"$page"

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 def layers_of(width: int, count: int, heads: int = 4) -> nn.Sequential:
     """Layers of a transformer encoder, the batch first."""
-    made = [
+    layers = [
         nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
         for _ in range(count)
     ]
-    return nn.Sequential(*made)
+    return nn.Sequential(*layers)
 
 
 class Encoder(nn.Module):
@@ -191,11 +191,11 @@ class Separable(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        made: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1)]
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1)]
         for _ in range(layers):
-            made += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.BatchNorm2d(width)]
-            made += [nn.Hardswish(), nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)]
-        self.layers, self.head = nn.Sequential(*made), nn.Linear(width, 8)
+            layers += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.BatchNorm2d(width)]
+            layers += [nn.Hardswish(), nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, 8)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.head(self.layers(pixels).mean((2, 3)))

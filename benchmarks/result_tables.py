@@ -22,8 +22,8 @@ class Value(NamedTuple):
     @classmethod
     def of(cls, cell: str) -> Value:
         """`1.09 (1.08 to 1.10)`, or a number alone."""
-        found = INTERVAL.fullmatch(cell)
-        return cls(*map(float, found.groups())) if found else cls(float(cell))
+        match = INTERVAL.fullmatch(cell)
+        return cls(*map(float, match.groups())) if match else cls(float(cell))
 
     def __str__(self) -> str:
         ends = "" if self.low is None else f" ({self.low:g} to {self.high:g})"
@@ -40,21 +40,21 @@ class Results:
     @classmethod
     def newest(cls, name: str) -> Results:
         """The last of the dated files `results/DATE-name.md`."""
-        found = sorted(RESULTS.glob(f"????-??-??-{name}.md"))
-        if not found:
+        files = sorted(RESULTS.glob(f"????-??-??-{name}.md"))
+        if not files:
             raise FileNotFoundError(f"no file {RESULTS}/DATE-{name}.md: a benchmark writes it")
-        return cls(found[-1])
+        return cls(files[-1])
 
     def says(self, pattern: str) -> str:
         """The first group of a pattern in the text."""
-        found = re.search(pattern, self.text, re.MULTILINE)
-        if found is None:
+        match = re.search(pattern, self.text, re.MULTILINE)
+        if match is None:
             raise ValueError(f"{self.path} has nothing like {pattern!r}")
-        return found[1]
+        return match[1]
 
     def tables(self) -> dict[str, list[dict[str, str]]]:
         """The rows of each table by the heading above it; a row is its cells by column."""
-        found: dict[str, list[dict[str, str]]] = {}
+        tables: dict[str, list[dict[str, str]]] = {}
         heading, columns = "", list[str]()
         for line in self.text.splitlines():
             if line.startswith("#"):
@@ -64,8 +64,8 @@ class Results:
             elif not columns:
                 columns = _cells(line)
             elif not line.startswith("|---"):
-                found.setdefault(heading, []).append(dict(zip(columns, _cells(line))))
-        return found
+                tables.setdefault(heading, []).append(dict(zip(columns, _cells(line))))
+        return tables
 
 
 def _cells(line: str) -> list[str]:

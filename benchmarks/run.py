@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import speed
 import torch
+from detection import DETECTORS
 from measuring import command, machine
 from realistic import REALISTIC
 from tasks import ON_A_DEVICE, TASKS
 
 HALF_TYPES = ("float16", "bfloat16")
+MODELS = (*TASKS, *REALISTIC, *ON_A_DEVICE, *DETECTORS)
 
 
 def positive(text: str) -> int:
@@ -39,7 +41,7 @@ def place(text: str) -> Path:
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "models": {"nargs": "+", "metavar": "MODEL", "choices": (*TASKS, *REALISTIC, *ON_A_DEVICE)},
+    "models": {"nargs": "+", "metavar": "MODEL", "choices": MODELS},
     "systems": {"nargs": "+", "metavar": "SYSTEM", "help": "the first is the reference"},
     "rounds": {"type": int},
     "seconds": {"type": float, "help": "of each system's turn"},
@@ -154,14 +156,14 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def chosen(mode: Mode, given: dict[str, Any], parser: argparse.ArgumentParser) -> Any:
+def chosen(mode: Mode, flags: dict[str, Any], parser: argparse.ArgumentParser) -> Any:
     """The options of one mode: what was given, else its defaults."""
-    if wrong := [flag for flag in given if flag not in mode.flags]:
+    if wrong := [flag for flag in flags if flag not in mode.flags]:
         parser.error(
             f"{mode.about}: it takes no --{wrong[0]}, but {' '.join(mode.flags) or 'none'}"
         )
-    found = {**mode.flags, **given}
-    return argparse.Namespace(**{flag.replace("-", "_"): value for flag, value in found.items()})
+    values = {**mode.flags, **flags}
+    return argparse.Namespace(**{flag.replace("-", "_"): value for flag, value in values.items()})
 
 
 def main() -> None:
@@ -178,12 +180,12 @@ def main() -> None:
     if options["list"] or not options["names"]:
         print(listing())
         return
-    names = [one for n in options["names"] for one in (speed.TABLES if n == "speed" else [n])]
+    names = [name for n in options["names"] for name in (speed.TABLES if n == "speed" else [n])]
     if unknown := [name for name in names if name not in MODES]:
         parser.error(f"there is no benchmark {unknown[0]}; --list names them")
-    given = {flag: options[flag.replace("-", "_")] for flag in FLAGS}
-    given = {flag: value for flag, value in given.items() if value is not None}
-    plans = [(name, chosen(MODES[name], given, parser)) for name in names]
+    flags = {flag: options[flag.replace("-", "_")] for flag in FLAGS}
+    flags = {flag: value for flag, value in flags.items() if value is not None}
+    plans = [(name, chosen(MODES[name], flags, parser)) for name in names]
     torch.set_num_threads(1)
     page: list[str] = []
     try:

@@ -135,7 +135,7 @@ def report(which: str, options: Namespace) -> Iterator[str]:
     """A row per model, and the geometric means."""
     of = TABLES[which]
     systems = options.systems or with_native(of.systems)
-    if with_native(systems) == systems and not any(NATIVE in one for one in systems):
+    if with_native(systems) == systems and not any(NATIVE in system for system in systems):
         yield "No native part is built here: its columns are left out.\n"
     rows, medians = [], []
     for name in options.models or of.models:
@@ -146,9 +146,9 @@ def report(which: str, options: Namespace) -> Iterator[str]:
         )
         a_step = min(run(systems[:1], rounds=3, steps=2)[systems[0]])
         times = run(systems, rounds=options.rounds, steps=max(1, round(options.seconds / a_step)))
-        found = speed_ups(times, systems[0]).values()
-        medians.append([middle for _, middle, _ in found])
-        rows.append([name, *map(told, found)])
+        ratios = speed_ups(times, systems[0]).values()
+        medians.append([middle for _, middle, _ in ratios])
+        rows.append([name, *map(told, ratios)])
         print(*rows[-1], sep=" | ", flush=True)
     means = [f"**{statistics.geometric_mean(column):.3f}**" for column in zip(*medians)]
     yield f"### {of.title}\n\n" + table(["", *systems], [*rows, ["geometric mean", *means]])

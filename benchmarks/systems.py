@@ -56,8 +56,8 @@ def with_native(systems: list[str]) -> list[str]:
     """The systems, and O1 and O2 with the native part beside them where it is built."""
     if native.part is None:
         return systems
-    ours = [one for one in systems if one in ("O1", "O2")]
-    return [*systems, *(one + NATIVE for one in ours)]
+    ours = [system for system in systems if system in ("O1", "O2")]
+    return [*systems, *(system + NATIVE for system in ours)]
 
 
 def environment(system: str) -> dict[str, str]:
@@ -99,16 +99,16 @@ def make_step(task: Task, system: str, how: How = PLAIN) -> Callable[[], None]:
             loss_of(task.modules).backward()
 
     def step() -> None:
-        for loss_of, one in zip(task.losses, optimizers):
+        for loss_of, own_optimizer in zip(task.losses, optimizers):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             for left in reversed(range(passes)):
-                backward(loss_of, one, left > 0)
+                backward(loss_of, own_optimizer, left > 0)
             if is_scaled:
-                scaler.step(one)
+                scaler.step(own_optimizer)
                 scaler.update()
             else:
-                one.step()
+                own_optimizer.step()
 
     return step
 

@@ -40,7 +40,7 @@ def supervised(model: nn.Module, inputs: Tensor, targets: Tensor, unit: str = "i
 
 def mlp(layers: int, width: int, batch: int, classes: int = 10) -> Task:
     """Linear layers with ReLU between."""
-    inside = [one for _ in range(layers - 1) for one in (nn.Linear(width, width), nn.ReLU())]
+    inside = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*inside, nn.Linear(width, classes))
     return supervised(model, torch.randn(batch, width), torch.randint(0, classes, (batch,)))
 
@@ -72,7 +72,7 @@ def conv_net(
     widths: list[int], batch: int, pixels: int, blocks: int = 0, classes: int = 10
 ) -> Task:
     """Convolutions with BatchNorm from each width to the next, then residual blocks."""
-    layers = [one for pair in itertools.pairwise(widths) for one in _convolution(*pair)]
+    layers = [layer for pair in itertools.pairwise(widths) for layer in _convolution(*pair)]
     layers += [Residual(widths[-1]) for _ in range(blocks)]
     head = nn.Linear(widths[-1], classes)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)

@@ -46,7 +46,7 @@ def way_of(does: Callable[[], object]) -> Way:
     finally:
         sys.setprofile(None)
     pairs = itertools.pairwise(entered)
-    return Way(len(entered), len(set(entered)), 1 + sum(one != other for one, other in pairs))
+    return Way(len(entered), len(set(entered)), 1 + sum(file != other for file, other in pairs))
 
 
 def ways() -> dict[str, Way]:
@@ -70,14 +70,14 @@ def _at(level: str, name: str, factor: float) -> dict[str, Way]:
 
     for _ in range(WARM_UP):
         step()
-    found = {f"{level} forward": way_of(lambda: model(x))}
-    found[f"{level} {name}"] = way_of(lambda: step(factor))
+    ways = {f"{level} forward": way_of(lambda: model(x))}
+    ways[f"{level} {name}"] = way_of(lambda: step(factor))
     amp.deactivate()
-    return found
+    return ways
 
 
 def report(options: Namespace) -> Iterator[str]:
     """A row for each way."""
-    found = alone(ways, environment={"AMPATCH_NATIVE": "0"})
-    rows = [[name, *map(str, way)] for name, way in found.items()]
+    ways_by_name = alone(ways, environment={"AMPATCH_NATIVE": "0"})
+    rows = [[name, *map(str, way)] for name, way in ways_by_name.items()]
     yield table(["", "calls", "files", "changes of file"], rows)

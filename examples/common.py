@@ -42,9 +42,9 @@ def digits(args, **loader_options):
     """Training and test batches of scikit-learn's digits, 1 x 8 x 8."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32, device=args.device).unsqueeze(1) / 16
-    labels = torch.tensor(found.target, device=args.device)
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32, device=args.device).unsqueeze(1) / 16
+    labels = torch.tensor(data.target, device=args.device)
     cut = len(labels) * 4 // 5
     train = TensorDataset(images[:cut], labels[:cut])
     test = TensorDataset(images[cut:], labels[cut:])

@@ -46,10 +46,10 @@ def main():
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-        found = accuracy(model, test_loader)
+        test_accuracy = accuracy(model, test_loader)
         if dist.get_rank() == 0:
-            amp.log_metrics(test_accuracy=found)
-            print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.4f}")
+            amp.log_metrics(test_accuracy=test_accuracy)
+            print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {test_accuracy:.4f}")
     dist.destroy_process_group()
 
 

@@ -36,11 +36,11 @@ class Adapted(nn.Module):
 
 def pretrained(device):
     """A network that scikit-learn has trained on the digits 0 to 4, with ten outputs."""
-    found = load_digits(n_class=5)
+    data = load_digits(n_class=5)
     learnt = MLPClassifier((256, 256), max_iter=10, random_state=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # ten epochs will do
-        learnt.fit(found.data / 16, found.target)
+        learnt.fit(data.data / 16, data.target)
     features = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()
     )
@@ -69,9 +69,9 @@ def main():
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-        found = accuracy(model, test_loader)
-        amp.log_metrics(test_accuracy=found)
-        print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.4f}")
+        test_accuracy = accuracy(model, test_loader)
+        amp.log_metrics(test_accuracy=test_accuracy)
+        print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {test_accuracy:.4f}")
     kept = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     print(f"frozen weights: {kept / 1024:.0f} KiB")
 

@@ -33,9 +33,9 @@ class Digits(LightningModule):
         self.right.append((self.net(images).argmax(1) == labels).float().mean().item())
 
     def on_validation_epoch_end(self):
-        found, self.right = sum(self.right) / len(self.right), []
-        amp.log_metrics(test_accuracy=found)
-        print(f"epoch {self.current_epoch + 1:2d}  test accuracy {found:.4f}")
+        test_accuracy, self.right = sum(self.right) / len(self.right), []
+        amp.log_metrics(test_accuracy=test_accuracy)
+        print(f"epoch {self.current_epoch + 1:2d}  test accuracy {test_accuracy:.4f}")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)

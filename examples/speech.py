@@ -90,9 +90,9 @@ def main():
                 scaled_loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        found = accuracy(model, batches(4, args, seed=0))
-        amp.log_metrics(test_accuracy=found)
-        print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {found:.4f}")
+        test_accuracy = accuracy(model, batches(4, args, seed=0))
+        amp.log_metrics(test_accuracy=test_accuracy)
+        print(f"epoch {epoch:2d}  loss {loss.item():.4f}  test accuracy {test_accuracy:.4f}")
 
 
 if __name__ == "__main__":

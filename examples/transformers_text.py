@@ -35,8 +35,8 @@ def rows():
 
 def main():
     args = options("transformers with mixed precision", epochs=2, lr=3e-3, batch_size=16)
-    found = rows()
-    cut = len(found) * 9 // 10
+    dataset = rows()
+    cut = len(dataset) * 9 // 10
     config = GPT2Config(vocab_size=ASCII, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -55,8 +55,8 @@ def main():
         trainer = MixedPrecisionTrainer(
             GPT2LMHeadModel(config),
             arguments,
-            train_dataset=found[:cut],
-            eval_dataset=found[cut:],
+            train_dataset=dataset[:cut],
+            eval_dataset=dataset[cut:],
             **settings(args),
         )
         trainer.train()

@@ -1,4 +1,4 @@
-"""Checks of models and optimizers that a script gives, before anything is changed.
+"""Checks of the script's models and optimizers, before anything is changed.
 
 Single numbers and words are checked in `config/validation.py`, settings of an opt level in
 `config/opt_levels.py`.
@@ -37,9 +37,9 @@ _matched: set[Any] = set()  # keys of overrides, since the process began
 
 
 class _Unmatched:
-    """Observer until the first step: an override from outside that has not matched yet.
+    """Observer until the first step: an override of the environment that matches no submodule yet.
 
-    Another `initialize` may bring its submodule.
+    Another `initialize` may bring the submodule.
     """
 
     def __init__(self, key: Any, expected: str) -> None:
@@ -59,7 +59,7 @@ class _Unmatched:
 
 
 def known_names(function: Callable[P, T]) -> Callable[P, T]:
-    """A public function, which names the argument that was meant by a wrong name (`TypeError`)."""
+    """Decorator of a public function: a wrong argument's `TypeError` suggests the right name."""
     names = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -80,30 +80,30 @@ def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
     Raises `TypeError` for anything that is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(models, lambda one: isinstance(one, nn.Module), f"{call}(models=", expected)
+    return _listed(models, lambda model: isinstance(model, nn.Module), f"{call}(models=", expected)
 
 
 def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
-    """The optimizers as a list.  Any object with `param_groups` and `step` is one (LARC), except
-    those with `__slots__`, whose `step` cannot be replaced.
+    """The optimizers as a list: objects with `param_groups` and `step` (LARC too).
 
-    In the place of one that stands for a managed optimizer there is that optimizer.
+    Objects with `__slots__` are refused: their `step` cannot be replaced.  An object that stands
+    for a managed optimizer is replaced by that optimizer.
     Raises `TypeError` for anything else, `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
     listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
-    behind = map(registry.table.optimizer_behind, listed)
+    behind = map(registry.objects.optimizer_behind, listed)
     return list({id(optimizer): optimizer for optimizer in behind}.values())
 
 
-def _listed(given: Any, is_one: Callable[[Any], bool], call: str, expected: str) -> list[Any]:
-    listed = list(given) if isinstance(given, (list, tuple)) else [given]
-    for one in listed:
-        if not is_one(one):
-            is_swapped = isinstance(one, (nn.Module, torch.optim.Optimizer))
+def _listed(objs: Any, is_valid: Callable[[Any], bool], call: str, expected: str) -> list[Any]:
+    listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
+    for obj in listed:
+        if not is_valid(obj):
+            is_swapped = isinstance(obj, (nn.Module, torch.optim.Optimizer))
             raise TypeError(
                 f"{call}...): expected {expected}, or a list or tuple of them, got "
-                f"{type_name(one)}." + " The model comes first, then the optimizer." * is_swapped
+                f"{type_name(obj)}." + " The model comes first, then the optimizer." * is_swapped
             )
     if len(set(map(id, listed))) != len(listed):
         raise ValueError(f"{call}[...]): the same object is listed twice. List each once.")
@@ -119,7 +119,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
-    """Raise an error where models, optimizers and ranks cannot have what is planned for them."""
+    """Raise an error where the models, optimizers and ranks do not fit the plan."""
     is_process_group(process_group)
     if not plan.properties.enabled:
         return
@@ -130,7 +130,7 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
 
 
 def models_can_change(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
-    """Raise `AmpatchError` for models that cannot get what the level gives them."""
+    """Raise `AmpatchError` for models that the level cannot change."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
@@ -164,12 +164,12 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
 def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
     """Whether parameters change their dtype: to the level's, or back to FP32 from an earlier O3.
 
-    Weights that are lent do not change.
+    At O2 they do not.
     """
-    managed = registry.table.managed(model)
+    managed = registry.objects.managed(model)
     if isinstance(managed, ManagedModel) and managed.converted():
         return True
-    changes = properties.casts_model and not properties.lends_weights
+    changes = properties.casts_model and not properties.uses_half_copies
     return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
 
 
@@ -194,13 +194,13 @@ def _are_accumulators_held(model: nn.Module) -> bool:
         if p.requires_grad and p.is_leaf and p.layout is torch.strided and not is_lazy(p)
     ]
     for leaf in leaves:
-        _notes_at(leaf)[mark] = None
-    found = [_notes_at(leaf).pop(mark, 0) is None for leaf in leaves]
-    return any(found)
+        _metadata_at(leaf)[mark] = None
+    marks_left = [_metadata_at(leaf).pop(mark, 0) is None for leaf in leaves]
+    return any(marks_left)
 
 
-def _notes_at(leaf: Tensor) -> dict[Any, Any]:
-    """What can be noted at the node that adds to its gradient, as long as the node lives."""
+def _metadata_at(leaf: Tensor) -> dict[Any, Any]:
+    """The metadata of the node that adds to the leaf's gradient; it lives as long as the node."""
     return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
@@ -209,7 +209,7 @@ def _unfit_weights(
 ) -> Iterator[tuple[str, str]]:
     """Names of weights that can neither be cast in place nor have half copies, and why not.
 
-    Those in `leave` (ids) are left out.
+    Weights in `leave` (ids) are not looked at.
     """
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -243,9 +243,9 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if is_part_of_dtensor(tensor) and properties.lends_weights:
+    if is_part_of_dtensor(tensor) and properties.uses_half_copies:
         return (
-            "a part of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
+            "a shard of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not use its half copy."
         )
     return None
@@ -255,8 +255,8 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
     """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
     cannot have the precision.
 
-    Overrides from the environment hold for all calls of the script, and each call has some of the
-    modules.  One that no call has named a submodule by ends the run at the first optimizer step.
+    Overrides of the environment hold for all calls of the script, and each call has some of the
+    modules.  An override that matches in no call ends the run at the first optimizer step.
     """
     rules, properties = plan.overrides, plan.properties
     for key, precision in rules.modules:
@@ -294,12 +294,12 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
         )
 
 
-def is_process_group(given: Any) -> None:
+def is_process_group(group: Any) -> None:
     """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
     kind = getattr(torch.distributed, "ProcessGroup", None)
-    if given is not None and (kind is None or not isinstance(given, kind)):
+    if group is not None and (kind is None or not isinstance(group, kind)):
         raise TypeError(
-            f"ampatch.initialize(process_group={given!r}): expected None or a process group, such "
+            f"ampatch.initialize(process_group={group!r}): expected None or a process group, such "
             "as torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns."
         )
 
@@ -314,9 +314,9 @@ def optimizers_can_train(
     process_group: Any,
     call: str = "ampatch.initialize",
 ) -> None:
-    """Raise an error for optimizers that could not train these models, or would do so wrongly.
+    """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
-    `ValueError` if it has none of their parameters or leaves half ones as they are, else
+    `ValueError` if an optimizer has none of their parameters or does not update half ones, else
     `AmpatchError`.
     """
     owned = {id(parameter) for model in models for parameter in model.parameters()}
@@ -362,9 +362,9 @@ def optimizers_can_train(
 
 
 def _leaves_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
-    """Whether a fused optimizer leaves half parameters as they are, without an error.
+    """Whether an optimizer silently does not update half parameters: fused SGD on the CPU.
 
-    Fused SGD on the CPU does, in torch 2.13.
+    So in torch 2.13.
     """
     return (
         properties.cast_model_type in HALF_TYPES

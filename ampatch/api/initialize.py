@@ -192,7 +192,7 @@ def initialize(
     logger.info("Initialized:%s", plan.properties.in_lines())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
-    native.say_what_a_build_gives()
+    native.log_gain_of_a_build()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -220,7 +220,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
     session = registry.session_of(to, f"{call}(to=...)")
-    holders = [registry.table.session_of(model) for model in listed]
+    holders = [registry.objects.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
         raise AmpatchError(
             f"{call}(models=...): a model belongs to another call of ampatch.initialize. Call "
@@ -257,7 +257,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
     session = _session_of(listed)
-    new = [one for one in listed if registry.table.session_of(one) is None]
+    new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
         models = [managed.model for managed in session.models]
         for managed in session.models:
@@ -272,17 +272,24 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 def _session_of(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
-    params = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    found = {one for one in registry.sessions if not params.isdisjoint(one.names())}
-    managing = map(registry.table.session_of, optimizers)
-    found |= {session for session in managing if session is not None}
-    if len(found) > 1:
+    params = {
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    sessions = {
+        optimizer for optimizer in registry.sessions if not params.isdisjoint(optimizer.names())
+    }
+    managing = map(registry.objects.session_of, optimizers)
+    sessions |= {session for session in managing if session is not None}
+    if len(sessions) > 1:
         raise AmpatchError(
             "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "
             f"{len(found)} calls of initialize. Make one optimizer for the models of each call, "
             "and add them one by one."
         )
-    return next(iter(found), latest)
+    return next(iter(sessions), latest)
 
 
 def unwrap(model: Model) -> Model:
@@ -290,7 +297,7 @@ def unwrap(model: Model) -> Model:
 
     Raises `AmpatchError` for a model that no open session manages.
     """
-    managed = registry.table.managed(model)
+    managed = registry.objects.managed(model)
     if not isinstance(managed, ManagedModel):
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
@@ -363,13 +370,13 @@ def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
             f"ampatch.log_metrics({', '.join(map(repr, unnamed))}): expected numbers by name, such "
             "as ampatch.log_metrics(accuracy=0.9)."
         )
-    found = {}
+    numbers = {}
     for name, value in values.items():
         try:
-            found[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
                 f"ampatch.log_metrics({name}={value!r}): expected a number or a tensor of one "
                 f"element, got {type_name(value)}."
             ) from None
-    registry.observers.notify("on_metrics", found)
+    registry.observers.notify("on_metrics", numbers)

@@ -62,24 +62,24 @@ def init(
         TypeError, ValueError: an argument or a variable is wrong.
         AmpatchError: `AMPATCH_OPT_LEVEL` is O2 or O3, which need the models.
     """
-    wanted = environment.read()
-    dtype, level = wanted.get("dtype", "float16"), wanted.get("opt_level", "O1")
-    loss_scale = wanted.get("loss_scale", loss_scale)
+    replaced = environment.read()
+    dtype, level = replaced.get("dtype", "float16"), replaced.get("opt_level", "O1")
+    loss_scale = replaced.get("loss_scale", loss_scale)
     if level not in ("O0", "O1", "O4"):
         raise AmpatchError(
             f"ampatch.init(): AMPATCH_OPT_LEVEL={level} needs a converted model, and init "
             "knows no models. Expected O0 or O1; call ampatch.initialize(model, optimizer) "
             f"in the script for {level}."
         )
-    if level == "O0" or not wanted.get("enabled", True):
+    if level == "O0" or not replaced.get("enabled", True):
         enabled = False
-    asked = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
+    arguments = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
         if session.handle is not None:
-            return _again(session, asked)
+            return _again(session, arguments)
     set_verbosity(1)
     level = level.replace("O0", "O1")
-    properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **asked)
+    properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **arguments)
     session = Session(properties, has_apex_tables=True)
     session.handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
@@ -87,10 +87,10 @@ def init(
     return session.handle
 
 
-def _again(session: Session, asked: dict[str, Any]) -> Handle:
+def _again(session: Session, arguments: dict[str, Any]) -> Handle:
     differ = [
         f"{name}={value!r}"
-        for name, value in asked.items()
+        for name, value in arguments.items()
         if getattr(session.properties, name) != value
     ]
     if differ:
@@ -156,7 +156,7 @@ class Handle:
         return self._session.scaled_backward(loss, [self._managed(optimizer)], loss_id)
 
     def _managed(self, optimizer: Any) -> Any:
-        session, managed = registry.table.find(optimizer) or (self._session, None)
+        session, managed = registry.objects.find(optimizer) or (self._session, None)
         if session is not self._session:
             raise AmpatchError(
                 f"<{type(optimizer).__name__}> was given to ampatch.initialize; use "

@@ -1,7 +1,7 @@
 """The plan of one `initialize`: its settings, those that the environment replaces, all checked.
 
-Nothing is changed while the plan is made.  It knows neither models nor optimizers: whether they can
-have it says `argument_checks.check`.
+Nothing is changed while the plan is made.  It knows neither models nor optimizers, which
+`argument_checks.check` compares with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..log import ONCE, logger
 class Plan:
     """Settings of one `initialize`.
 
-    `overrides` are those that were given, `rules` those that have an effect.  `replaced` has the
-    settings that the environment has changed, as `{name: (the script's value, the one in force)}`.
+    `overrides` are the user's, `rules` those of them that have an effect.  `replaced` has the
+    settings that the environment has changed, as `{name: (the script's value, the active one)}`.
     """
 
     properties: Properties
@@ -35,15 +35,15 @@ def plan_of(settings: dict[str, Any]) -> Plan:
     Raises `TypeError` or `ValueError` naming the argument.
     """
     replacing = environment.read()
-    for said in environment.misspelt():
-        logger.warning(said, extra=ONCE)
-    in_force = environment.replace_arguments(settings, replacing)
-    overrides = rules = parse(in_force.pop("overrides"))
-    properties = properties_for(**in_force)
+    for message in environment.misspelt():
+        logger.warning(message, extra=ONCE)
+    active = environment.replaced_arguments(settings, replacing)
+    overrides = rules = parse(active.pop("overrides"))
+    properties = properties_for(**active)
     if properties.opt_level == "O0" and any(overrides):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         rules = parse(None)
-    if properties.keep_batchnorm_fp32 is False and properties.lends_weights:
+    if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
             "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm takes "
             "half inputs with FP32 weights and statistics. For half weights add "

@@ -18,8 +18,8 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
 from ..scaling.step_counts import StepCounts
+from ..session.object_registry import alive
 from ..session.session import Session, registry
-from ..session.table import alive
 from ..types import AnyOptimizer, Optimizer
 
 if TYPE_CHECKING:
@@ -73,12 +73,13 @@ def scale_loss(
             f"ampatch.scale_loss(loss=...): expected a floating tensor, got {got}. Pass the loss "
             "itself, not loss.item()."
         )
-    managed: list[Any] = []
-    for one in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
-        session, found = registry.table.find_optimizer(one) or _unmanaged(one, "scale_loss")
-        if found not in managed:
-            managed.append(found)
-    if not managed:  # nothing would unscale the gradients
+    listed: list[Any] = []
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
+        pair = registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, "scale_loss")
+        session, managed = pair
+        if managed not in listed:
+            listed.append(managed)
+    if not listed:  # nothing would unscale the gradients
         raise ValueError(
             "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
             "reaches, at least one."
@@ -87,12 +88,12 @@ def scale_loss(
         _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
         return PlainBackward(loss)
-    return session.scaled_backward(loss, managed, loss_id, delay_unscale, delay_overflow_check)
+    return session.scaled_backward(loss, listed, loss_id, delay_unscale, delay_overflow_check)
 
 
 def _managed(optimizer: Any, call: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.table.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
+    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
 
 
 def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
@@ -101,11 +102,11 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     Else raises an `AmpatchError` that names the optimizers that are managed.
     """
     session = registry.latest(f"ampatch.{call}(...)")
-    if not any(one.properties.enabled for one in registry.sessions):
+    if not any(each.properties.enabled for each in registry.sessions):
         return session, None
     known = [managed.optimizer for managed in registry.optimizers()]
-    known += alive(*[session.unmanaged_rows for session in registry.sessions])
-    names = Counter(type(one).__name__ for one in known)
+    known += alive(*[session.unmanaged_entries for session in registry.sessions])
+    names = Counter(type(each).__name__ for each in known)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
@@ -167,8 +168,8 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
     """The loss scalers of the session that has `of`, else of the last that scales losses."""
     session = registry.session_of(of, call) if of is not None else registry.latest_scaling(call)
-    others = [one for one in registry.scaling_sessions() if one is not session]
-    if of is None and any(one.looks_for_overflow() for one in others):
+    others = [other for other in registry.scaling_sessions() if other is not session]
+    if of is None and any(other.looks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers only the last session that has an optimizer; other sessions have their "
             "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",

@@ -68,7 +68,7 @@ class Passes:
 
         return backward
 
-    def noting(self, original: Callable) -> Callable:
+    def around_grad(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.grad`."""
 
         @functools.wraps(original)
@@ -116,7 +116,9 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {id(param) for one in self._session.optimizers for param in one.parameters()}
+        return {
+            id(param) for optimizer in self._session.optimizers for param in optimizer.parameters()
+        }
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])

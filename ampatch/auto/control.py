@@ -26,10 +26,10 @@ _UNKNOWN = (
 )
 
 
-def check(asked: dict[str, Any]) -> None:
+def check(settings: dict[str, Any]) -> None:
     """Raise `ValueError` for an opt level, or for overrides, that `--auto` cannot have."""
-    level = asked.get("opt_level", "O1")
-    if "overrides" in asked:
+    level = settings.get("opt_level", "O1")
+    if "overrides" in settings:
         raise ValueError(
             "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
             f"paths, and {_UNKNOWN}."
@@ -41,24 +41,24 @@ def check(asked: dict[str, Any]) -> None:
         )
 
 
-def start(asked: dict[str, Any]) -> Session | None:
-    """Start mixed precision in this process with the settings `asked` (default: O1, float16).
+def start(settings: dict[str, Any]) -> Session | None:
+    """Start mixed precision in this process with the settings `settings` (default: O1, float16).
 
     Returns the session; closing it ends mixed precision.  Returns None and changes nothing
     at O0 and if `AMPATCH_ENABLED` is 0.
     """
-    level, half = asked.get("opt_level", "O1"), asked.get("dtype", torch.float16)
-    if not asked.get("enabled", True) or level == "O0":
+    level, half = settings.get("opt_level", "O1"), settings.get("dtype", torch.float16)
+    if not settings.get("enabled", True) or level == "O0":
         return None
     set_verbosity(1)
     properties = properties_for(
-        level, half, loss_scale=asked.get("loss_scale"), patch_scope="model"
+        level, half, loss_scale=settings.get("loss_scale"), patch_scope="model"
     )
     session, forwards = facade.open_automatic_session(properties)
     patches = PatchSet()
     passes = Passes(session, forwards)
     patches.replace(nn.Module, "__call__", forwards.around)
-    patches.replace(torch.autograd, "grad", passes.noting)
+    patches.replace(torch.autograd, "grad", passes.around_grad)
     refusals.put(patches)
     arrays.put(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)

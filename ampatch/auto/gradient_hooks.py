@@ -82,9 +82,9 @@ def _unscaling(hook: Callable, passes: Passes) -> Callable:
         is_half = grad.dtype in (torch.float16, torch.bfloat16)
         shown = (grad.float() if is_half else grad) / scale  # in FP32, where it does not underflow
         before = shown._version
-        given = hook(shown)
-        if given is None and shown._version == before:
+        result = hook(shown)
+        if result is None and shown._version == before:
             return None
-        return ((shown if given is None else given) * scale).to(grad.dtype)
+        return ((shown if result is None else result) * scale).to(grad.dtype)
 
     return on_gradient

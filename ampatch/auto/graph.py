@@ -16,7 +16,7 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     A Python `autograd.Function` may run a backward pass of its own over a hidden graph, as
     `torch.utils.checkpoint(use_reentrant=True)` does.
     """
-    found = [root for root in roots if root.is_leaf and root.requires_grad]
+    reached = [root for root in roots if root.is_leaf and root.requires_grad]
     todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(todo)  # holds the nodes: a dropped one would come back as a new Python object
     hidden = False
@@ -26,35 +26,35 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
         if not following:
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
-                found.append(variable)
+                reached.append(variable)
             continue
         hidden = hidden or isinstance(node, BackwardCFunction)
         for other, _ in following:
             if other is not None and other not in seen:
                 seen.add(other)
                 todo.append(other)
-    return found, hidden
+    return reached, hidden
 
 
 class OtherGradients:
     """Context manager for one scaled pass: gradients of tensors that no optimizer holds.
 
-    They are unscaled too: those of inputs that a script perturbs, of weights that it updates
-    by hand or not at all, of results with `retain_grad`.  An overflow in them does not change
-    the loss scale.
+    They are unscaled too: gradients of inputs that a script perturbs, of weights that it updates by
+    hand or not at all, of results with `retain_grad`.  An overflow in them does not change the loss
+    scale.
     """
 
     def __init__(self, held: set[int], scaler: Any, scale: Any) -> None:
         self._held = held  # ids of the optimizers' tensors
         self._scaler = scaler
         self._scale = scale
-        self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Take the present `.grad` of these tensors away until the end of the pass."""
         for tensor in tensors:
-            if id(tensor) not in self._held and id(tensor) not in self._aside:
-                self._aside[id(tensor)] = (tensor, tensor.grad)
+            if id(tensor) not in self._held and id(tensor) not in self._saved:
+                self._saved[id(tensor)] = (tensor, tensor.grad)
                 tensor.grad = None
 
     def __enter__(self) -> OtherGradients:
@@ -62,10 +62,10 @@ class OtherGradients:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            fresh = [t.grad for t, _ in self._aside.values() if t.grad is not None]
+            fresh = [t.grad for t, _ in self._saved.values() if t.grad is not None]
             with torch.no_grad():
                 self._scaler.unscale_(fresh, self._scale)
-        for tensor, earlier in self._aside.values():
+        for tensor, earlier in self._saved.values():
             if kind is not None or tensor.grad is None:
                 tensor.grad = earlier
             elif earlier is not None:

@@ -128,12 +128,18 @@ def cast_in_one_block(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence
 
 
 def cast_in_graph(weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`, by one node; gradients may be sparse."""
+    """The copies of FP32 `weights` in `dtype`, by one node; gradients may be sparse.
+
+    In C++: `cast_together` of `weights.h`.
+    """
     return _apply(copies, dtype, *weights)
 
 
 def cast_apart(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `cast_in_graph`, by a node for each weight, which runs as soon as it is ready."""
+    """As `cast_in_graph`, by a node for each weight, which runs as soon as it is ready.
+
+    In C++: `cast_apart` of `weights.h`.
+    """
     halves = [weight.to(dtype) for weight in weights]
     for half in halves:
         run_when_ready(half)
@@ -146,6 +152,8 @@ def _outside_graph(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     torch asks for that, though no graph is recorded: `F.linear` on an input that is not contiguous
     folds its batch into one product only if the weight requires one, else it copies the weight for
     each sample (15 ms where 1 ms would do).
+
+    In C++: `copies` of `weights.h`.
     """
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -171,6 +179,8 @@ def cast_into(known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph
 
     Under `no_grad` all copies require a gradient, since only torch's functions get them: see
     `_outside_graph`.
+
+    In C++: `cast_into` of `weights.h`.
     """
     versions = list(map(_version_of, weights))  # before: another thread may write meanwhile
     halves = cast_together(weights, dtype, in_graph)
@@ -181,7 +191,10 @@ def cast_into(known: Copies, weights: list[Tensor], dtype: torch.dtype, in_graph
 
 
 def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
-    """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it."""
+    """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it.
+
+    In C++: `are_alike` of `weights.h`.
+    """
     wanting = map(_wants_grad, bucket)
     return (
         may_share_node(weight)

@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..torch_private.autocast import devices_on, has_custom_fwd
-from ..torch_private.checkpoints import CONTEXTS, no_reentry, place_of_contexts
+from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, no_reentry
 from ..torch_private.probes import keeps_graph
 from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, here
 from .patches import Replacement
@@ -158,7 +158,7 @@ def _repeatable(function: Callable, state: CastState, taken: _Taken | None = Non
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
-    position = place_of_contexts(original)
+    position = index_of_contexts(original)
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
         if is_compiling():

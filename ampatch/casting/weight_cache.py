@@ -127,6 +127,8 @@ class WeightCache:
         """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
 
         A copy still serves if its weight has the version it was made from.
+
+        In C++: `cast_weight` of `call.h`.
         """
         forward = here.copies
         if forward is None or forward.cache is not self:
@@ -173,7 +175,10 @@ class WeightCache:
     def _make(
         self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A new copy of `weight`."""
+        """A new copy of `weight`.
+
+        In C++: `cast_here` of `call.h`.
+        """
         self.misses += 1
         if not self._may_keep(forward, weight):
             return _cast_alone(weight, dtype)
@@ -192,6 +197,8 @@ class WeightCache:
 
         Not where it would leak out of a trace or a transform, or could not be saved for a backward
         pass.
+
+        In C++: `is_cast_here` of `call.h`.
         """
         return not (
             id(weight) in forward.touched

@@ -58,9 +58,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name:<22}{value}")
     print(_SPEEDS)
     for device, speeds in _measured().items():
-        for one in sorted(speeds, key=lambda one: _ORDER.index(one.name)):
-            said = f"{one.name} {one.verdict}" if one.name != "float32" else "(against itself)"
-            print(f"  {device:<6}{one.name:<10}{one.operation:<8}{one.figure():<24}{said}")
+        for speed in sorted(speeds, key=lambda speed: _ORDER.index(speed.name)):
+            is_base = speed.name == "float32"
+            said = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
+            print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{said}")
         print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half type'}.")
     return 0
 
@@ -72,8 +73,8 @@ def as_dict() -> dict[str, Any]:
     measured = _measured()
     timed: dict[str, Any] = {device: {} for device in measured}
     for device, speeds in measured.items():
-        for one in speeds:
-            timed[device].setdefault(one.name, {})[one.operation] = one.as_dict()
+        for speed in speeds:
+            timed[device].setdefault(speed.name, {})[speed.operation] = speed.as_dict()
     best = {device: list(fast(speeds)) for device, speeds in measured.items()}
     return {**facts(), "speed": timed, "fast": best}
 
@@ -113,12 +114,12 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Pairs of a name and its value as text."""
-    for name, value in found.items():
+    for name, value in listed.items():
         if name in ("versions", "extras", "environment"):
             lacking = "not set" if name == "environment" else "not installed"
-            yield from ((one, lacking if text is None else text) for one, text in value.items())
+            yield from ((key, lacking if text is None else text) for key, text in value.items())
             continue
         if name == "torch_built_for":
             value = [f"{toolkit} {version}" for toolkit, version in value.items()]

@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from ampatch.diagnose.explain import report
 
-    code, steps, found = run_watched(options, report)
-    if steps or found.modules:
-        print_answer(options, found)
+    code, steps, explanation = run_watched(options, report)
+    if steps or explanation.modules:
+        print_answer(options, explanation)
     return code

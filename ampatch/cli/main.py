@@ -32,7 +32,7 @@ from ampatch.errors import did_you_mean
 
 # in the order of --help; each file has the name of its command
 SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, doctor, build)
-NAMES = tuple(one.__name__.rpartition(".")[2].replace("_", "-") for one in SUBCOMMANDS)
+NAMES = tuple(module.__name__.rpartition(".")[2].replace("_", "-") for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and those of the script."""
 WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": explain.OPTIONS}
@@ -58,9 +58,9 @@ _ENDINGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    name = f"ampatch {given[0]}" if given and given[0] in NAMES else "ampatch"
-    return end_quietly(lambda: _run(given), name)
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    name = f"ampatch {words[0]}" if words and words[0] in NAMES else "ampatch"
+    return end_quietly(lambda: _run(words), name)
 
 
 def _run(argv: list[str]) -> int:
@@ -123,7 +123,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
         return argv, []
     if rest[0] in WITH_SCRIPT_LAST:
         options = WITH_SCRIPT_LAST[rest[0]]
-        with_value = [flag for flag, given in options.items() if "action" not in given]
+        with_value = [flag for flag, settings in options.items() if "action" not in settings]
         own, of_script = split(rest, with_value)
     else:
         cut = rest.index("--") if "--" in rest else len(rest)

@@ -34,7 +34,7 @@ def build() -> bool:
             building.build(again=False)
     except AmpatchError as error:
         reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
-        native.note_failure(reason)
+        native.record_failure(reason)
         _say(
             f"no native part: {reason} The run goes on in Python, with the same results; "
             "AMPATCH_NATIVE=0 leaves the attempt out."
@@ -69,9 +69,9 @@ def _say(text: str) -> None:
         print(f"ampatch: {text}", file=sys.stderr, flush=True)
 
 
-def may_restart(given: Sequence[str]) -> bool:
+def may_restart(words: Sequence[str]) -> bool:
     """Whether this process is the command of these arguments, and not a program that calls it."""
-    return bool(sys.executable and given) and sys.orig_argv[-len(given) :] == list(given)
+    return bool(sys.executable and words) and sys.orig_argv[-len(words) :] == list(words)
 
 
 def restart() -> int:

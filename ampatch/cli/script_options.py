@@ -83,8 +83,8 @@ def add_script_command(commands: Any, name: str, options: Options, **texts: str)
         **{**texts, "description": f"{texts['description']} Options come before SCRIPT."},
     )
     parser.set_defaults(flags=options)
-    for flag, given in options.items():
-        parser.add_argument(flag, **given)
+    for flag, settings in options.items():
+        parser.add_argument(flag, **settings)
     add_program(parser)
 
 
@@ -165,10 +165,10 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
     from ampatch.launch.run_notes import RunNotes
 
     _say_misplaced(options, program.file().read_text(errors="replace"))
-    given = given_settings(options)
+    settings = given_settings(options)
     if environment.read().get("opt_level") == "O0":
-        given.pop("--opt-level", None)  # a script without `initialize` is in FP32 as it is
-    notes = RunNotes(options.parser.prog, program, given, options.auto)
+        settings.pop("--opt-level", None)  # a script without `initialize` is in FP32 as it is
+    notes = RunNotes(options.parser.prog, program, settings, options.auto)
     children.start(options.auto, notes.child_started)
     return notes
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.script_options import add_program
-from ampatch.cli.sweep_options import add_options, made
+from ampatch.cli.sweep_options import add_options, construct
 from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from ampatch.sweep.execution.progress import Lines
     from ampatch.sweep.json_files import plain
 
-    sweep = made(options, Sweep)
+    sweep = construct(options, Sweep)
     stopped: str | None = None
     lines = None if options.quiet else Lines(sys.stderr)
     code = 0
@@ -84,7 +84,7 @@ def report(
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    notes = [one for one in results.notes if one not in (said or ())]
+    notes = [note for note in results.notes if note not in (said or ())]
     told = () if said is None else {case.label for case in sweep.told}
     write_results(dataclasses.replace(results, notes=notes), stream, told)
     try:

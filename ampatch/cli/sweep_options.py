@@ -14,7 +14,7 @@ from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
 from ampatch.sweep.options import flag, help_texts, of_command
 
-Made = TypeVar("Made")
+Kind = TypeVar("Kind")
 
 
 def add_options(
@@ -28,27 +28,27 @@ def add_options(
     """
     later = parser.add_argument_group("more options")
     texts = {**help_texts(), **other_texts}
-    for one in of_command():
-        if one.name in leave_out:
+    for option in of_command():
+        if option.name in leave_out:
             continue
-        group: Any = parser if one.metadata["first"] else later
+        group: Any = parser if option.metadata["first"] else later
         group.add_argument(
-            flag(one),
-            dest=one.name,
-            help=texts.get(one.name, "").replace("%", "%%"),  # none with python -OO
+            flag(option),
+            dest=option.name,
+            help=texts.get(option.name, "").replace("%", "%%"),  # none with python -OO
             default=argparse.SUPPRESS,  # the table's own
-            **_taken(one),
+            **_taken(option),
         )
     return later
 
 
-def made(options: argparse.Namespace, make: Callable[..., Made], **more: Any) -> Made:
+def construct(options: argparse.Namespace, make: Callable[..., Kind], **more: Any) -> Kind:
     """`make`, a sweep or a tuning, of the script and the options; a wrong one ends the command."""
     program = program_of(options)
-    for one in of_command():
-        if one.name in vars(options):
-            value = getattr(options, one.name)
-            more[one.name] = dict(value) if one.default_factory is dict else value
+    for option in of_command():
+        if option.name in vars(options):
+            value = getattr(options, option.name)
+            more[option.name] = dict(value) if option.default_factory is dict else value
     parser: argparse.ArgumentParser = options.parser
     try:
         return make(program.name, options.arguments, module=program.is_module, **more)

@@ -10,7 +10,7 @@ from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
-from ampatch.cli.sweep_options import add_options, made
+from ampatch.cli.sweep_options import add_options, construct
 from ampatch.cli.sweep_output import check_extra
 from ampatch.sweep.options import SHORT_DTYPES
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     from ampatch.tune.answer import ANSWER, CURED, PASSES
     from ampatch.tune.report import write_pages, write_terminal
 
-    tuning = made(
+    tuning = construct(
         options,
         Tuning,
         opt_level=options.opt_level,

@@ -1,14 +1,14 @@
 """Optimizer checkpoints as apex wrote them, turned into torch's layout.
 
-At O2 apex saved torch's own layout over the masters, which needs nothing.  Different are
+At O2 apex saved torch's own layout of the masters' state, which loads unchanged.  Different are
 
 * its FusedAdam and FusedAdagrad, which count steps per group, where torch's Adam, AdamW and
   Adagrad count per parameter;
 * `FP16_Optimizer`: the inner optimizer's state beside the masters (`fp32_from_fp16`).  That of
   `apex.contrib`, with a flat tensor per group (`fp32_groups_flat`), is refused.
 
-Other optimizers count in their groups too (LAMB, NovoGrad and many by other makers), under the
-same name.  So steps move only into an optimizer of these three classes of torch.
+Other optimizers count in their groups too, under the same name (LAMB, NovoGrad, third-party ones).
+So steps move only into an optimizer of these three classes of torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INNER, _LISTED, _FLAT = "optimizer_state_dict", "fp32_from_fp16", "fp32_groups_
 
 
 class _Fused(NamedTuple):
-    """How a file of one of apex's fused optimizers is told from torch's own, and from others."""
+    """The marks by which a file of apex's fused optimizer differs from torch's and others'."""
 
     has: frozenset[str]  # options of each group
     lacks: str  # an option that torch writes and apex does not have
@@ -43,7 +43,7 @@ _COUNTED_IN_GROUPS = {
     torch.optim.AdamW: _ADAM,
     torch.optim.Adagrad: _Fused(frozenset(("step", "eps")), "lr_decay", frozenset(("sum",))),
 }
-"""The classes that keep steps per parameter, and the files of apex that they can take."""
+"""torch's classes that count steps per parameter, and apex's files that each can load."""
 
 
 def torch_layout(
@@ -51,9 +51,9 @@ def torch_layout(
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
-    `optimizer` is to load it, `is_in_half` tells which of its weights the model computes with in
+    `optimizer` will load the state.  `is_in_half` tells with which weights the model computes in
     half: apex had masters of these.  A state in torch's layout, or of an optimizer that is not
-    torch's, comes back as it is.  Raises `ValueError` if apex's masters do not fit.
+    torch's, is returned unchanged.  Raises `ValueError` if apex's masters do not fit.
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
@@ -110,15 +110,15 @@ def _listed(
 def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """apex's fused optimizers count in the group; what torch's groups have more stays."""
     entries = dict(state["state"])
-    made = []
+    new_groups = []
     for saved, group in _zipped(state["param_groups"], groups, "param_groups"):
         saved = dict(saved)
         steps = saved.pop("step")
         options = {name: value for name, value in group.items() if name != "params"}
-        made.append({**options, **saved})
+        new_groups.append({**options, **saved})
         for key in entries.keys() & set(saved["params"]):
             entries[key] = {"step": torch.tensor(float(steps)), **entries[key]}
-    return {**state, "state": entries, "param_groups": made}
+    return {**state, "state": entries, "param_groups": new_groups}
 
 
 facade.layouts.append(torch_layout)

@@ -1,1 +1,1 @@
-"""What the user asked for: opt levels, overrides and environment variables, as frozen values."""
+"""The user's settings as frozen values: opt levels, overrides, environment variables."""

@@ -39,7 +39,7 @@ from .opt_levels import (
     LEVELS_IN_WORDS,
     OF_MODELS,
     Properties,
-    half_type,
+    half_dtype,
     level_name,
     loss_scale_value,
     meant_level,
@@ -59,19 +59,19 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Raises a `ValueError` that names a wrong variable.
     """
     native(environment)
-    found = {
+    values = {
         argument: parse(variable, text)
         for variable, (argument, parse) in _READERS.items()
         if (text := environment.get(variable, "")).strip()
     }
-    settings = found.pop("settings", {})
-    if found.get("enabled"):
-        del found["enabled"]  # 1 leaves it to the script
-    return {**found, **settings}
+    settings = values.pop("settings", {})
+    if values.get("enabled"):
+        del values["enabled"]  # 1 leaves it to the script
+    return {**values, **settings}
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is said of variables whose names are near ours: a line for each."""
+    """A message for each variable whose name is near one of ours."""
     known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
     meant = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
@@ -82,12 +82,11 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     ]
 
 
-def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a script, with those that `read` has found in their places.
+def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a script, with those of `read` instead where it has them.
 
     Settings that the script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
-    contradict another level.  Where the level is replaced they are dropped, and a warning names
-    them.
+    contradict another level.  Where the level is replaced, they are dropped with a warning.
     """
     level = replacing.get("opt_level", script["opt_level"])
     tied = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
@@ -104,9 +103,9 @@ def replace_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict
 
 
 def effects(
-    script: dict[str, Any], replacing: dict[str, Any], in_force: Properties
+    script: dict[str, Any], replacing: dict[str, Any], active: Properties
 ) -> dict[str, tuple[Any, Any]]:
-    """`(the script's value, the one in force)` by name, for replaced arguments that differ.
+    """`(the script's value, the active one)` by name, for replaced arguments that differ.
 
     Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic".
     """
@@ -114,7 +113,7 @@ def effects(
     settings = {name: script[name] for name in script if name != "overrides"}
     with contextlib.suppress(TypeError, ValueError):  # the script's own values may be wrong
         own |= vars(properties_for(**settings))
-    now = {**replacing, **vars(in_force)}
+    now = {**replacing, **vars(active)}
     return {name: (own[name], now[name]) for name in replacing if own[name] != now[name]}
 
 
@@ -137,8 +136,8 @@ def opt_level(name: str, text: str) -> str:
 
 
 def dtype(name: str, text: str) -> torch.dtype:
-    """The half type from the text of `name`."""
-    return _checked(name, text, half_type, "float16 or bfloat16; for FP32 use opt level O0")
+    """The half dtype from the text of `name`."""
+    return _checked(name, text, half_dtype, "float16 or bfloat16; for FP32 use opt level O0")
 
 
 def loss_scale(name: str, text: str) -> str | float:
@@ -151,10 +150,10 @@ def loss_scale(name: str, text: str) -> str | float:
 
 def overrides(name: str, text: str) -> dict[str, str]:
     """The overrides in the JSON file, or the JSON text, that `name` gives."""
-    found = read_overrides(f"{name}={text}", text)
-    for glob, precision in found.items():
+    globs = read_overrides(f"{name}={text}", text)
+    for glob, precision in globs.items():
         word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
-    return found
+    return globs
 
 
 def _truth(name: str, text: str) -> bool:
@@ -167,18 +166,18 @@ def _truth(name: str, text: str) -> bool:
 
 def _settings(name: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
     known = [*ARGUMENTS, "overrides"]
-    if unknown := [setting for setting in found if setting not in known]:
+    if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(
             f"{name}: {', '.join(unknown)}: no such setting. Expected names among "
             f"{', '.join(known)}."
         )
-    return found
+    return settings
 
 
 def _checked(name: str, text: str, check: Any, expected: str, meant: str = "") -> Any:
@@ -197,4 +196,4 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "AMPATCH_SETTINGS": ("settings", _settings),
 }
 VARIABLES = tuple(_READERS)
-"""Those that replace arguments."""
+"""The variables that replace arguments."""

@@ -1,8 +1,7 @@
 """What the opt levels mean.
 
-An opt level is a value, not a class: a frozen `Properties`.  What the user gave
-besides the level is checked once, here, and gives another frozen `Properties`.
-The code that reads them checks nothing again.
+An opt level is a value, not a class: a frozen `Properties`.  The user's other settings are checked
+once, here, and make another frozen `Properties`.  Code that reads it checks nothing again.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ _DTYPE_NAMES = {
 class Properties:
     """One training's precision settings, complete and checked.
 
-    `cast_model_type` is the dtype of the model's weights and inputs (None:
-    left alone), `dtype` the half type, `loss_scale` `"dynamic"` or a positive
-    float, the scale limits positive floats.
+    `cast_model_type` is the dtype of the model's weights and inputs (None: left alone), `dtype` the
+    half dtype, `loss_scale` `"dynamic"` or a positive float, the scale limits positive floats.
     """
 
     opt_level: str
@@ -66,7 +64,7 @@ class Properties:
     patch_scope: str = "model"
 
     def in_lines(self) -> str:
-        """What the level decides, and what else is not as usual, a line for each."""
+        """The level's settings, and others that are not the default, a line for each."""
         usual = {field.name: field.default for field in dataclasses.fields(self)}
         of_level = ("opt_level", "dtype", *OF_LEVELS)
         values = {name: value for name, value in vars(self).items() if name in of_level}
@@ -79,7 +77,7 @@ class Properties:
         return self.cast_model_type is not None
 
     @property
-    def lends_weights(self) -> bool:
+    def uses_half_copies(self) -> bool:
         """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
         return self.cast_model_type in HALF_TYPES and self.master_weights is not False
 
@@ -87,19 +85,19 @@ class Properties:
     def keeps_norms(self) -> bool:
         """Whether BatchNorm computes with FP32 weights in a half model.
 
-        Its statistics are FP32 where weights are lent, and its kernels want weights in their dtype.
+        At O2 its statistics are FP32, and its kernels want weights of the same dtype.
         """
         half = self.cast_model_type in HALF_TYPES
-        return half and (self.lends_weights or bool(self.keep_batchnorm_fp32))
+        return half and (self.uses_half_copies or bool(self.keep_batchnorm_fp32))
 
     @property
     def scale_settings(self) -> ScaleSettings:
-        """Those of a dynamic loss scale."""
+        """The settings of a dynamic loss scale."""
         return ScaleSettings(**{name: getattr(self, name) for name in SETTINGS})
 
 
 def level(name: str, dtype: torch.dtype) -> Properties:
-    """The defaults of opt level `name` ("O0" to "O3") for half type `dtype`."""
+    """The defaults of opt level `name` ("O0" to "O3") for the half dtype `dtype`."""
     scale: str | float = "dynamic" if dtype is torch.float16 else 1.0
     return {
         "O0": Properties("O0", dtype, cast_model_type=torch.float32, master_weights=False),
@@ -139,25 +137,24 @@ ARGUMENTS = tuple(
 )
 
 
-def properties_for(opt_level: Any, dtype: Any = torch.float16, **given: Any) -> Properties:
-    """The checked `Properties` for an opt level and what the user gave beside it.
+def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) -> Properties:
+    """The checked `Properties` for an opt level and the user's other settings.
 
-    In `given`, None means "as the level has it" for what an opt level decides (`OF_LEVELS`), and
-    the default for a setting of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming
-    the argument.
+    A setting None means "as the level has it" for those in `OF_LEVELS`, and the default for those
+    of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming the argument.
     """
-    name, half = level_name(opt_level), half_type(dtype)
+    name, half = level_name(opt_level), half_dtype(dtype)
     if name in _BFLOAT16_LEVELS:
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
     defaults = level(name, half)
-    scale = {key: given[key] for key in SETTINGS if given.get(key) is not None}
+    scale = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
     checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
         key: _CHECKS[key](_call(key, value), value)
-        for key, value in given.items()
+        for key, value in settings.items()
         if not (key in SETTINGS or (value is None and key in OF_LEVELS))
     }
     properties = dataclasses.replace(defaults, **checked)
-    _check_together(properties, given)
+    _check_together(properties, settings)
     return properties
 
 
@@ -184,7 +181,7 @@ def meant_level(value: Any) -> str:
 
 
 def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -> None:
-    """Say once that float16 is slow where some of these weights are: on a CPU."""
+    """Warn once that float16 is slow on the CPU, if some of these weights are there."""
     is_used = properties.enabled and properties.opt_level != "O0"
     if not is_used or properties.dtype is not torch.float16:
         return
@@ -202,7 +199,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
     logger.warning(slow + advice, extra=ONCE)
 
 
-def half_type(value: Any) -> torch.dtype:
+def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
     what = _call("dtype", value)
     dtype = _float_dtype(what, value)
@@ -263,18 +260,18 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _check_together(properties: Properties, given: dict[str, Any]) -> None:
+def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
     """Refuse settings that are each fine but contradict each other."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 
     def refuse(argument: str, why: str) -> NoReturn:
-        raise ValueError(f"{call}, {argument}={given[argument]!r}): {why}")
+        raise ValueError(f"{call}, {argument}={settings[argument]!r}): {why}")
 
     if properties.patch_torch_functions:
         if properties.casts_model:
             refuse(
                 "cast_model_type"
-                if given.get("cast_model_type") is not None
+                if settings.get("cast_model_type") is not None
                 else "patch_torch_functions",
                 "patched functions keep the model's weights in FP32, so the model's type "
                 'cannot be cast as well. Use opt_level="O2" to cast the model, or leave '

@@ -14,13 +14,13 @@ import torch
 from .opt_levels import HALF_TYPES
 
 HALF_EPS = 1e-3
-"""What to take in half: the largest gradient whose v is lost then moves its weight by 5.5 times the
-learning rate.  With 1e-4 that is 55 times (docs/accuracy.md has a training where it shows).
+"""The eps for half weights: the largest gradient whose v is lost then moves its weight by 5.5 times
+the learning rate.  With 1e-4 it is 55 times (docs/accuracy.md has a training where it shows).
 """
 
 
 def lost_eps(optimizer: Any) -> str | None:
-    """A sentence about an eps that is 0 in the dtype of its weights; None: there is none.
+    """A warning about an eps that is 0 in the dtype of its weights; None: there is none.
 
     The fused kernels of Adam compute in FP32.
     """
@@ -29,7 +29,7 @@ def lost_eps(optimizer: Any) -> str | None:
         is_fused = group.get("fused") and isinstance(optimizer, torch.optim.Adam)
         if not isinstance(eps, float) or eps <= 0 or is_fused:
             continue
-        for dtype in {one.dtype for one in group["params"] if one.requires_grad}:
+        for dtype in {param.dtype for param in group["params"] if param.requires_grad}:
             if dtype in HALF_TYPES and not torch.tensor(eps, dtype=dtype):
                 return (
                     f"{type(optimizer).__name__}: eps={eps:g} is 0 in {dtype}, the dtype of its "

@@ -24,7 +24,7 @@ ModuleKey = str | type[nn.Module]  # a glob over module paths, or a class
 
 
 class Overrides(NamedTuple):
-    """What the user asked for: rules for modules in the order given, functions' precisions."""
+    """The user's rules: for modules in their order, and for functions."""
 
     modules: list[tuple[ModuleKey, str]]
     functions: dict[Callable, str]
@@ -35,9 +35,9 @@ def parse(overrides: Any) -> Overrides:
 
     Raises `TypeError` or `ValueError` for a key or a precision that means nothing.
     """
-    found = Overrides([], {})
+    parsed = Overrides([], {})
     if overrides is None:
-        return found
+        return parsed
     if isinstance(overrides, (str, os.PathLike)):
         overrides = read(f"ampatch.initialize(overrides={str(overrides)!r})", overrides)
     if not isinstance(overrides, Mapping):
@@ -48,44 +48,46 @@ def parse(overrides: Any) -> Overrides:
     for key, precision in overrides.items():
         word(f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS)
         if isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module)):
-            found.modules.append((key, precision))
+            parsed.modules.append((key, precision))
         elif callable(key) and not isinstance(key, (type, nn.Module)):
-            found.functions[key] = precision
+            parsed.functions[key] = precision
         else:
             raise TypeError(
                 f"ampatch.initialize(overrides={{{key!r}: ...}}): expected a module "
                 f"path (globs allowed), a Module class or a function, got "
                 f"{type_name(key)}."
             )
-    return found
+    return parsed
 
 
 def named(glob: str, paths: Collection[str]) -> set[str]:
-    """Those of `paths` that a glob names: itself where it is one of them, else all that match.
+    """The `paths` that a glob names: the glob itself where it is a path, else all that match.
 
-    So a module of the name `heads[0]` is named by its path, though that is a glob for `heads0`.
+    So `heads[0]` names the module of that path, though it is a glob for `heads0`.
     """
-    return {glob} if glob in paths else {one for one in paths if fnmatch.fnmatchcase(one, glob)}
+    return {glob} if glob in paths else {path for path in paths if fnmatch.fnmatchcase(path, glob)}
 
 
-def read(call: str, given: str | os.PathLike[str]) -> dict[str, str]:
+def read(call: str, source: str | os.PathLike[str]) -> dict[str, str]:
     """The globs and precisions in a JSON file, or in JSON text; `call` is named in errors.
 
-    Raises `ValueError` for what is neither.
+    Raises `ValueError` for anything else.
     """
-    text = os.fspath(given)
+    text = os.fspath(source)
     try:
         written = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        found = json.loads(written)
+        globs = json.loads(written)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"{call}: cannot be read: {reason}. Expected a JSON file such as ampatch tune writes, "
             'with {"decoder.*": "float"}.'
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+    if not isinstance(globs, dict) or not all(
+        isinstance(precision, str) for precision in globs.values()
+    ):
         raise ValueError(
             f"{call}: expected a JSON object of globs and precisions, such as "
             f'{{"decoder.*": "float"}}, got {written.strip()[:80]}.'
         )
-    return found
+    return globs

@@ -39,14 +39,14 @@ class ScaleSettings:
             raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
         return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
 
-    def changed(self, what: str, given: Mapping[str, Any]) -> ScaleSettings:
-        """These settings with those in `given` changed; numbers may be strings.
+    def changed(self, what: str, changes: Mapping[str, Any]) -> ScaleSettings:
+        """These settings with those in `changes` changed; numbers may be strings.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, for an unknown name, a wrong
         value, or settings that contradict each other.
         """
         checked: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in changes.items():
             setting = f"{what}: {name}={value!r}"
             if name not in SETTINGS:
                 hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."

@@ -1,11 +1,11 @@
 """Gradients of biases that are zero but for rounding errors.
 
 The bias of an attention's keys adds the same number to all scores of a row, and the softmax cancels
-it; a batch norm cancels the bias before it.  What is computed for their gradients are rounding
-errors, far below what a loss scale is for.  The values show it, whatever the module.  A row of a
-product's weight has the gradient sum(g * x) over the tokens, its bias sum(g), which for inputs near
-1 is of the same size.  Where these g cancel, the bias has what rounding leaves, about eps of the
-weight's.  In 40 steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and
+it; a batch norm cancels the bias before it.  Their computed gradients are rounding errors, far
+below what a loss scale is for.  The values show it, whatever the module.  A row of a product's
+weight has the gradient sum(g * x) over the tokens, its bias sum(g), which for inputs near 1 is of
+the same size.  Where these g cancel, the bias has a rounding error, about eps of the weight's
+gradient.  In 40 steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and
 4 in FP32.
 """
 
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 _LEAST = 2.0**-16
-"""Below this part of its weight's gradient a bias's is noise also where that is all of it."""
+"""A bias's gradient below this share of its weight's is noise, even if all are as small."""
 _OF_THREE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-_RUN = 4  # so many neighbours are small: single ones are small by chance
+_RUN = 4  # neighbours that must be small; a single element is small by chance
 
 
 def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tensor | None:
     """Which elements of a bias's gradient are noise; None: none of them, or it is no bias.
 
-    `half` is the type in which the gradients may have been computed.
+    `half` is the dtype in which the gradients may have been computed.
     """
     bias, rows = grads[name], _sizes_of_rows(name, grads)
     if rows is None or bias.dim() != 1 or bias.shape != rows.shape:
@@ -41,15 +41,15 @@ def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tens
 
 
 def _sizes_of_rows(name: str, grads: Mapping[str, Tensor]) -> Tensor | None:
-    """How large the gradient is of each row of the weight beside a bias."""
+    """The size of the gradient of each row of the weight beside a bias."""
     before, is_bias, after = name.rpartition("bias")
     own = [grads.get(f"{before}weight{after}")]
     if own == [None]:  # nn.MultiheadAttention whose keys have another size
         before = before.removesuffix("in_proj_")
-        own = [grads.get(f"{before}{one}") for one in _OF_THREE]
-    if not is_bias or any(one is None or one.is_sparse or one.dim() < 2 for one in own):
+        own = [grads.get(f"{before}{weight}") for weight in _OF_THREE]
+    if not is_bias or any(weight is None or weight.is_sparse or weight.dim() < 2 for weight in own):
         return None
-    sides = [one.float().flatten(1) for one in own if one is not None]
+    sides = [weight.float().flatten(1) for weight in own if weight is not None]
     if len(sides) == 1 and len(sides[0]) != len(grads[name]):  # Conv1D has inputs by outputs
         sides = [sides[0].t()]
     return torch.cat([side.square().mean(1).sqrt() for side in sides])

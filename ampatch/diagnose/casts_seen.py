@@ -14,14 +14,14 @@ from torch.nn import Parameter
 from ampatch.casting.tables import BUILTINS
 from ampatch.session import facade
 
-from .tensors import StorageNotes, tensors_in
+from .tensors import ByStorage, tensors_in
 
 
 @dataclasses.dataclass
 class Calls:
-    """One function: `casts` are tensors cast, `cached` those whose half copy was there.
+    """One function: `casts` are tensors cast, `cached` those whose half copy existed.
 
-    `bytes` are those that the casts wrote.  `to` counts the tensors that got each dtype.
+    `bytes` are written by the casts.  `to` counts the tensors by the dtype that they got.
     """
 
     calls: int = 0
@@ -42,7 +42,7 @@ class Batches:
 
 @dataclasses.dataclass
 class Bounce:
-    """Half to FP32 for one function, and what it returned back to half for the next."""
+    """Casts from half to FP32 for one function, and of its result to half for the next."""
 
     times: int = 0
     bytes: int = 0
@@ -67,19 +67,19 @@ class CastWatch:
         self.functions: dict[str, Calls] = {}
         self.batches = Batches()
         self.bounces: dict[tuple[str, str], Bounce] = {}
-        self.used: set[torch.dtype] = set()  # half types
+        self.used: set[torch.dtype] = set()  # half dtypes
         self._thread = _Thread()
-        self._floated: StorageNotes[str] = StorageNotes()
+        self._floated: ByStorage[str] = ByStorage()
 
     def start(self) -> None:
         """Count from now on."""
-        facade.watch_casts(self)
+        facade.observe_casts(self)
 
     def stop(self) -> None:
         """Count no more; a second call does nothing."""
-        facade.stop_watching_casts(self)
+        facade.stop_observing_casts(self)
 
-    # What the engine tells: see `CastObserver`
+    # Called by the engine: see `CastObserver`
 
     def call_begins(self, function: Callable) -> None:
         name = name_of(function)
@@ -127,8 +127,8 @@ class CastWatch:
 
 def name_of(original: Any) -> str:
     """A function's name as people write it."""
-    made = facade.replacement_of(original)
-    named = original if made is None else made
+    replacement = facade.replacement_of(original)
+    named = original if replacement is None else replacement
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))
     if module == BUILTINS["torch.nn.functional"] and hasattr(torch.nn.functional, name):
         module = "torch.nn.functional"

@@ -1,7 +1,7 @@
-"""How large an operator's result is where float64 holds it: an overflow, or no number at all.
+"""The size of an operator's result in float64: tells an overflow from a result that is no number.
 
-An overflow of float16 is a number in float64, and a smaller loss scale makes it smaller.
-A division by zero or the square root of a negative number is none in any dtype.
+An overflow of float16 is finite in float64, and a smaller loss scale makes it smaller.  A division
+by zero or the square root of a negative number is finite in no dtype.
 """
 
 from __future__ import annotations

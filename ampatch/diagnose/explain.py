@@ -1,4 +1,4 @@
-"""What was cast, for which function, and where time could be won.
+"""What was cast, for which function, and which casts could be saved.
 
 with ampatch.report(model) as casts:
     train(model)
@@ -106,7 +106,7 @@ class CastReport:
     def advice(self) -> list[str]:
         """Which casts could be saved, or why nothing ran in half."""
         pairs = sorted(self.bounces.items(), key=lambda pair: -pair[1].bytes)
-        found = [
+        tips = [
             f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
             f"{bounce.times} times, {bounce.bytes} bytes. If half precision is enough here, "
             f'overrides={{{source}: "half"}} saves both casts.'
@@ -159,40 +159,40 @@ class CastReport:
 def _open_levels() -> set[str]:
     """The opt levels of the open sessions, O0 for a disabled one."""
     properties = [session.properties for session in facade.open_sessions()]
-    return {one.opt_level if one.enabled else "O0" for one in properties}
+    return {each.opt_level if each.enabled else "O0" for each in properties}
 
 
-def _functions(found: CastReport) -> list[str]:
+def _functions(report: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
     if not found.functions:
         return ["No function that ampatch casts was called."]
     rows = [
         (name, calls.calls, calls.casts, calls.cached, calls.bytes,
          ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()))
-        for name, calls in found.functions.items()
+        for name, calls in report.functions.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row[4], row[0]))
     counted = ("calls", "casts", "cached", "bytes")
-    total = [sum(getattr(c, column) for c in found.functions.values()) for column in counted]
+    total = [sum(getattr(c, column) for c in report.functions.values()) for column in counted]
     head = ("function", "calls", "casts", "cached", "bytes cast", "tensors cast to")
     lines = _table([head, *rows, ("all", *total, "")], left=(0, 5))
-    together = found.batches
-    if together.batches:
+    batches = report.batches
+    if batches.batches:
         lines.append(
             "Weights are cast together as a forward begins: "
-            f"{together.weights} casts in {together.batches} batches, {together.bytes} bytes."
+            f"{batches.weights} casts in {batches.batches} batches, {batches.bytes} bytes."
         )
     return lines
 
 
-def _modules(found: CastReport) -> list[str]:
+def _modules(report: CastReport) -> list[str]:
     """A line for each module that ran, with the dtypes its forward took and gave."""
-    if not found.modules:
+    if not report.modules:
         return ["No module was called."]
     rows = [
         (name or "(the model)", use.kind, use.calls,
          ", ".join(_names(use.takes)) or "-", ", ".join(_names(use.gives)) or "-")
-        for name, use in sorted(found.modules.items())
+        for name, use in sorted(report.modules.items())
     ]  # fmt: skip
     return _table([("module", "class", "calls", "takes", "gives"), *rows], left=(0, 1, 3, 4))
 

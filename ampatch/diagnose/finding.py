@@ -9,7 +9,7 @@ from types import CodeType
 
 import torch
 
-SHOWN = 10  # the text names so many parameters; `parameters` holds all
+SHOWN = 10  # parameters named in the text; `parameters` holds all
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class Report:
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
         lines = [
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
-            f"{self._made()}. Largest finite input: {largest}. Noticed in the {self.where}."
+            f"{self._maker()}. Largest finite input: {largest}. Noticed in the {self.where}."
         ]
         if not self.input_is_finite:
             lines.append("Its inputs were not finite either: check the data or the loss.")
@@ -84,7 +84,7 @@ class Report:
     def in_short(self) -> str:
         """Step, loss scale, value and operator, for a list."""
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
-        return f"step {self.step}{scale}: {self.value} {self._made()}"
+        return f"step {self.step}{scale}: {self.value} {self._maker()}"
 
     def _made(self) -> str:
         made = (
@@ -94,7 +94,7 @@ class Report:
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"
         at = f" at {self.location}" if self.location else ""
-        return f"{made} in {self.dtype}, {module}{at}"
+        return f"{maker} in {self.dtype}, {module}{at}"
 
 
 def location(code: CodeType | None, line: int) -> str:

@@ -114,8 +114,8 @@ class GradientRange:
     def _count(self, optimizer: Any) -> None:
         weights = self._mine(optimizer)
         self._hooked.update(name for name, weight in weights if any(hooks_of(weight)))
-        found = [(name, weight.grad) for name, weight in weights]
-        mine = [(name, grad) for name, grad in found if grad is not None]
+        grads = [(name, weight.grad) for name, weight in weights]
+        mine = [(name, grad) for name, grad in grads if grad is not None]
         if not mine:
             return
         session = session_of(optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .histogram import SMALLEST, SMALLEST_NORMAL, Histogram, Suggestion, percent
 
-WORST = 5  # so many parameters are named
+WORST = 5  # parameters named
 LINES = 30
 BAR = 40
 
@@ -92,32 +92,32 @@ class GradientReport:
         }
 
 
-def _histogram_as_dict(found: Histogram) -> dict[str, Any]:
+def _histogram_as_dict(histogram: Histogram) -> dict[str, Any]:
     return {
-        "bins": {str(e): n for e, n in sorted(found.bins.items())},
-        "counted": found.counted,
-        "largest": found.largest,
-        "counts": {kind.replace(" ", "_"): count for kind, count in found.kinds.items()},
-        "flushed_share": found.share("flushed"),
-        "flushed_share_now": found.share("flushed now"),
-        "subnormal_share": found.share("subnormal"),
-        "subnormal_share_now": found.share("subnormal now"),
+        "bins": {str(e): n for e, n in sorted(histogram.bins.items())},
+        "counted": histogram.counted,
+        "largest": histogram.largest,
+        "counts": {kind.replace(" ", "_"): count for kind, count in histogram.kinds.items()},
+        "flushed_share": histogram.share("flushed"),
+        "flushed_share_now": histogram.share("flushed now"),
+        "subnormal_share": histogram.share("subnormal"),
+        "subnormal_share_now": histogram.share("subnormal now"),
     }
 
 
-def _bars(found: Histogram) -> Iterator[str]:
+def _bars(histogram: Histogram) -> Iterator[str]:
     """One line for each range of exponents, the smallest first."""
-    if not found.bins:
+    if not histogram.bins:
         return
-    first, last = min(found.bins), max(found.bins)
+    first, last = min(histogram.bins), max(histogram.bins)
     width = -(-(last - first + 1) // LINES)
     edges = range(first - first % width, last + 1, width)
-    groups = [(e, sum(found.bins.get(e + i, 0) for i in range(width))) for e in edges]
+    groups = [(e, sum(histogram.bins.get(e + i, 0) for i in range(width))) for e in edges]
     most = max(n for _, n in groups)
     yield "absolute value         share"
     for edge, n in groups:
         bar, upper = "#" * -(-BAR * n // most), edge + width - 1
-        share = percent(n / found.counted) if n else "-"
+        share = percent(n / histogram.counted) if n else "-"
         ends = f"2^{edge - 1:<4} to 2^{upper:<4}"
         yield f"{ends} {share:>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
 
@@ -132,7 +132,7 @@ def _zone(upper: int) -> str:
 
 
 def _shares(report: GradientReport) -> Iterator[str]:
-    """What float16 flushes and makes subnormal, at scale 1 and at the scale in force."""
+    """What float16 flushes and makes subnormal, at scale 1 and at the present scale."""
     total = report.total
     yield f"Largest: {total.largest:g}."
     scales = [("", "1")]

@@ -77,11 +77,10 @@ def _in_float16(sizes: Tensor) -> list[Tensor]:
 class Histogram:
     """Absolute values of gradients.
 
-    `bins[e]` counts those in `(2**(e-1), 2**e]`, so that float16 flushes to zero, at
-    a scale of `2**k`, the bins with `e + k <= -25`, and no other.  `kinds` counts the
-    elements that are zero or not finite, and those that float16 would flush or make
-    subnormal, at scale 1 and at the loss scales in force ("now"); "over now" are those
-    that would become inf.  `largest` is the largest finite one.
+    `bins[e]` counts those in `(2**(e-1), 2**e]`.  At a scale of `2**k` float16 flushes to zero the
+    bins with `e + k <= -25`, and no others.  `kinds` counts the elements that are zero or not
+    finite, and those that float16 would flush or make subnormal, at scale 1 and at the loss scales
+    of their steps ("now"); "over now" would become inf.  `largest` is the largest finite one.
     """
 
     bins: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -90,7 +89,7 @@ class Histogram:
 
     @property
     def counted(self) -> int:
-        """Elements that are finite and not zero: what shares are shares of."""
+        """The number of elements that are finite and not zero, of which shares are taken."""
         return sum(self.bins.values())
 
     def share(self, kind: str) -> float:
@@ -112,7 +111,7 @@ class Histogram:
     def static_scale(self, lost: float) -> Suggestion:
         """The smallest power of two, 1 or more, at which at most the share `lost` is flushed.
 
-        Where the largest gradient would pass 65504 at it, the largest that keeps it
+        If the largest gradient would pass 65504 at this scale, the largest scale that keeps it
         below is suggested instead, and `fits` is False.
         """
         if not 0 <= lost < 1:

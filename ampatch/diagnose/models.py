@@ -34,9 +34,9 @@ class _Thread(threading.local):
 
 
 class Models:
-    """One model; or, with None, every model that runs, and names begin with its class.
+    """One model; or, with None, every model that runs: names then begin with the model's class.
 
-    `Sequential.0` and `Sequential#2.0` are of two models.  `overrides` take such names.
+    `Sequential.0` and `Sequential#2.0` belong to two models.  `overrides` accept such names.
 
     `adopted(parameter)` is called for each parameter that is found,
     `entered(module, args)` and `left(module, args, output)` around each forward;
@@ -102,7 +102,7 @@ class Models:
             self._entered(module, args)
 
     def _title(self, model: nn.Module) -> str:
-        """Its class, with a number from the second model on; one without weights counts for all."""
+        """The model's class, with a number from the second model with weights on."""
         title = type(model).__name__
         if next(model.parameters(), None) is not None:
             self._models[title] += 1

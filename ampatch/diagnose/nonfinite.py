@@ -152,9 +152,11 @@ class Debugger:
             self._count(optimizer)
 
     def _is_explained(self) -> bool:
-        """Whether something was found in this step, or in the last of any optimizer of several."""
+        """Whether there is a report of this step, with several optimizers also of the last one."""
         since = self.step - (len(self._steps) > 1)
-        return self.report is not None or any(one.step >= since for one in self.passed_over[-1:])
+        return self.report is not None or any(
+            report.step >= since for report in self.passed_over[-1:]
+        )
 
     def on_deactivate(self) -> None:
         """`ampatch.deactivate()` also ends the watch of a given model."""
@@ -214,9 +216,9 @@ class Debugger:
         phase: str = "forward",
         advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `module` and `phase` count if its maker is unknown.
+        """Report the first non-finite tensor; `module` and `phase` count if its origin is unknown.
 
-        `advice` is for what the optimizer's step has made.
+        `advice` is for values that the optimizer's step has made.
         """
         if self.report is not None or not self.is_active:
             return False
@@ -228,7 +230,7 @@ class Debugger:
                 continue
             if phase == "backward" and self._pass_over(origin, where):
                 continue
-            self.report = self._made_report(origin, where)
+            self.report = self._new_report(origin, where)
             self.report.advice = advice if origin.phase == "step" else ""
             if self._is_logged:
                 logger.error("%s", self.report)
@@ -236,14 +238,14 @@ class Debugger:
         return False
 
     def _pass_over(self, origin: Origin, where: str) -> bool:
-        """Note an overflow that the loss scale absorbs; False for any other value."""
+        """Record an overflow that a smaller loss scale cures; False for any other value."""
         if not self._passes_over or not origin.is_absorbed(self._block_scaler):
             return False
         if not self.passed_over or self.passed_over[-1].step != self.step:
-            self.passed_over.append(self._made_report(origin, where))
+            self.passed_over.append(self._new_report(origin, where))
         return True
 
-    def _made_report(self, origin: Origin, where: str) -> Report:
+    def _new_report(self, origin: Origin, where: str) -> Report:
         module, code, line = origin.where
         return Report(
             None if module is None else self._models.names.get(module, ""),
@@ -266,8 +268,8 @@ class Debugger:
 def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterator[Any]:
     """Handles of hooks that call `look(parameter, gradient)`.
 
-    The gradient is looked at as it comes and as it stays: hooks of the script that are set
-    later may replace it in between.
+    The gradient is checked as it comes and again in `.grad`: later hooks of the script may replace
+    it in between.
     """
     of = weakref.ref(parameter)
 
@@ -289,9 +291,9 @@ def _unseen(
     tensor: Tensor, module: nn.Module | None, inputs: Sequence[Tensor], phase: str
 ) -> Origin:
     value = "nan" if bool(torch.isnan(values(tensor)).any()) else "inf"
-    given = [one for one in inputs if one.dtype in CHECKED]
-    fine, where = all(map(is_finite, given)), Where(module, None, 0)
-    return Origin("", phase, where, tensor.dtype, value, largest(given), fine, False, 0)
+    checked = [t for t in inputs if t.dtype in CHECKED]
+    fine, where = all(map(is_finite, checked)), Where(module, None, 0)
+    return Origin("", phase, where, tensor.dtype, value, largest(checked), fine, False, 0)
 
 
 def _rank() -> int | None:

@@ -1,9 +1,9 @@
-"""Which operator made a non-finite number: every operator that runs is looked at.
+"""Which operator made a non-finite number: the outputs of every operator are checked.
 
-A non-finite output is traced to its origin, the first operator whose inputs were
-finite; what is only passed on keeps its origin, through views, casts and from the
-forward into the backward pass.  An inf that the code itself writes, the -inf of a
-mask, is marked as such: it becomes a finding only if an operator makes a NaN of it.
+A non-finite output is traced to its origin, the first operator whose inputs were finite.  Values
+that are only passed on keep their origin, through views, casts and from the forward into the
+backward pass.  An inf that the code itself writes, as the -inf of a mask, is marked as such: it is
+reported only if an operator makes a NaN of it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import COPY
 
 from .exact import largest_exact
-from .tensors import StorageNotes, storage_key, values
+from .tensors import ByStorage, storage_key, values
 
 CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 )
-OVERWRITING = ("copy_", COPY)  # what their first argument held does not count
+OVERWRITING = ("copy_", COPY)  # the old values of their first argument do not count
 MOST_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -47,10 +47,10 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """The operator that made the first non-finite numbers of what descends from it.
+    """The operator that made the first non-finite numbers of a tensor or of its ancestors.
 
-    `exact` is the largest number that it gives in float64, inf where that is not finite
-    either; None outside of the backward pass and where it could not be computed.
+    `exact` is the largest number of its result in float64, inf where that is not finite either;
+    None outside of the backward pass and where it could not be computed.
     """
 
     operator: str
@@ -65,17 +65,17 @@ class Origin:
     exact: float | None = None
 
     def at_scale_1(self, scaler: Any) -> float | None:
-        """What the operator gives at loss scale 1, where that is known.
+        """The largest number of the operator's result at loss scale 1; None where it is unknown.
 
-        Gradients are proportional to the scale.  `scaler` is that of the `scale_loss` block that
-        runs, None outside of one; its scale waits for the device.
+        Gradients are proportional to the scale.  `scaler` is that of the running `scale_loss`
+        block, None outside of one; its scale waits for the device.
         """
         return None if scaler is None or self.exact is None else self.exact / scaler.get()
 
     def is_absorbed(self, scaler: Any) -> bool:
-        """Whether a smaller scale, of 1 or more and its own floor, makes this a finite number.
+        """Whether the result is finite at a smaller scale, of 1 or more and its own floor.
 
-        True also where that could not be computed: it shows when the scale has come down to 1.
+        True also where that could not be computed: then the report comes at scale 1.
         """
         if self.phase != "backward" or scaler is None or not scaler.is_dynamic:
             return False
@@ -96,7 +96,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         super().__init__()
         self._ask = ask
         self._is_on = False
-        self._origins: StorageNotes[Origin] = StorageNotes()
+        self._origins: ByStorage[Origin] = ByStorage()
         self._where_by_node: dict[int, Where] = {}  # keys: sequence numbers of the graph's nodes
         self._count = 0
 
@@ -108,7 +108,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         """Stop looking, also from below modes that were entered later."""
         self._is_on = False
         self._where_by_node.clear()  # they hold modules
-        self._origins = StorageNotes()
+        self._origins = ByStorage()
         dispatch_modes.take_out(self)  # in another thread it passes all through from now on
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
@@ -160,12 +160,12 @@ class Operators(dispatch_modes.TorchDispatchMode):
         self, func: Any, phase: str, where: Where, output: Tensor, before: _Inputs, call: Any
     ) -> None:
         if storage_key(output) in before.from_outside and not custom_ops.is_mutable(func):
-            return  # a view of what came in from outside: no operator's doing
+            return  # a view of a tensor from outside: no operator made the value
         value = "nan" if bool(torch.isnan(values(output)).any()) else "inf"
-        made = [origin for origin in before.origins if not origin.is_written]
+        computed = [origin for origin in before.origins if not origin.is_written]
         written = [origin for origin in before.origins if origin.is_written]
-        if made:
-            origin = min(made, key=lambda one: one.order)
+        if computed:
+            origin = min(computed, key=lambda origin: origin.order)
         elif written and (value == "inf" or before.has_nan):
             origin = written[0]
         else:
@@ -187,7 +187,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
 
 @dataclasses.dataclass
 class _Inputs:
-    """What is known of an operator's inputs; `from_outside` has no origin that we know."""
+    """The state of an operator's inputs; `from_outside` are those without a known origin."""
 
     largest: float | None
     has_nan: bool
@@ -211,17 +211,17 @@ def is_finite(tensor: Tensor) -> bool:
 
 def largest(tensors: list[Tensor]) -> float | None:
     """The largest absolute finite number in all of them, None where there is none."""
-    found = []
+    maxima = []
     for tensor in tensors:
         numbers = values(tensor.detach())
         kept = numbers[torch.isfinite(numbers)]
         if kept.numel():
-            found.append(kept.abs().max().item())
-    return max(found, default=None)
+            maxima.append(kept.abs().max().item())
+    return max(maxima, default=None)
 
 
 def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """The tensors whose numbers an operator takes in; those it only writes are none."""
+    """The tensors that an operator reads, without those that it only writes."""
     yield from _tensors(args[1:] if custom_ops.base_name(func) in OVERWRITING else args)
     outs = custom_ops.out_arguments(func)
     yield from _tensors([value for name, value in kwargs.items() if name not in outs])

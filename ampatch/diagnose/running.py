@@ -72,14 +72,14 @@ def run_steps(
 ) -> tuple[Ending, int]:
     """Run `program` for up to `steps` optimizer steps; returns its ending and the steps taken.
 
-    The script's output goes to the standard error, so that the standard output holds only
-    the answer of the command.
+    The script's output goes to the standard error, so that the standard output has only the
+    command's result.
     """
-    taken: Counter[int] = Counter()  # by the optimizer's id
+    steps_by_optimizer: Counter[int] = Counter()  # by the optimizer's id
 
     def count(optimizer: Any) -> None:
-        taken[id(optimizer)] += 1
-        if taken[id(optimizer)] == steps:
+        steps_by_optimizer[id(optimizer)] += 1
+        if steps_by_optimizer[id(optimizer)] == steps:
             raise EnoughSteps
 
     counted = AfterSteps(count)
@@ -88,4 +88,4 @@ def run_steps(
             ending = program.run(arguments)
     finally:
         counted.remove()
-    return ending, max(taken.values(), default=0)
+    return ending, max(steps_by_optimizer.values(), default=0)

@@ -1,11 +1,10 @@
-"""How fast the half types are here: rounds of short timings, and a verdict for each operation.
+"""The speed of the half dtypes here: rounds of short timings, and a verdict for each operation.
 
-Each round times FP32, the half types and FP32 again, one right after the other.  What another
-process takes away makes calls longer and never shorter, and seldom hits all rounds: so the time
-of a dtype is that of its shortest call, and a figure is the ratio of two such times.  Rounds go on
-until FP32 agrees with itself, or `LONGEST` seconds are over.  The spread is that of the
-figures that each third of the rounds would have given alone.  A CPU is measured on one thread:
-threads that wait for each other on busy cores would be what is timed.
+Each round times FP32, the half dtypes and FP32 again, one right after the other.  Other processes
+make calls longer, never shorter, and seldom in all rounds: so the time of a dtype is that of its
+shortest call, and a speed is the ratio of two such times.  Rounds go on until FP32 agrees with
+itself, or `LONGEST` seconds are over.  The spread comes from the speeds of each third of the
+rounds.  A CPU is measured on one thread: with more, waits of threads on busy cores would be timed.
 """
 
 from __future__ import annotations
@@ -64,24 +63,23 @@ class Speed:
         return dtype_name(self.dtype)
 
     def figure(self) -> str:
-        """The ratio and its range; how much slower than a tenth is nobody's question."""
+        """The ratio and its range; below a tenth no more than that."""
         if self.high < SMALLEST:
             return f"under {SMALLEST:g}x"
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
     def as_dict(self) -> dict[str, Any]:
         """Ratio, range and verdict, for JSON."""
-        found = {"ratio": self.ratio, "low": self.low, "high": self.high}
-        return {**found, "verdict": self.verdict}
+        figures = {"ratio": self.ratio, "low": self.low, "high": self.high}
+        return {**figures, "verdict": self.verdict}
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfTypes:
-    """The half types on a device, by their names.
+    """The half dtypes on a device, by their names.
 
-    `fast` are those that are worth a try: faster than FP32 in some operation, and slower in none.
-    `lowest` and `highest` have for each type its speed relative to FP32 in the operation that is
-    slowest, and fastest, in it.
+    `fast` are worth a try: faster than FP32 in some operation, and slower in none.  `lowest` and
+    `highest` have for each dtype its speed relative to FP32 in its slowest and fastest operation.
     """
 
     fast: Sequence[str]
@@ -90,20 +88,22 @@ class HalfTypes:
 
 
 def half_types(device: str | None = None) -> HalfTypes:
-    """What the half types are on a device; takes a few seconds.
+    """Measure the half dtypes on a device; takes a few seconds.
 
     `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
     """
     speeds = measure(device or device_types()[-1])
     ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_TYPES}
-    lowest, highest = ({n: which(found) for n, found in ratios.items()} for which in (min, max))
+    lowest, highest = ({n: choose(values) for n, values in ratios.items()} for choose in (min, max))
     return HalfTypes(fast(speeds), lowest, highest)
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
-    """Names of the half types that are faster in some operation, and slower in none."""
+    """Names of the half dtypes that are faster in some operation, and slower in none."""
     verdicts = {dtype_name(t): {s.verdict for s in speeds if s.dtype is t} for t in HALF_TYPES}
-    return tuple(n for n, found in verdicts.items() if "faster" in found and "slower" not in found)
+    return tuple(
+        n for n, of_dtype in verdicts.items() if "faster" in of_dtype and "slower" not in of_dtype
+    )
 
 
 def measure(device: str) -> list[Speed]:
@@ -131,7 +131,7 @@ def _one_thread() -> Iterator[None]:
 def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
     times = _Times({dtype: [] for dtype in runs}, [])
     for run in runs.values():
-        _shortest(run, device, 1)  # what a first call sets up
+        _shortest(run, device, 1)  # the first call sets things up
     end = time.perf_counter() + LONGEST
     while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
@@ -191,7 +191,7 @@ def _training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
 
 
 def _shortest(run: Callable[[], Any], device: str, calls: int) -> float:
-    """The shortest time of `run`, of so many calls."""
+    """The shortest time of this number of calls of `run`."""
     best = float("inf")
     for _ in range(calls):
         start = time.perf_counter()

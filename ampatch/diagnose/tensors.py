@@ -1,4 +1,4 @@
-"""Tensors in arguments and outputs, notes about them, and their dtypes' names."""
+"""Tensors in arguments and outputs, values kept by storage, and the names of dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampatch.torch_private.tensors import memory_of
 
 T = TypeVar("T")
 
-MOST = 512  # more notes than this are searched for those of freed storages
+MOST = 512  # above this number of entries those of freed storages are dropped
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -23,30 +23,34 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The floating and complex tensors in a value: in lists, tuples, mappings and dataclasses."""
-    return [one for one in tensors_within(value) if one.is_floating_point() or one.is_complex()]
+    return [
+        tensor
+        for tensor in tensors_within(value)
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
 
 
-class StorageNotes(Generic[T]):
+class ByStorage(Generic[T]):
     """One value for each storage, for as long as the storage exists.
 
-    The graph saves tensors as new objects and modules return views, so notes by tensor would
-    be lost.  A weak reference prevents that another storage gets the same address.
+    The graph saves tensors as new objects and modules return views, so entries by tensor would be
+    lost.  A weak reference prevents that another storage gets the same address.
     """
 
     def __init__(self) -> None:
-        self._notes: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._entries: dict[int, tuple[StorageWeakRef, T]] = {}
         self._prune_at = MOST
 
     def get(self, tensor: Tensor) -> T | None:
-        known = self._notes.get(storage_key(tensor))
+        known = self._entries.get(storage_key(tensor))
         return None if known is None else known[1]
 
-    def set(self, tensor: Tensor, note: T) -> None:
-        if len(self._notes) >= self._prune_at:
-            self._notes = {k: v for k, v in self._notes.items() if not v[0].expired()}
-            self._prune_at = max(MOST, 2 * len(self._notes))
+    def set(self, tensor: Tensor, value: T) -> None:
+        if len(self._entries) >= self._prune_at:
+            self._entries = {k: v for k, v in self._entries.items() if not v[0].expired()}
+            self._prune_at = max(MOST, 2 * len(self._entries))
         storage = values(tensor).untyped_storage()
-        self._notes[memory_of(storage)] = (StorageWeakRef(storage), note)
+        self._entries[memory_of(storage)] = (StorageWeakRef(storage), value)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -10,6 +10,6 @@ Above the public API: these modules use `ampatch` as a script does, and the decl
 * timm's train.py: `timm.py`
 * ignite's engines: `ignite.py`
 * any of the first four, put in from outside for a sweep: `framework_patches.py`
-* what they manage, and its loss scale: `managed.py`
+* the session that they share, and its loss scale: `managed.py`
 * gloo's threads, for scripts that end no process group: `process_end.py`
 """

@@ -73,9 +73,9 @@ class AmpatchAccelerator(Accelerator):
         dtype: torch.dtype | HalfName = torch.float16,
         **arguments: Any,
     ) -> None:
-        given = {"cast_model_outputs": torch.float32, **arguments}
+        options = {"cast_model_outputs": torch.float32, **arguments}
         settings = checked(
-            "AmpatchAccelerator", {**given, "opt_level": opt_level, "dtype": dtype}, _OWN
+            "AmpatchAccelerator", {**options, "opt_level": opt_level, "dtype": dtype}, _OWN
         )
         arguments = {name: value for name, value in arguments.items() if name in _OWN}
         asked, variable = arguments.get("mixed_precision"), "ACCELERATE_MIXED_PRECISION"
@@ -106,7 +106,7 @@ class AmpatchAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's; models that come together share a session with those before them."""
-        self._run.open(*(_innermost(one) for one in args if isinstance(one, nn.Module)))
+        self._run.open(*(_innermost(model) for model in args if isinstance(model, nn.Module)))
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -121,15 +121,15 @@ class AmpatchAccelerator(Accelerator):
     ) -> AcceleratedOptimizer:
         """As accelerate's; ampatch manages the optimizer once its model is prepared."""
         if not isinstance(optimizer, AcceleratedOptimizer):
-            place = self.device_placement if device_placement is None else device_placement
-            optimizer = SkippingOptimizer(optimizer, device_placement=place)
+            on_device = self.device_placement if device_placement is None else device_placement
+            optimizer = SkippingOptimizer(optimizer, device_placement=on_device)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         self._add_optimizers()
         return optimizer
 
     def _add_optimizers(self) -> None:
-        """Optimizers join ampatch when the models that they train have."""
+        """Manage the optimizers whose models are managed."""
         session = self._run.session
         models = [] if session is None else [managed.model for managed in session.models]
         known = {id(parameter) for model in models for parameter in model.parameters()}
@@ -148,7 +148,7 @@ class AmpatchAccelerator(Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """With `AutocastKwargs(enabled=False)` nothing is cast; else the opt level says what is."""
+        """With `AutocastKwargs(enabled=False)` nothing is cast; else the opt level decides."""
         handler = autocast_handler or self.autocast_handler
         if handler is None or handler.enabled:
             yield
@@ -179,7 +179,7 @@ class SkippingOptimizer(AcceleratedOptimizer):
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """The model that was prepared, without what `prepare` has put around it."""
+    """The model inside the wrappers of `prepare`."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -190,7 +190,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def bare(optimizer: Any) -> Any:
-    """The optimizer that was prepared, without what accelerate has put around it."""
+    """The optimizer inside the wrappers of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,9 +1,9 @@
 """Puts ampatch's integration into a framework, before the script imports it.
 
-The class that a script makes, or derives its own from, is replaced by one with the integration in
-it; the framework's own mixed precision is left out.  Opt level and dtype come from the environment,
-as in each trial of a sweep, which this is for.  It serves scripts that make one such object; where
-the integration cannot come in, its own error says why.
+The framework's class is replaced by one with the integration, without the framework's own mixed
+precision.  Opt level and dtype come from the environment, as in the trials of a sweep, for which
+this module is.  It works for scripts that make one such object; where the integration cannot come
+in, its own error says why.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LIGHTNING = {
 
 
 def bring_in(framework: str) -> None:
-    """Have the script's own line make an object that trains by ampatch."""
+    """Have the script's constructor call make an object that trains by ampatch."""
     _BRING_IN[framework]()
 
 
-def leave_precision_out(note: Callable[[str, Any], None]) -> None:
+def leave_precision_out(report: Callable[[str, Any], None]) -> None:
     """Have Lightning's Trainer and Fabric train in FP32, whatever `precision` a script gives them.
 
-    `note(half, frame)` hears of a half type and of the frame that asked for it.  For the others
-    nothing is needed: their mixed precision is torch.autocast and GradScaler.
+    `report(half, frame)` is called with a half dtype and the frame that asked for it.  The other
+    frameworks need nothing: their mixed precision is torch.autocast and GradScaler.
     """
 
     def make(original: Callable, owner: Any, args: Any, named: dict[str, Any]) -> None:
-        given = str(named.pop("precision", None))
-        if "16" in given:
-            note("bfloat16" if "bf16" in given else "float16", sys._getframe(1))
+        precision = str(named.pop("precision", None))
+        if "16" in precision:
+            report("bfloat16" if "bf16" in precision else "float16", sys._getframe(1))
         original(*args, **named)
 
     for owner, modules in _LIGHTNING.items():
@@ -47,9 +47,9 @@ def leave_precision_out(note: Callable[[str, Any], None]) -> None:
 
 
 def tell_losses(around: Callable[[Any], Any]) -> None:
-    """Have accelerate's `backward` run in `around(loss)`, with the loss that the script gives it.
+    """Have accelerate's `backward` run in `around(loss)`, with the script's loss.
 
-    It divides that by the number of accumulated batches.
+    accelerate then divides the loss by the number of accumulated batches.
     """
 
     def backward(original: Callable, accelerator: Any, args: Any, named: dict[str, Any]) -> None:
@@ -80,8 +80,8 @@ def _fabric() -> None:
 
 def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
     def make(original: Callable, _: Any, args: Any, named: dict[str, Any]) -> None:
-        given = named.pop("plugins", None) or []
-        listed = list(given) if isinstance(given, (list, tuple)) else [given]
+        plugins = named.pop("plugins", None) or []
+        listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         named.pop("precision", None)
         original(*args, plugins=[*listed, plugin()], **named)
 
@@ -120,8 +120,8 @@ def _accelerate() -> None:
     names = list(inspect.signature(plain.__init__).parameters)[1:]
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:
-        given = {**dict(zip(names, args)), **named, "mixed_precision": "no"}
-        AmpatchAccelerator.__init__(self, **given)
+        arguments = {**dict(zip(names, args)), **named, "mixed_precision": "no"}
+        AmpatchAccelerator.__init__(self, **arguments)
 
     managed = type("Accelerator", (AmpatchAccelerator,), {"__init__": __init__})
     accelerate.Accelerator = accelerate.accelerator.Accelerator = managed

@@ -69,7 +69,7 @@ def supervised_training_step(
     The arguments are those of that function, but for:
 
     Args:
-        optimizer: one that was given to `ampatch.initialize`.  It has the place of `scaler` too.
+        optimizer: one that was given to `ampatch.initialize`.  There is no `scaler`.
         clip: called before each step with the tensors that the step updates, whose gradients are
             unscaled: `lambda params: clip_grad_norm_(params, 1.0)`.
     """
@@ -81,8 +81,8 @@ def supervised_training_step(
         )
 
     def update(engine: Engine, batch: Any) -> Any:
-        place = engine.state.iteration % gradient_accumulation_steps
-        if place == 1 % gradient_accumulation_steps:
+        offset = engine.state.iteration % gradient_accumulation_steps
+        if offset == 1 % gradient_accumulation_steps:
             optimizer.zero_grad()
         model.train()
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
@@ -90,7 +90,7 @@ def supervised_training_step(
         loss = loss_fn(y_pred, y)
         with ampatch.scale_loss(loss / gradient_accumulation_steps, optimizer) as scaled_loss:
             scaled_loss.backward()
-        if place == 0:
+        if offset == 0:
             if clip is not None:
                 clip(ampatch.master_params(optimizer))
             optimizer.step()
@@ -114,8 +114,8 @@ def supervised_evaluation_step(
     `model_transform`, so that metrics do not sum them in half.
     """
 
-    given = (prepare_batch, lambda output: apply_to_tensor(model_transform(output), _widened))
-    return in_float32(model, device, non_blocking, *given, output_transform, model_fn)
+    preparation = (prepare_batch, lambda output: apply_to_tensor(model_transform(output), _widened))
+    return in_float32(model, device, non_blocking, *preparation, output_transform, model_fn)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an integration manages: models, the optimizers that come later, and their loss scales."""
+"""The session of an integration: models, the optimizers that come later, and their loss scales."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SETTINGS = frozenset(
 """The arguments of `ampatch.initialize` that an integration takes."""
 
 
-def checked(owner: str, given: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+def checked(owner: str, arguments: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
     """The settings among the arguments of `owner`; the framework takes those named `others`.
 
-    Raises `TypeError` for an unknown one and `ValueError` for a wrong one, before anything is made.
+    Raises `TypeError` for an unknown and `ValueError` for a wrong setting, and changes nothing.
     """
-    for name in given:
+    for name in arguments:
         if name not in SETTINGS and name not in others:
             hint = did_you_mean(name, {*SETTINGS, *others}) or f" Known: {', '.join(SETTINGS)}."
             raise TypeError(f"{owner}() got an unknown setting {name!r}.{hint}")
-    settings = {name: value for name, value in given.items() if name in SETTINGS}
+    settings = {name: value for name, value in arguments.items() if name in SETTINGS}
     properties_for(
         settings["opt_level"],
         settings.get("dtype", torch.float16),
@@ -56,12 +56,14 @@ class Managed:
         self._scales: dict[str, Any] = {}  # when nothing is open
 
     def open(self, *models: nn.Module) -> None:
-        """Manage models, beside those that are open or as the first.
+        """Manage models: in a new session, or in the open one.
 
-        The loss scales of the first are those that were loaded, or of the last session.
+        A new session begins with the loss scales that were loaded, or with those of the last one.
         """
         session = self.session
-        new = [one for one in models if session is None or facade.session_of(one) is not session]
+        new = [
+            model for model in models if session is None or facade.session_of(model) is not session
+        ]
         if not new:
             return
         if session is None:
@@ -85,15 +87,17 @@ class Managed:
         return session is not None and session.looks_for_overflow()
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
-        """`ampatch.scale_loss` for all optimizers: an overflow concerns those it is in."""
+        """`ampatch.scale_loss` for all optimizers; only those whose gradients overflow skip."""
         session = self.session
-        optimizers = [] if session is None else [one.optimizer for one in session.optimizers]
+        optimizers = (
+            [] if session is None else [managed.optimizer for managed in session.optimizers]
+        )
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
 
     def as_weights(self, value: Tensor) -> Tensor:
-        """A floating tensor in the dtype of the models' weights, where these are in half."""
+        """A floating tensor, cast to the dtype of the weights at O3."""
         session = self.session
-        if session is None or session.properties.lends_weights:
+        if session is None or session.properties.uses_half_copies:
             return value
         half = session.properties.cast_model_type
         return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value
@@ -112,12 +116,12 @@ class Managed:
             ampatch.load_state_dict(scales, of=member)
 
     def restore(self, folder: str, own: str, grad_scaler: str) -> None:
-        """Go on with the loss scale in a checkpoint: ours, or that of torch's GradScaler."""
+        """Load the loss scale of a checkpoint: ours, or that of torch's GradScaler."""
         ours, theirs = Path(folder, own), Path(folder, grad_scaler)
         if ours.suffix == ".json" and ours.is_file():
             self.scales = json.loads(ours.read_text())
-        elif found := next(filter(Path.is_file, (ours, theirs)), None):
-            self.scales = torch.load(found, weights_only=True)
+        elif file := next(filter(Path.is_file, (ours, theirs)), None):
+            self.scales = torch.load(file, weights_only=True)
         elif any(entry.get("dynamic", True) for entry in self.scales.values()):
             logger.warning(
                 "%s: this checkpoint has no loss scale (%s): the current scale stays.",
@@ -138,9 +142,9 @@ class Managed:
         return last if last is not None and last.is_open and last.is_alive() else None
 
     def _member(self) -> Any:
-        """A model or optimizer by which ampatch knows the session; None: it manages nothing."""
+        """A model or optimizer of the session; None: there is none."""
         session = self.session
         if session is None:
             return None
         models = [managed.model for managed in session.models]
-        return next(iter([*models, *(one.optimizer for one in session.optimizers)]), None)
+        return next(iter([*models, *(managed.optimizer for managed in session.optimizers)]), None)

@@ -133,7 +133,7 @@ def _check_seams() -> None:
 
 
 def _refuse(arguments: Any, accelerator: Any) -> None:
-    """Raise for what cannot be beside an opt level."""
+    """Raise for settings that contradict an opt level."""
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(arguments, name, False):
             raise ValueError(

@@ -1,9 +1,9 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
-* A pass that is asked for gradients of single weights goes through all layers whose weights are
-  cast by one node with these.  So each weight of that model is cast by a node of its own from the
-  next forward on.
-* A pass in a `scale_loss` block is looked at: gradients that it brings must be scaled.
+* A pass that asks for gradients of single weights (`inputs=`) goes through all layers whose weights
+  share a cast node with these.  From the next forward on each weight of that model has a cast node
+  of its own.
+* A pass in a `scale_loss` block is checked: its gradients must be scaled.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from ..torch_private.probes import leads_to_compiled
 
 
 def replacements(
-    note_request: Callable[[list[Tensor]], bool],
+    record_request: Callable[[list[Tensor]], bool],
     pass_begins: Callable[[Any], Callable[[], None] | None],
 ) -> list[Replacement]:
-    """What to replace.
+    """The replacements.
 
-    `note_request(tensors)`: gradients of these are asked for; whether graphs that are there may
-    have nodes in common for them and others.  Then the pass retains the graph: under torch.autocast
-    it would not free the buffers of those others.
-    `pass_begins(tensors)`: a pass from these begins that adds to gradients; what it returns is
-    called when the pass has ended.
+    `record_request(tensors)`: a pass asks for gradients of these; returns whether existing graphs
+    may cast them in one node with other weights.  Then the pass retains the graph: under
+    torch.autocast it would not free the buffers of the others.
+    `pass_begins(tensors)`: a pass from these begins that adds to gradients; returns a function to
+    call at its end, or None.
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        if note_request([one for one in map(_leaf, _listed(inputs)) if isinstance(one, Tensor)]):
-            return not any(map(leads_to_compiled, map(_node, _listed(outputs)))) or retain_graph
+        if record_request(
+            [leaf for leaf in map(_leaf, _items(inputs)) if isinstance(leaf, Tensor)]
+        ):
+            return not any(map(leads_to_compiled, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
 
     def of_grad(original: Callable) -> Callable:
@@ -50,7 +52,7 @@ def replacements(
             **kwargs: Any,
         ) -> Any:
             if not is_dynamo_compiling():
-                outputs, inputs = _kept(outputs), _kept(inputs)
+                outputs, inputs = _materialized(outputs), _materialized(inputs)
                 retain_graph = retained(outputs, inputs, retain_graph)
             return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
 
@@ -69,7 +71,7 @@ def replacements(
             ended = None
             if not is_dynamo_compiling():
                 if inputs is not None:
-                    tensors, inputs = _kept(tensors), _kept(inputs)
+                    tensors, inputs = _materialized(tensors), _materialized(inputs)
                     retain_graph = retained(tensors, inputs, retain_graph)
                 ended = pass_begins(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
@@ -81,22 +83,22 @@ def replacements(
     return [(torch.autograd, "grad", of_grad), (torch.autograd, "backward", of_backward)]
 
 
-def _kept(given: Any) -> Any:
-    """An iterator, such as `model.parameters()`, can be read once."""
-    return tuple(given) if isinstance(given, Iterator) else given
+def _materialized(tensors: Any) -> Any:
+    """The tuple of an iterator, such as `model.parameters()`, which can be read only once."""
+    return tuple(tensors) if isinstance(tensors, Iterator) else tensors
 
 
-def _listed(given: Any) -> Iterable[Any]:
-    """What a script passes as outputs or inputs, one by one; what is wrong torch refuses."""
-    if isinstance(given, (Tensor, GradientEdge)) or not isinstance(given, Iterable):
-        return [given]
-    return given.values() if isinstance(given, Mapping) else given
+def _items(tensors: Any) -> Iterable[Any]:
+    """Single outputs or inputs of a pass; torch refuses wrong ones."""
+    if isinstance(tensors, (Tensor, GradientEdge)) or not isinstance(tensors, Iterable):
+        return [tensors]
+    return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
-def _leaf(given: Any) -> Any:
-    """The tensor whose gradient is asked for: of an edge to a leaf's accumulator, that leaf."""
-    return getattr(given.node, "variable", None) if isinstance(given, GradientEdge) else given
+def _leaf(item: Any) -> Any:
+    """The tensor whose gradient is asked for: of an edge to a leaf's accumulator, the leaf."""
+    return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 
 
-def _node(given: Any) -> Any:
-    return given.node if isinstance(given, GradientEdge) else getattr(given, "grad_fn", None)
+def _node(item: Any) -> Any:
+    return item.node if isinstance(item, GradientEdge) else getattr(item, "grad_fn", None)

@@ -21,7 +21,7 @@ def replacements(
     ready: Callable[[list[Tensor], bool], None],
     zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
-    """What to replace.
+    """The replacements.
 
     `ready(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
     scaled; `by_norm`: they are clipped by one norm.

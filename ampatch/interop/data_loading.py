@@ -12,11 +12,13 @@ from ..torch_private.data_loading import PREPARING
 
 
 def replacements(state: CastState) -> list[Replacement]:
-    """What to replace: a managed model that a dataset calls casts all the same."""
-    return [(owner, name, lambda original: _uncast(original, state)) for owner, name in PREPARING]
+    """The replacements.  A managed model that a dataset calls still casts."""
+    return [
+        (owner, name, lambda original: _without_casts(original, state)) for owner, name in PREPARING
+    ]
 
 
-def _uncast(original: Callable, state: CastState) -> Callable:
+def _without_casts(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
         return state.casts_off(original, *args, **kwargs)

@@ -2,8 +2,8 @@
 
 `join()` is refused under a dynamic loss scale.
 
-DDP puts each rank's local tensor in the place of a DTensor, and makes the DTensor anew in every
-forward.  It knows the local tensors by an attribute, which the half copies of weights lack.
+DDP replaces each DTensor by the rank's local tensor, and makes the DTensor anew in every forward.
+It recognizes the local tensors by an attribute, which the half copies of weights lack.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
 
 Agree = Callable[[nn.Module, Any], None]
-"""`agree(model, process_group)` raises where ranks that are about to wrap a model do not train it
-with the same settings.
-"""
+"""`agree(model, process_group)` raises where ranks that wrap a model have different settings."""
 
-
-IsLent = Callable[[Tensor], bool]
+HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(agree: Agree, is_lent: IsLent) -> list[Replacement]:
-    """What to replace, for ranks that wrap a model."""
+def at_wrapping(agree: Agree, has_half_copy: HasHalfCopy) -> list[Replacement]:
+    """The replacements for ranks that wrap a model."""
     if not torch.distributed.is_available():
         return []
 
@@ -42,13 +39,13 @@ def at_wrapping(agree: Agree, is_lent: IsLent) -> list[Replacement]:
 
         @functools.wraps(original)
         def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            given = names.bind_partial(self, *args, **kwargs).arguments
-            model, mesh = given.get("module"), given.get("device_mesh")
-            is_sent = given.get("init_sync", True)
+            arguments = names.bind_partial(self, *args, **kwargs).arguments
+            model, mesh = arguments.get("module"), arguments.get("device_mesh")
+            is_sent = arguments.get("init_sync", True)
             if mesh is not None:
-                _refuse_lent_dtensors(given["module"], is_lent)
+                _refuse_dtensors_with_half_copies(arguments["module"], has_half_copy)
             if is_sent and isinstance(model, nn.Module) and torch.distributed.is_initialized():
-                agree(model, given.get("process_group") if mesh is None else mesh.get_group(0))
+                agree(model, arguments.get("process_group") if mesh is None else mesh.get_group(0))
             original(self, *args, **kwargs)
 
         return __init__
@@ -56,9 +53,9 @@ def at_wrapping(agree: Agree, is_lent: IsLent) -> list[Replacement]:
     return [(DistributedDataParallel, "__init__", make)]
 
 
-def _refuse_lent_dtensors(module: nn.Module, is_lent: IsLent) -> None:
+def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfCopy) -> None:
     for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) and is_lent(parameter):
+        if is_dtensor(parameter) and has_half_copy(parameter):
             raise AmpatchError(
                 f"DistributedDataParallel({type(module).__name__}, device_mesh=...): {name} is a "
                 "DTensor, of which forwards at O2 have half copies. DDP would not use these. "
@@ -68,7 +65,7 @@ def _refuse_lent_dtensors(module: nn.Module, is_lent: IsLent) -> None:
 
 
 def at_join(refuse_uneven: Callable[[nn.Module], None]) -> list[Replacement]:
-    """What to replace, for ranks with uneven inputs."""
+    """The replacements for ranks with uneven inputs."""
     if not torch.distributed.is_available():
         return []
 

@@ -1,9 +1,9 @@
-"""Keep torch.compile from compiling what is done around calls as frames of its own.
+"""Keep torch.compile from compiling our functions around calls as frames of their own.
 
-When Dynamo compiles a module it meets the frame of a managed module and what that calls, and would
-compile each function.  One code object serves all managed models, so its recompile limit would soon
-be reached, an error under `fullgraph=True`.  Functions that are marked to be skipped run eagerly
-there.  They are still traced where a compiled function calls the model.
+When Dynamo compiles a module, it meets the forward of a managed model and would compile each
+function that this calls.  One code object serves all managed models, so its recompile limit would
+soon be reached, an error under `fullgraph=True`.  Functions that are marked to be skipped run
+eagerly there.  They are still traced where a compiled function calls the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACED = {
     "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
 }
-"""Modules whose functions stand in the place of those that scripts compile, and what they call."""
+"""Modules whose functions replace those that scripts compile, and the functions these call."""
 
 
 def run_eagerly() -> None:
@@ -47,11 +47,11 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
             continue
-        for found in vars(value).values() if inspect.isclass(value) else (value,):
-            if isinstance(found, (staticmethod, classmethod)):
-                found = found.__func__
-            parts = (found.fget, found.fset) if isinstance(found, property) else (found,)
-            for function in filter(inspect.isfunction, parts):
+        for member in vars(value).values() if inspect.isclass(value) else (value,):
+            if isinstance(member, (staticmethod, classmethod)):
+                member = member.__func__
+            functions = (member.fget, member.fset) if isinstance(member, property) else (member,)
+            for function in filter(inspect.isfunction, functions):
                 yield from _with_inner(function.__code__)
 
 

@@ -1,9 +1,9 @@
 """`model.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
-So is `.float()` at O2: its weights are FP32, and forwards compute with half copies of them.  Calls
-that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except between
-kinds of devices where torch makes new parameters, which the optimizer would not have.  So do all
-calls on what has come into the model since, and that no optimizer has: adapters of peft.
+`.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
+Calls that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except
+between kinds of devices where torch makes new parameters, which the optimizer would not have.  All
+calls work on submodules that have come since and that no optimizer has: adapters of peft.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HasTensor = Callable[[Tensor], bool]
 def replacements(
     model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: HasTensor
 ) -> list[Replacement]:
-    """What to replace.
+    """The replacements.
 
     `model_of(module)` gives a managed model that shares tensors with a module, or None.
     """
@@ -38,7 +38,7 @@ def replacements(
         return []
 
     def make(original: Callable) -> Callable:
-        running = False  # within a call for the module around this one
+        running = False  # in a call for a module that contains this one
 
         @functools.wraps(original)
         def _apply(self: nn.Module, fn: Apply, *args: Any, **kwargs: Any) -> nn.Module:
@@ -73,7 +73,7 @@ def replacements(
 
 
 def _tensors(module: nn.Module, is_relied_on: HasTensor) -> Iterator[tuple[str, Tensor]]:
-    """Its floating parameters and buffers that a session or an optimizer relies on, by name."""
+    """The module's floating tensors that a session or an optimizer relies on, by name."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor) and tensor.is_floating_point() and is_relied_on(tensor):
             yield name, tensor
@@ -82,7 +82,7 @@ def _tensors(module: nn.Module, is_relied_on: HasTensor) -> Iterator[tuple[str, 
 def _refuse_other_tensor(
     module: nn.Module, title: str, tensor: Tensor, fn: Apply, model: nn.Module
 ) -> None:
-    """Raise `AmpatchError` where `fn` changes its dtype, or torch would make a new parameter."""
+    """Raise `AmpatchError` where `fn` changes a dtype, or torch would make a new parameter."""
     own = tensor.detach()
     with torch.no_grad():
         changed = fn(own.new_empty(0))

@@ -1,10 +1,10 @@
-"""State dicts, copies and pickles have parameters, and writes through `.data` are seen.
+"""State dicts, copies and pickles have parameters, and writes through `.data` are noticed.
 
-* A state dict, copy or pickle that is made while a forward of an O2 model runs (as by a momentum
-  encoder at the first forward), in this thread or beside it, has the weights, not the half copies
-  that stand in their places.
-* `tensor.data`: a write through it raises no version.  A weight is cast anew, and values of a half
-  copy that stands in a weight's place are compared as its forward ends.
+* A state dict, copy or pickle may be made while a forward of an O2 model runs, in this thread or in
+  another (as by a momentum encoder at the first forward).  It has the weights, not the half copies
+  in their slots.
+* `tensor.data`: a write through it raises no version.  So a weight is cast anew, and the values of
+  a half copy are compared as its forward ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..models.lent_weights import parameter_behind
 
 
 def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
-    """What to replace: `listener(tensor)` is called before `.data` is read or set.
+    """The replacements: `listener(tensor)` is called before `.data` is read or set.
 
-    `Tensor` gets a property of its own in place of the one that it inherits.
+    `Tensor` gets a property of its own, which hides the inherited one.
     """
 
     def make(original: Any) -> property:
@@ -46,7 +46,7 @@ def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
 
 
 def copies() -> list[Replacement]:
-    """What to replace: copies and pickles of half copies are of the weights behind them."""
+    """The replacements: copies and pickles of a half copy are those of its weight."""
 
     def deepcopy(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -70,7 +70,7 @@ def copies() -> list[Replacement]:
 
 
 def loading(after: Callable[[nn.Module], None]) -> list[Replacement]:
-    """What to replace, so that `after(module)` is called when a module has loaded."""
+    """The replacements: `after(module)` is called when a module has loaded a state dict."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -85,42 +85,42 @@ def loading(after: Callable[[nn.Module], None]) -> list[Replacement]:
 
 
 def saving() -> list[Replacement]:
-    """What to replace, so that state dicts have parameters."""
+    """The replacements: state dicts have parameters."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            saved = original(self, *args, **kwargs)  # it calls this for each part
+            state = original(self, *args, **kwargs)  # it calls this for each submodule
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            is_scripted = isinstance(self, torch.jit.ScriptModule)  # nothing is lent there
+            is_scripted = isinstance(self, torch.jit.ScriptModule)  # has no half copies
             for name in () if is_scripted else list(self._parameters):
-                _save_parameter(saved, prefix + name, self._parameters, name)
-            return saved
+                _save_parameter(state, prefix + name, self._parameters, name)
+            return state
 
         return state_dict
 
     return [(nn.Module, "state_dict", make)]
 
 
-def _save_parameter(saved: dict, key: str, table: dict[str, Any], name: str) -> None:
-    """Put the parameter of a place where its half copy was saved.
+def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str) -> None:
+    """Replace a saved half copy by the parameter of its slot.
 
     A half copy shares the attributes of its parameter; a detached one, without `keep_vars`, does
     not.
     """
-    found = saved.get(key)
-    if not isinstance(found, Tensor) or found.dtype not in HALF_TYPES:
+    value = state.get(key)
+    if not isinstance(value, Tensor) or value.dtype not in HALF_TYPES:
         return
-    parameter = _parameter_at(table, name)
+    parameter = _parameter_at(parameters, name)
     if parameter is not None and parameter.dtype is torch.float32:
-        is_kept = vars(found) is vars(parameter)
-        saved[key] = parameter if is_kept else parameter.detach()
+        is_kept = vars(value) is vars(parameter)
+        state[key] = parameter if is_kept else parameter.detach()
 
 
-def _parameter_at(table: dict[str, Any], name: str) -> Tensor | None:
-    """The parameter of a place, whichever forward begins or ends in another thread meanwhile."""
+def _parameter_at(parameters: dict[str, Any], name: str) -> Tensor | None:
+    """The parameter of a slot, even if a forward begins or ends in another thread meanwhile."""
     while True:
-        entry = table.get(name)
+        entry = parameters.get(name)
         parameter = None if entry is None else parameter_behind(entry)
-        if parameter is not None or table.get(name) is entry:
+        if parameter is not None or parameters.get(name) is entry:
             return entry if parameter is None else parameter

@@ -28,18 +28,18 @@ _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
 def replacements(state: CastState) -> list[Replacement]:
-    """What to replace of `torch.jit`."""
+    """The replacements in `torch.jit`."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 
 
-def uncast_operators(compiled: Any) -> list[str]:
+def operators_without_casts(compiled: Any) -> list[str]:
     """Names of listed functions that a scripted or traced module or function calls itself."""
     graph = getattr(compiled, "inlined_graph", None)
     return sorted(set(_OPERATOR.findall(str(graph))) & _LISTED)
 
 
-def note_scripted_parts(managed: ManagedModel) -> None:
-    """Warn of TorchScript modules inside a model at O1: they are not cast."""
+def warn_of_scripted_submodules(managed: ManagedModel) -> None:
+    """Warn of TorchScript submodules of a model at O1: nothing in them is cast."""
     own = type(managed.model).__name__
     if managed.policy is not None:
         for name, module in scripted_parts(managed.model).items():
@@ -47,7 +47,7 @@ def note_scripted_parts(managed: ManagedModel) -> None:
 
 
 def _warn(what: str, compiled: Any) -> None:
-    names = uncast_operators(compiled)
+    names = operators_without_casts(compiled)
     if names:
         logger.warning(
             "%s is TorchScript, which calls torch's operators itself: ampatch does not cast "
@@ -59,8 +59,8 @@ def _warn(what: str, compiled: Any) -> None:
         )
 
 
-def _is_torch_s_own(obj: Any) -> bool:
-    """Whether torch scripts a function of its own: it does so to differentiate in forward mode."""
+def _is_of_torch(obj: Any) -> bool:
+    """Whether torch scripts its own function, as it does to differentiate in forward mode."""
     return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
 
 
@@ -71,7 +71,7 @@ def _script(original: Callable, state: CastState) -> Callable:
     ) -> Any:
         with own_frame.aside(obj) if isinstance(obj, nn.Module) else nullcontext():
             compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
-        if state.current() is not None and not _is_torch_s_own(obj):
+        if state.current() is not None and not _is_of_torch(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled
 

@@ -40,9 +40,9 @@ class _SetUp:
 
 def check(is_auto: bool) -> None:
     """Raise `ValueError` for variables that are wrong, or impossible with --auto."""
-    asked = environment.read()
+    settings = environment.read()
     if is_auto:
-        auto.check(asked)
+        auto.check(settings)
 
 
 def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:

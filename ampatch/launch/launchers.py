@@ -22,11 +22,11 @@ _LINES = {
     "lightning.fabric": _TORCHRUN,
     "lightning_fabric": _TORCHRUN,
 }
-"""How a launcher's line begins, by its command, its module or a package that its module is in."""
+"""The start of a launcher's line, by its command, its module, or the package of its module."""
 
 
 def line_of(program: Program) -> str | None:
-    """How the line begins that starts a module by `program`, if that is a launcher; else None."""
+    """The start of a command line that launches a module, if `program` is a launcher; else None."""
     if not program.is_module:
         return _LINES.get(Path(program.name).name.removesuffix(".exe"))
     within = (line for name, line in _LINES.items() if f"{program.name}.".startswith(f"{name}."))

@@ -97,6 +97,7 @@ class ModelInputs:
         return args, kwargs
 
     def _cast(self, tensor: Tensor, position: int, given: Given) -> Tensor:
+        """In C++: `fitting_copy` of `copies.h`."""
         found = tensor.dtype
         if found is self._dtype or found not in CASTABLE:
             return tensor

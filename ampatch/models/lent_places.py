@@ -194,6 +194,8 @@ def exchange(
     """Entry number i becomes `new[sources[i]]`.
 
     With `old`: only if every entry is `old[sources[i]]` now.  Returns whether they were exchanged.
+
+    In C++: `exchange_entries` of `weights.h`.
     """
     if old is not None:
         found, known = map(dict.get, tables, names), map(old.__getitem__, sources)

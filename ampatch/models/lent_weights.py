@@ -307,6 +307,8 @@ class LentWeights:
         for call in here.stack:  # copies of another model may be in the places
             if call.lending is not None and call.lending.is_in_place:
                 return tree
+        if root is self.model:
+            self._trees.clear()  # it may have lost submodules
         self._trees[id(root)] = tree
         if root is self.model:
             self.known = tree.ids

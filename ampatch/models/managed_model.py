@@ -51,7 +51,7 @@ torch from swapping it.
 class OwnSession(Protocol):
     """What a managed model needs of the session that it is in."""
 
-    def mix(self, managed: ManagedModel) -> None:
+    def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
         """FP32 meets half in the forward: give the model a policy that casts such calls."""
 
 
@@ -112,11 +112,11 @@ class ManagedModel:
         if dtype is None:
             return
         self._stays_float = stays_float
-        if not self.properties.lends_weights:
+        if not self.properties.uses_half_copies:
             leave = sharded_parameters(self.model).union(lent_types(self.model))
             self.conversions.convert(self.model, dtype, stays_float, leave)
         if dtype in HALF_TYPES:
-            self.lent = LentWeights(self.model, dtype, stays_float, self._look_at_buffers)
+            self.lent = LentWeights(self.model, dtype, stays_float, self._look_at_parts)
             self.lent.open()
 
     def check_shards(self) -> None:
@@ -126,11 +126,13 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _look_at_buffers(self) -> None:
-        """FP32 buffers stay FP32.  Those with a dimension meet half tensors in the forward."""
+    def _look_at_parts(self) -> None:
+        """New submodules get frames; FP32 buffers with a dimension meet half in the forward."""
+        if self._submodules is not None:
+            self._give_frames(self._submodules)
         mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
         if self._mixes and not mixed:
-            self._session.mix(self)
+            self._session.promote_mixed_dtypes(self)
 
     def give_back(self, shared: Collection[int]) -> set[int]:
         """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
@@ -147,7 +149,7 @@ class ManagedModel:
     def warn_of_half_weights(self) -> None:
         """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
         patches = self.properties.patch_torch_functions
-        if not patches and not self.properties.lends_weights:
+        if not patches and not self.properties.uses_half_copies:
             return
         given = [
             name
@@ -198,12 +200,15 @@ class ManagedModel:
             override.install()
         if self.lent is not None:
             self._submodules = SubmoduleCalls(self, self._state)
-            lent = self.lent.ids() if self._submodules.lends else None
-            self._submodules.install(lent, self._stays_float)
+            self._give_frames(self._submodules)
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
+
+    def _give_frames(self, submodules: SubmoduleCalls) -> None:
+        assert self.lent is not None
+        submodules.install(self.lent.ids() if submodules.lends else None, self._stays_float)
 
     def came_with(self, tensor: Tensor) -> bool:
         """Whether the model had this parameter or buffer when the session began, and still has."""
@@ -255,7 +260,7 @@ class ManagedModel:
 
         def mix() -> None:
             if (managed := me()) is not None:
-                session.mix(managed)
+                session.promote_mixed_dtypes(managed)
 
         return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, mix)
 
@@ -406,9 +411,9 @@ class ManagedModel:
             return
         self._has_warned_of_forward = True
         logger.warning(
-            "%s.forward was replaced after ampatch.initialize, by a function that does not call "
-            "the earlier one: the model is not cast any more. Replace it before initialize, or "
-            "have it call the earlier model.forward.",
+            "%s.forward was replaced or deleted after ampatch.initialize, and the one it has now "
+            "does not call the earlier one: the model is not cast any more. Replace it, or take "
+            "the hooks of a library out, before initialize; or call the earlier model.forward.",
             type(self.model).__name__,
         )
 

@@ -177,7 +177,7 @@ def precisions(
     torch has no half kernels, and for `matrix_exp` on the CPU some that give inf and NaN).
     """
     found = matching(model, rules)
-    if properties.lends_weights:
+    if properties.uses_half_copies:
         _refuse_scripted_parts(model, properties)
     is_half = properties.cast_model_type in HALF_TYPES
     for module in model.modules():
@@ -205,7 +205,7 @@ def _stays_float(
     model: nn.Module, properties: Properties, found: dict[nn.Module, str]
 ) -> StaysFloat:
     """A function that tells whether a module keeps FP32 weights in a half model."""
-    lends, keeps = properties.lends_weights, properties.keeps_norms
+    lends, keeps = properties.uses_half_copies, properties.keeps_norms
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards
         if found.get(module) == "float":

@@ -5,10 +5,10 @@ It stands in the instance, as a bound method of the module, and calls the `forwa
 passes.  What the call does is the business of a `Scope`: `ManagedModel`, `ModuleOverride` or
 `SubmoduleCalls`.  No other file knows the attribute `forward`.
 
-A module may have several frames, one around the other.  A deep copy, a pickle and a scripted module
-have none.  A shallow copy and a replica of `nn.DataParallel` have the same, bound to themselves.  A
-`forward` that the script puts in later stays there; if it calls the earlier one, as accelerate's
-does, it has the casts.
+A module may have several frames, one around the other.  A pickle, a scripted module and a copy of
+the attributes, deep or not, have none.  `copy.copy(module)` has frames of its own, and a replica of
+`nn.DataParallel` its module's.  A `forward` that the script puts in later stays there; if it calls
+the earlier one, as accelerate's does, it has the casts.
 
 torch.compile runs this function as it is, and compiles what it calls.  The `forward` of torch's own
 modules is compiled only within a frame that is not torch's.  There this one is traced, and has a
@@ -22,7 +22,7 @@ import functools
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -39,6 +39,41 @@ _FORWARD = "forward"
 _FRAMES = "_ampatch_frames"
 """In `vars` of a module: its frames, the outermost last.  The list keeps alive what they need."""
 _NOTHING = object()
+
+
+class _Attributes(dict[str, Any]):
+    """`vars` of a module with frames.  Looking up a name finds them; going through all does not.
+
+    So whoever copies the attributes gets those of a plain module: `clone.__dict__ =
+    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  There the bound method
+    would call the original, and lead a deep copy back to it.
+    """
+
+    __slots__ = ()
+
+    def copy(self) -> dict[str, Any]:
+        plain = dict(dict.items(self))
+        forward = plain.get(_FORWARD, _NOTHING)
+        for frame in reversed(plain.pop(_FRAMES, ())):
+            if forward is frame.method:
+                forward = frame.covered
+        _put(plain, forward)
+        return plain
+
+    def __iter__(self) -> Iterator[str]:  # without it `dict(attributes)` does not ask for keys
+        return iter(self.copy())
+
+    def keys(self) -> Any:
+        return self.copy().keys()
+
+    def values(self) -> Any:
+        return self.copy().values()
+
+    def items(self) -> Any:
+        return self.copy().items()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return dict, (), None, None, iter(self.items())
 
 
 class Scope(Protocol):
@@ -71,14 +106,15 @@ class OwnFrame:
         self.covered: Any = _NOTHING
         self.beneath: Callable | None = None
         self.method: Any = _NOTHING
+        self.of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
     def put(self) -> None:
         """Put it over what the module has."""
         module: Any = self.module
-        own = vars(module)
-        frames = own[_FRAMES] = own.get(_FRAMES) or _Frames()
+        own = _attributes_of(module)
+        frames = own[_FRAMES] = own.get(_FRAMES) or []
         self.covered = own.get(_FORWARD, _NOTHING)
-        if _is_of(self.covered, frames):
+        if frames and frames[-1].method is self.covered:
             self.beneath = self.covered.__func__
         else:
             self.beneath = _beneath(module, self.covered)
@@ -107,7 +143,11 @@ class OwnFrame:
         Whoever has kept this one calls what was there before.
         """
         self.scope = None
-        own = {} if self.module is None else vars(self.module)
+        for frame in list(self.of_copies):
+            frame.take_out()
+        if (module := self.module) is None:
+            return
+        own = vars(module)
         frames = own.get(_FRAMES)
         while frames and frames[-1].scope is None:  # some were taken out beneath another one
             last = frames[-1]
@@ -115,18 +155,14 @@ class OwnFrame:
                 _put(own, last.covered)
             frames.pop()
             last.module = last.method = None  # else a cycle would keep the weights alive
-        if not frames:
-            own.pop(_FRAMES, None)
+        if not frames and isinstance(own, _Attributes):
+            object.__setattr__(module, "__dict__", own.copy())
 
 
-class _Frames(list[OwnFrame]):
-    """In a copy or a pickle that a class makes of its attributes there is None in its place."""
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return type(None), ()
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    if not isinstance(vars(module), _Attributes):
+        object.__setattr__(module, "__dict__", _Attributes(vars(module)))
+    return vars(module)
 
 
 def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
@@ -136,7 +172,7 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
             return beneath(self, *args, **kwargs)
         if is_dynamo_compiling():
             return scope.traced(beneath, self, args, kwargs)
-        if self.__dict__.get(_FRAMES) is None:  # a deep copy
+        if self.__dict__.get(_FRAMES) is None:  # a copy, with what a library has put over it
             return beneath(self, *args, **kwargs)
         call = Call()
         try:
@@ -157,7 +193,6 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
     before = module.forward
     functools.update_wrapper(forward, before)
     forward.__name__ = _FORWARD
-    del forward.__wrapped__  # type: ignore[attr-defined]  # accelerate unwraps, and would lose it
     with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
         signature = inspect.signature(before)
         me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -166,6 +201,9 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
         )
     if str(getattr(before, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
+    # accelerate unwraps what it finds, and makes a method of it: the same once more
+    same = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
+    forward.__wrapped__ = same  # type: ignore[attr-defined]
     return MethodType(forward, module)
 
 
@@ -214,9 +252,16 @@ class FramesOfSubmodules:
         frame = OwnFrame(module, scope)
         self._frames.append(frame)
         frame.put()
-        if frame.covered is _NOTHING:
-            self._tables.append(vars(module))
-            self._methods.append(frame.method)
+
+    def keep(self, modules: Collection[int]) -> None:
+        """Those of other modules than these (ids) are out for good, and their modules may go."""
+        for frame in self._frames:
+            if id(frame.module) not in modules:
+                frame.take_out()
+        self._frames = [frame for frame in self._frames if frame.scope is not None]
+        alone = [frame for frame in self._frames if frame.covered is _NOTHING]
+        self._tables = [vars(frame.module) for frame in alone]
+        self._methods = [frame.method for frame in alone]
 
     def take_out(self) -> None:
         """For good."""
@@ -248,36 +293,17 @@ class FramesOfSubmodules:
 # Copies
 
 
-def _is_of(forward: Any, frames: list[OwnFrame]) -> bool:
-    """Whether it is the outermost of these, of the module or of a copy of it."""
-    if not frames or frames[-1].method is None:  # none, or a shallow copy's, whose session is over
-        return False
-    return getattr(forward, "__func__", None) is frames[-1].method.__func__
+def _plain(state: Any) -> Any:
+    """What a module gives for a copy or a pickle, without its frames."""
+    if isinstance(state, tuple):
+        return tuple(map(_plain, state))
+    return state.copy() if isinstance(state, _Attributes) else state
 
 
-def _without(frames: list[OwnFrame], value: Any) -> Any:
-    """What a module gives for a copy, without its frames."""
-    if isinstance(value, tuple):
-        return tuple(_without(frames, part) for part in value)
-    if not isinstance(value, dict) or _FRAMES not in value:
-        return value
-    plain = {name: one for name, one in value.items() if name != _FRAMES}
-    forward = value.get(_FORWARD, _NOTHING)
-    for number in range(len(frames), 0, -1):
-        if _is_of(forward, frames[:number]):
-            forward = frames[number - 1].covered
-    _put(plain, forward)
-    return plain
-
-
-def _give_own(twin: Any, module: nn.Module) -> None:
-    """Give a shallow copy or a replica the frames of its module, bound to itself."""
-    frames: Any = vars(module).get(_FRAMES)
-    forward: Any = vars(module).get(_FORWARD)
-    if frames and isinstance(twin, nn.Module):
-        vars(twin)[_FRAMES] = _Frames(frames)
-        if _is_of(forward, frames):
-            vars(twin)[_FORWARD] = MethodType(forward.__func__, twin)
+def _outermost(module: nn.Module) -> OwnFrame | None:
+    """The outermost frame of a module, where it is in place."""
+    frames = vars(module).get(_FRAMES)
+    return frames[-1] if frames and frames[-1].is_in_place() else None
 
 
 def _of_replica(function: Any, replica: weakref.ref[nn.Module]) -> Callable:
@@ -289,21 +315,16 @@ def _of_replica(function: Any, replica: weakref.ref[nn.Module]) -> Callable:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(replica(), *args, **kwargs)
 
-    forward.__func__ = function  # type: ignore[attr-defined]
     return forward
 
 
 def copies() -> list[Replacement]:
-    """What to replace, so that a copy has the frames that it is to have.
-
-    A class with a `__copy__` of its own copies the bound method, which calls the original.
-    """
+    """What to replace, so that a copy has the frames that it is to have."""
 
     def reduce(original: Callable) -> Callable:
         @functools.wraps(original)
         def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-            reduced, frames = original(self, protocol), vars(self).get(_FRAMES)
-            return _without(frames, reduced) if frames else reduced
+            return _plain(original(self, protocol))
 
         return __reduce_ex__
 
@@ -316,7 +337,11 @@ def copies() -> list[Replacement]:
             twin = make(*args)
             if state and state[0] is not None:
                 twin.__setstate__(state[0])
-            _give_own(twin, self)
+            if _outermost(self) is not None:
+                for frame in vars(self)[_FRAMES]:
+                    own = OwnFrame(twin, frame.scope)
+                    frame.of_copies.add(own)
+                    own.put()
             return twin
 
         return __copy__
@@ -325,10 +350,10 @@ def copies() -> list[Replacement]:
         @functools.wraps(original)
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
-            _give_own(replica, self)
-            method = vars(replica).get(_FORWARD)
-            if isinstance(method, MethodType) and method.__self__ is replica:
-                vars(replica)[_FORWARD] = _of_replica(method.__func__, weakref.ref(replica))
+            if (frame := _outermost(self)) is not None:
+                own = _attributes_of(replica)
+                own[_FRAMES] = vars(self)[_FRAMES]
+                own[_FORWARD] = _of_replica(frame.method.__func__, weakref.ref(replica))
             return replica
 
         return _replicate_for_data_parallel
@@ -342,13 +367,11 @@ def copies() -> list[Replacement]:
 def aside(root: nn.Module) -> Iterator[None]:
     """Context manager: a module and those in it have no frames, for what compiles their source."""
     owns = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
-    found = [{name: own[name] for name in (_FRAMES, _FORWARD) if name in own} for own in owns]
+    forwards = [own.get(_FORWARD, _NOTHING) for own in owns]
     try:
         for own in owns:
-            plain = _without(own[_FRAMES], own)
-            del own[_FRAMES]
-            _put(own, plain.get(_FORWARD, _NOTHING))
+            _put(own, own.copy().get(_FORWARD, _NOTHING))
         yield
     finally:
-        for own, kept in zip(owns, found, strict=True):
-            own.update(kept)
+        for own, forward in zip(owns, forwards, strict=True):
+            _put(own, forward)

@@ -18,7 +18,7 @@ from .lent_places import StaysFloat
 
 def sharded_parameters(model: nn.Module) -> set[int]:
     """Ids of the parameters that FSDP2 holds."""
-    return {id(held.parameter) for sharding in shardings(model) for held in sharding.held}
+    return {id(held.parameter) for sharding in shardings(model) for held in sharding.sharded_params}
 
 
 def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
@@ -32,7 +32,7 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
     if properties.cast_model_type is None:
         return found
     for sharding in shardings(model):
-        for held in sharding.held:
+        for held in sharding.sharded_params:
             found.add(id(held.parameter))
             if held.parameter.dtype in (torch.float32, *HALF_TYPES):
                 _refuse_storage(held, properties, stays_float(held.module))
@@ -43,7 +43,7 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
 
 def _refuse_storage(held: Sharded, properties: Properties, is_float: bool) -> None:
     half, found = properties.cast_model_type, held.parameter.dtype
-    if properties.lends_weights or found is (torch.float32 if is_float else half):
+    if properties.uses_half_copies or found is (torch.float32 if is_float else half):
         return
     remedy = "model.float()" if half is torch.float32 or is_float else f"model.to({half})"
     raise AmpatchError(

@@ -57,15 +57,17 @@ class SubmoduleCalls:
 
     def __init__(self, whole: Whole, state: CastState) -> None:
         self._whole = whole
-        self.lends = whole.properties.lends_weights
+        self.lends = whole.properties.uses_half_copies
         self._inputs: dict[int, ModelInputs] = {}
         self.frames = FramesOfSubmodules()
 
     def install(self, lent: Collection[int] | None, stays_float: StaysFloat) -> None:
         """Give frames to the submodules with half weights, or with those in `lent` (ids).
 
-        Inputs of submodules that stay FP32 are cast by their overrides alone.
+        Those that are no submodules any more lose theirs.  Inputs of submodules that stay FP32 are
+        cast by their overrides alone.
         """
+        inputs: dict[int, ModelInputs] = {}
         for name, module in self._whole.model.named_modules():
             if not (name and has_forward(module)) or stays_float(module):
                 continue
@@ -75,8 +77,12 @@ class SubmoduleCalls:
                 parameter.dtype in HALF_TYPES if lent is None else id(parameter) in lent
                 for parameter in module.parameters()
             ):
-                self._inputs[id(module)] = self._whole.inputs_of(name)
-                self.frames.put(module, self)
+                known = self._inputs.get(id(module))
+                inputs[id(module)] = known or self._whole.inputs_of(name)
+                if known is None:
+                    self.frames.put(module, self)
+        self._inputs = inputs
+        self.frames.keep(inputs)
 
     def begin(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
@@ -110,6 +116,10 @@ class SubmoduleCalls:
     def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
         inputs = self._inputs.get(id(module)) if self.lends else None
-        if inputs is None or any(one.is_traced and one.owner is self._whole for one in here.stack):
+        if (
+            inputs is None
+            or any(call.is_traced and call.owner is self._whole for call in here.stack)
+            or lending_around(module) is not None
+        ):
             return forward(module, *args, **kwargs)
         return self.results(self._whole.traced_with(inputs, forward, module, args, kwargs))

@@ -1,16 +1,16 @@
-"""The native part: one C++ file that does hot work in fewer calls, with the same bits.
+"""The native part: a C++ extension that runs hot code in fewer calls, with the same bits.
 
-ampatch is whole without it.  `ampatch build`, and `ampatch run` and `ampatch sweep` before their
+ampatch is complete without it.  `ampatch build`, and `ampatch run` and `ampatch sweep` before their
 first trial, compile it.  `import ampatch` loads a build that matches and compiles nothing.
-`part` is the loaded module, or None; `status()` says which, and why.  Code that can use it reads
-`part` and keeps its way in Python beside it.
+`part` is the loaded module, or None; `status()` says which, and why.  Each C++ function has a twin
+in Python, which names it ("In C++: ..."), as it names its twin ("In Python: ...").
 
 A leaf: it knows the environment, the log and torch.  Where to look first:
 
-* which build matches, where it lies, and what is said when there is none: `loading`;
-* what it needs and how it is compiled: `building`, and in a process of its own `in_child`.
+* which build matches, where it lies, and the message when there is none: `loading`;
+* what a build needs, and how it is compiled: `building`, and in its own process `in_child`.
 
-The functions are in the headers, by what they are for; `native.cpp` lists them.
+The functions are in the headers, by topic; `native.cpp` lists them.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import logging
 from ..log import ONCE, logger
 from .loading import Status, load
 
-__all__ = ["Status", "missing", "note_failure", "part", "say_what_a_build_gives", "status"]
+__all__ = ["Status", "log_gain_of_a_build", "missing", "part", "record_failure", "status"]
 
 part, _status = load()
 
 GIVES = "1.19"
-"""How many times as fast steps of small models are with it, O1 on a CPU: a test compares."""
+"""The speed of steps of small models with it, O1 on a CPU, over that without: a test compares."""
 
 
 def status() -> Status:
-    """Whether the native part is in force in this process, and why."""
+    """Whether the native part is active in this process, and why."""
     return _status
 
 
-def note_failure(reason: str) -> None:
-    """A build was tried in this process: `status()` says why there is none."""
+def record_failure(reason: str) -> None:
+    """Record why a build failed in this process, for `status()`."""
     global _status
     _status = Status(False, f"not built: {reason}")
 
 
 def missing() -> str | None:
-    """What keeps `ampatch build` from making it here, and how to get it; None if nothing does."""
+    """What `ampatch build` lacks here, and how to get it; None: nothing."""
     from . import building
 
     return building.missing() if _status.is_to_build else None
 
 
-def say_what_a_build_gives() -> None:
+def log_gain_of_a_build() -> None:
     """One line in the log, once, where there is no build and could be one.  Starts no process."""
     if not _status.is_to_build or not logger.isEnabledFor(logging.INFO):
         return

@@ -61,23 +61,23 @@ def _compiler() -> str:
 def build(again: bool = True, verbose: bool = False) -> Path:
     """Compile the native part for this torch and Python; about half a minute.
 
-    Returns the file in the cache, which appears there whole or not at all.  Processes that build at
-    once take turns.  Without `again` a build that is there by then is the result, and so is the
-    error of one that failed.  `verbose`: show what the compiler says.
+    Returns the file in the cache, which appears there complete or not at all.  Processes that build
+    at once take turns.  Without `again` an existing build is returned, and the error of a failed
+    one is raised again.  `verbose`: show the compiler's output.
 
-    Raises `AmpatchError` if something that it needs is missing, or if it does not compile.
+    Raises `AmpatchError` if something that a build needs is missing, or if it does not compile.
     """
     lacking = missing()
     if lacking is not None:
         raise AmpatchError(f"ampatch build: {lacking}")
-    target, note = loading.built_file(), loading.failure_file()
+    target, failure = loading.built_file(), loading.failure_file()
     try:
         loading.cache().mkdir(parents=True, exist_ok=True)
         with _alone():
-            if not again and note.is_file():
-                raise AmpatchError(note.read_text(encoding="utf-8"))
+            if not again and failure.is_file():
+                raise AmpatchError(failure.read_text(encoding="utf-8"))
             if again or not target.is_file():
-                note.unlink(missing_ok=True)
+                failure.unlink(missing_ok=True)
                 _make(target, verbose)
     except OSError as error:
         raise AmpatchError(
@@ -96,7 +96,7 @@ def clean() -> int:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No other process of this cache builds meanwhile."""
+    """Context manager: no other process of this cache builds meanwhile."""
     with open(loading.cache() / ".lock", "ab") as lock:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks: as on Windows
@@ -105,14 +105,14 @@ def _alone() -> Iterator[None]:
 
 
 def _make(target: Path, verbose: bool) -> None:
-    """Compile into `target`; a failure is noted for the next who asks."""
+    """Compile into `target`; a failure is written to a file for the next process."""
     with tempfile.TemporaryDirectory(prefix=".building-", dir=loading.cache()) as folder:
         try:
-            made = _compile(Path(folder), verbose)
+            library = _compile(Path(folder), verbose)
         except AmpatchError as error:
             loading.failure_file().write_text(str(error), encoding="utf-8")
             raise
-        os.replace(made, target)
+        os.replace(library, target)
 
 
 def _compile(folder: Path, verbose: bool) -> Path:
@@ -134,16 +134,16 @@ def _compile(folder: Path, verbose: bool) -> Path:
     except subprocess.TimeoutExpired:
         raise AmpatchError(f"ampatch build: it did not compile within {_SECONDS} s.") from None
     if done.returncode != 0:
-        said = ["It is above."]
+        output = ["It is above."]
         if not verbose:
-            said = ["The last lines of its output:", *done.stdout.splitlines()[-_LINES:]]
+            output = ["The last lines of its output:", *done.stdout.splitlines()[-_LINES:]]
         raise AmpatchError(
             "ampatch build: the C++ source does not compile or load here (exit status "
             f"{done.returncode}). Expected a C++ compiler that this torch supports; CXX names "
-            "another one.\n" + "\n".join(said)
+            "another one.\n" + "\n".join(output)
         )
-    [made] = folder.glob(f"{loading.NAME}.*")
-    return made
+    [library] = folder.glob(f"{loading.NAME}.*")
+    return library
 
 
 def command(folder: Path) -> list[str]:
@@ -154,8 +154,8 @@ def command(folder: Path) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """For that command: modules are found as in this process; C++ goes to the C++ compiler."""
-    places = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
-    found = {**os.environ, "PYTHONPATH": places}
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths}
     if os.name == "posix":
-        found["CXX"] = found["CC"] = _compiler()
-    return found
+        environment["CXX"] = environment["CC"] = _compiler()
+    return environment

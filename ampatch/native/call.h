@@ -1,4 +1,4 @@
-// A patched call: `call_cast` is `casting/wrapper.py` for the usual kinds of arguments.
+// A patched call: `call_cast`, for the usual kinds of arguments.
 #pragma once
 
 #include <torch/csrc/Size.h>
@@ -19,7 +19,8 @@ Names names;
 
 PyObject* compiler = nullptr;  // the module torch.compiler
 
-// As `probes.is_recording`; true also where that is not known.
+// True also where it is not known.
+// In Python: `is_recording` of `torch_private/probes.py`.
 bool is_recording() {
   constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
   if (is_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
@@ -87,13 +88,13 @@ class Caster {
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass) {
       return cast_weight(value, tensor);
     }
-    Tensor made;
+    Tensor copy;
     {
       pybind11::gil_scoped_release no_gil;
-      made = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) want_as(tensor, made);
+      copy = tensor.to(to_);
+      if (!at::GradMode::is_enabled()) want_as(tensor, copy);
     }
-    return THPVariable_Wrap(std::move(made));
+    return THPVariable_Wrap(std::move(copy));
   }
 
   // Whether a list begins with two parameters in one block of memory: an RNN's, as cuDNN wants them.
@@ -104,27 +105,27 @@ class Caster {
         reinterpret_cast<PyObject*>(Py_TYPE(first)) != ParameterClass) {
       return false;
     }
-    const Tensor &one = THPVariable_Unpack(first), &other = THPVariable_Unpack(second);
-    return one.has_storage() && other.has_storage() && one.is_alias_of(other);
+    const Tensor &weight = THPVariable_Unpack(first), &next = THPVariable_Unpack(second);
+    return weight.has_storage() && next.has_storage() && weight.is_alias_of(next);
   }
 
-  // The same object where nothing inside changes; the caller's is left as it is.
+  // A new sequence, or the caller's where nothing inside changes.
   PyObject* cast_inside(PyObject* sequence) {
     THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
     if (!items) return nullptr;
     const Py_ssize_t size = PyTuple_GET_SIZE(items.get());
     const bool is_list = PyList_CheckExact(sequence);
-    THPObjectPtr made(is_list ? PyList_New(size) : PyTuple_New(size));
-    if (!made) return nullptr;
+    THPObjectPtr result(is_list ? PyList_New(size) : PyTuple_New(size));
+    if (!result) return nullptr;
     bool has_changed = false;
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* item = PyTuple_GET_ITEM(items.get(), i);
       PyObject* value = cast(item);
       if (value == nullptr) return nullptr;
       has_changed = has_changed || value != item;
-      is_list ? PyList_SET_ITEM(made.get(), i, value) : PyTuple_SET_ITEM(made.get(), i, value);
+      is_list ? PyList_SET_ITEM(result.get(), i, value) : PyTuple_SET_ITEM(result.get(), i, value);
     }
-    return has_changed ? made.release() : Py_NewRef(sequence);
+    return has_changed ? result.release() : Py_NewRef(sequence);
   }
 
   bool is_covered(const Tensor& tensor) const {
@@ -136,7 +137,8 @@ class Caster {
     return PySet_Contains(devices_, name) == 1;
   }
 
-  // As `WeightCache.cast`: the copy made earlier in this forward, if it still serves.
+  // The copy made earlier in this forward, if it still serves, or a new one.
+  // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
       THPObjectPtr here(got(cache_, names.here));
@@ -172,12 +174,13 @@ class Caster {
     }
     if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
     THPObjectPtr result(Py_NewRef(half));
-    note_use(id, weight);
+    record_use(id, weight);
     ++hits_;
     return result.release();
   }
 
-  // Whether nobody observes casts, and `WeightCache._make` would keep a copy that is made now.
+  // Whether nobody observes casts, and a copy made now may serve again.
+  // In Python: `WeightCache._may_keep` of `casting/weight_cache.py`.
   bool is_cast_here(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
@@ -187,29 +190,29 @@ class Caster {
     return PySet_Contains(touched, id) == 0;
   }
 
-  // As `WeightCache._make`.
+  // In Python: `WeightCache._make` of `casting/weight_cache.py`.
   PyObject* cast_here(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
     THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
-    Tensor made;
+    Tensor copy;
     {
       pybind11::gil_scoped_release no_gil;
-      made = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) made.set_requires_grad(true);
+      copy = tensor.to(to_);
+      if (!at::GradMode::is_enabled()) copy.set_requires_grad(true);
     }
-    THPObjectPtr half(checked(THPVariable_Wrap(std::move(made))));
+    THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
     THPObjectPtr kept(got(forward_, names.kept));
     if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
       throw python_error();
     }
-    note_use(id, weight);
+    record_use(id, weight);
     ++misses_;
     return half.release();
   }
 
-  static PyObject* checked(PyObject* made) {
-    if (made == nullptr) throw python_error();
-    return made;
+  static PyObject* checked(PyObject* object) {
+    if (object == nullptr) throw python_error();
+    return object;
   }
 
   static PyObject* got(PyObject* object, PyObject* name) {
@@ -221,7 +224,7 @@ class Caster {
     return flag.get() == Py_True;
   }
 
-  void note_use(PyObject* id, PyObject* weight) {
+  void record_use(PyObject* id, PyObject* weight) {
     THPObjectPtr used(got(forward_, names.used));
     if (PyDict_SetDefault(used, id, weight) == nullptr) throw python_error();
   }
@@ -243,6 +246,7 @@ class Caster {
 
 // call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
 // UNUSUAL: an argument is none of the usual kinds, and nothing was called.
+// In Python: `call_in` of `casting/wrapper.py`.
 PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -252,13 +256,13 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Caster caster(
       reinterpret_cast<THPDtype*>(args[3])->scalar_type, args[3], args[4], args[5]);
   const Py_ssize_t positional = PyTuple_GET_SIZE(args[1]);
-  PyObject *name = nullptr, *given = nullptr;
-  Py_ssize_t place = 0;
+  PyObject *name = nullptr, *argument = nullptr;
+  Py_ssize_t position = 0;
   for (Py_ssize_t i = 0; i < positional; ++i) {
     if (!Caster::is_usual(PyTuple_GET_ITEM(args[1], i))) return Py_NewRef(UNUSUAL);
   }
-  while (PyDict_Next(args[2], &place, &name, &given)) {
-    if (!Caster::is_usual(given)) return Py_NewRef(UNUSUAL);
+  while (PyDict_Next(args[2], &position, &name, &argument)) {
+    if (!Caster::is_usual(argument)) return Py_NewRef(UNUSUAL);
   }
   THPObjectPtr cast_args(PyTuple_New(positional));
   if (!cast_args) return nullptr;
@@ -273,9 +277,9 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   THPObjectPtr cast_kwargs(PyDict_New());
   if (!cast_kwargs) return nullptr;
-  place = 0;
-  while (PyDict_Next(args[2], &place, &name, &given)) {
-    THPObjectPtr value(caster.cast(given));
+  position = 0;
+  while (PyDict_Next(args[2], &position, &name, &argument)) {
+    THPObjectPtr value(caster.cast(argument));
     if (!value) return nullptr;
     if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
   }

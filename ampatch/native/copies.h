@@ -98,7 +98,7 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   return made;
 }
 
-// As `_outside_graph` of batched_casts.py has it.
+// A copy made under `no_grad` requires a gradient if its weight does: see `_outside_graph`.
 void want_as(const Tensor& weight, Tensor& copy) {
   if (weight.requires_grad()) copy.set_requires_grad(true);
 }
@@ -136,6 +136,7 @@ bool lies_within(const Tensor& tensor, float limit) {
 
 // fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
 // (-limit, limit).  None: one does not, or ATen, autograd or a mode must make the copy.
+// In Python: `ModelInputs._cast` of `models/io_casting.py`.
 PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

@@ -5,14 +5,15 @@
 
 namespace {
 
-// Whether the kernel may write into it as it is: numbers in host memory that no graph records.
+// Whether the kernel may write into a gradient: numbers in host memory that no graph records.
 bool is_unscaled_here(const Tensor& grad) {
   return grad.is_cpu() && is_plain(grad) && !grad.is_complex() && !grad.is_inference() &&
       !grad.is_neg() && !grad._is_zerotensor() && !grad.requires_grad();
 }
 
-// unscale(grads, scale): divide gradients by the 0-dim tensor `scale`, in place; whether an inf or
-// NaN was met.  None: nothing was done, since one of them is unusual or not in host memory.
+// unscale(grads, scale): divide gradients by the 0-dim tensor `scale`, in place; whether they had
+// an inf or NaN.  None: nothing was done, since one of them is unusual or not in host memory.
+// In Python: `unscale_` of `scaling/unscaling.py`.
 PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -23,14 +24,14 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const std::vector<Tensor> grads = tensors_of(args[0]);
   if (!std::all_of(grads.begin(), grads.end(), is_unscaled_here)) Py_RETURN_NONE;
   if (grads.empty()) Py_RETURN_FALSE;
-  Tensor found;
+  Tensor found_inf;
   {
     pybind11::gil_scoped_release no_gil;
     at::NoGradGuard no_grad;
-    found = at::zeros_like(scale);
-    at::_amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal());
+    found_inf = at::zeros_like(scale);
+    at::_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, scale.reciprocal());
   }
-  return PyBool_FromLong(*found.const_data_ptr<float>() != 0);
+  return PyBool_FromLong(*found_inf.const_data_ptr<float>() != 0);
   END_HANDLE_TH_ERRORS
 }
 

@@ -27,7 +27,7 @@ SOURCES = ("native.cpp", "call.h", "copies.h", "gradients.h", "weights.h")
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Whether the native part is in force, why in one phrase, and the file that was found."""
+    """Whether the native part is active, why in one phrase, and the file of the build."""
 
     in_force: bool
     reason: str
@@ -39,7 +39,7 @@ class Status:
 
 
 def load() -> tuple[ModuleType | None, Status]:
-    """`find`, and one line in the log if that is not what the user expects."""
+    """`find`, and one line in the log if the result is not what the user expects."""
     part, status = find()
     if status.is_fault or (not status.in_force and _is_asked_for()):
         logger.warning(
@@ -122,5 +122,5 @@ def built_file() -> Path:
 
 
 def failure_file() -> Path:
-    """Where `building` notes that this build failed."""
+    """Where `building` records that this build failed."""
     return built_file().with_name(f"{built_file().name}.failed")

@@ -1,8 +1,8 @@
-// The native part of ampatch: what a training step does most often, without the price of Python.
+// The native part of ampatch: the most frequent work of a training step, without Python's overhead.
 //
-// Every function here has a twin in Python that gives the same bits; it stands where the function
-// is used.  A function that meets something unusual leaves it to its twin.  ATen's operators
-// compute, so that one source serves every device; only small tensors of the host are copied here.
+// Every function has a twin in Python that gives the same bits, and names it ("In Python: ...").  A
+// function that meets something unusual leaves it to its twin.  ATen's operators compute, so that
+// one source serves every device; only small tensors of the host are copied here.
 
 #include <type_traits>
 #include <utility>
@@ -55,9 +55,9 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
       {&names.kept, "kept"},
       {&names.is_compiling, "_is_compiling_flag"},
   };
-  for (const auto& [place, name] : interned) {
-    *place = PyUnicode_InternFromString(name);
-    if (*place == nullptr) return nullptr;
+  for (const auto& [variable, name] : interned) {
+    *variable = PyUnicode_InternFromString(name);
+    if (*variable == nullptr) return nullptr;
   }
   compiler = PyImport_ImportModule("torch.compiler");
   if (compiler == nullptr) return nullptr;

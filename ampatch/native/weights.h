@@ -61,7 +61,7 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
 using CastNode = torch::autograd::CppNode<CastTogether>;
 using EdgeTarget = decltype(torch::autograd::Edge::function);
 
-constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/nodes.py
+constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/probes.py
 
 // Has the history of half copies begin at one new node, which leads back to their weights.
 template <typename Node>
@@ -118,6 +118,7 @@ ScalarType scalar_type_of(PyObject* dtype) {
 }
 
 // cast_together(weights, dtype): half copies of a list of FP32 weights, in the graph.
+// In Python: `cast_in_graph` of `casting/batched_casts.py`.
 PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -128,6 +129,7 @@ PyObject* cast_together(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // cast_apart(weights, dtype): as `cast_together`, by a node for each weight.
+// In Python: `cast_apart` of `casting/batched_casts.py`.
 PyObject* cast_apart(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -139,6 +141,7 @@ PyObject* cast_apart(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // cast_into(copies, weights, dtype, in_graph): as `cast_together` or `copies`; each half copy is
 // entered under its weight's id, with the version that it was made from.
+// In Python: `cast_into` of `casting/batched_casts.py`.
 PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -168,6 +171,7 @@ PyObject* cast_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // copies(tensors, dtype): as the node's copies, outside the graph.
+// In Python: `_outside_graph` of `casting/batched_casts.py`.
 PyObject* copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -188,6 +192,7 @@ bool has_hooks(PyObject* tensor) {
 }
 
 // are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
+// In Python: `are_alike` of `casting/batched_casts.py`.
 PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -234,13 +239,14 @@ bool are_lists(PyObject* const* args, Py_ssize_t count) {
 
 // The item of a list at the index that a Python number gives; a borrowed reference.
 PyObject* chosen(PyObject* list, PyObject* number) {
-  const Py_ssize_t place = PyLong_AsSsize_t(number);
-  TORCH_CHECK_INDEX(place >= 0 && place < PyList_GET_SIZE(list), "no such place");
-  return PyList_GET_ITEM(list, place);
+  const Py_ssize_t index = PyLong_AsSsize_t(number);
+  TORCH_CHECK_INDEX(index >= 0 && index < PyList_GET_SIZE(list), "no such index");
+  return PyList_GET_ITEM(list, index);
 }
 
 // exchange_entries(tables, names, sources, new, old): entry i becomes new[sources[i]]; with `old`
 // only if all are old[sources[i]], which is returned.
+// In Python: `exchange` of `models/lent_places.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -249,10 +255,10 @@ PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
       "exchange_entries(tables: list, names: list, sources: list, new: list, old: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);
   for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
-    PyObject* found =
+    PyObject* value =
         PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
-    if (found == nullptr && PyErr_Occurred()) return nullptr;
-    if (found != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
+    if (value == nullptr && PyErr_Occurred()) return nullptr;
+    if (value != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
   }
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* value = chosen(args[3], PyList_GET_ITEM(args[2], i));

@@ -1,8 +1,8 @@
 """What waits for an optimizer's step, beside its gradients.
 
-Gradients that `delay_unscale` leaves scaled, updates of loss scales that `delay_overflow_check`
-leaves to the step, or that several processes make there: in DDP's `no_sync` one rank alone may see
-an inf; at the step all ranks have seen it.
+* Gradients that `delay_unscale` leaves scaled.
+* Updates of loss scales, with `delay_overflow_check` or with several processes: in DDP's `no_sync`
+  one rank alone may see an inf; at the step all ranks have seen it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import Block, Check, Gradients, Scaled, unscalers_among
+from .gradients import Block, Check, Gradients, ScaledGradients, unscalers_among
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
 from .scale_value import Flag, either
@@ -20,16 +20,16 @@ from .unscaling import add_back
 # Gradients that wait scaled
 
 
-def leave_scaled(gradients: Gradients, block: Block, shared: Scaled) -> None:
-    """A block ends: earlier gradients are scaled as those of the block, and all are left so."""
-    grads = [grad for _, grad in block.aside]
+def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) -> None:
+    """A block ends: multiply the earlier gradients by its scale, and leave all of them scaled."""
+    grads = [grad for _, grad in block.saved]
     shared.join(gradients, grads)
-    add_back(block.aside)
+    add_back(block.saved)
     gradients.block = None
 
 
 def settle(gradients: Gradients, scaler: Scaler) -> None:
-    """A block of `scaler` begins: what waits at another scale is unscaled.
+    """A block of `scaler` begins: unscale gradients that wait at another scale.
 
     A block that was interrupted before its end is abandoned.
     """
@@ -41,37 +41,37 @@ def settle(gradients: Gradients, scaler: Scaler) -> None:
 
 
 def finish(gradients: Gradients) -> None:
-    """Unscale what waits scaled, of all optimizers of that loss: the scaler counts one step.
+    """Unscale the gradients that wait, of all optimizers of their loss: the scaler counts one step.
 
-    Nothing in an open block, which unscales its optimizer's gradients.
+    Does nothing in an open block, which unscales the gradients as it ends.
     """
     scaled = gradients.scaled
     if scaled is None or gradients.block is not None:
         return
-    several = [one for one in scaled.members if one.scaled is scaled and one.block is None]
-    unscalers = unscalers_among(several)
+    members = [g for g in scaled.members if g.scaled is scaled and g.block is None]
+    unscalers = unscalers_among(members)
     flags: list[Flag] = []
     try:
-        for one in several:
-            one.scaled = None
-            check = one.unscale(scaled.scaler, scaled.scale, unscalers)
+        for member in members:
+            member.scaled = None
+            check = member.unscale(scaled.scaler, scaled.scale, unscalers)
             if check is not None:
-                one.keep(check)
+                member.keep(check)
                 flags.append(check.found_inf)
     except BaseException:  # some are unscaled and some not
-        for one in several:
-            one.drop()
+        for member in members:
+            member.drop()
         raise
     if isinstance(scaled.scaler, DynamicScaler):
-        update(scaled.scaler, several, flags)
+        update(scaled.scaler, members, flags)
 
 
-def ready(gradients: Gradients, wanted: set[int]) -> bool:
-    """Gradients of these tensors (ids) are about to be clipped: leave none scaled.
+def ready(gradients: Gradients, param_ids: set[int]) -> bool:
+    """Unscale the optimizer's gradients, if some of these tensors (ids) are about to be clipped.
 
-    Returns whether there are such gradients, outside of a block.
+    Returns whether the optimizer has such a tensor and no open block.
     """
-    if not any(id(param) in wanted for param in gradients.parameters()):
+    if not any(id(param) in param_ids for param in gradients.parameters()):
         return False
     if gradients.block is not None:
         logger.error(
@@ -81,10 +81,10 @@ def ready(gradients: Gradients, wanted: set[int]) -> bool:
         )
         return False
     finish(gradients)
-    found_inf = gradients.look_again()  # clipping may hide what another rank's inf has left
+    found_inf = gradients.recheck()  # clipping may hide what another rank's inf has left
     if found_inf is not None:
-        for waiting in gradients.waiting:
-            waiting.add([found_inf])
+        for pending in gradients.pending_updates:
+            pending.add([found_inf])
     return True
 
 
@@ -92,122 +92,129 @@ def ready(gradients: Gradients, wanted: set[int]) -> bool:
 
 
 class Update:
-    """A scaler's update, with its overflow flags.  It waits for the first step of some optimizers.
+    """The update of a scaler by its overflow flags, which waits for the first step of an optimizer.
 
-    `together`: an overflow in the gradients of one optimizer has all of them skip.
+    `together`: after an overflow in the gradients of one optimizer all of them skip.
     """
 
     def __init__(self, scaler: DynamicScaler, together: bool) -> None:
         self.scaler = scaler
         self._together = together
-        self._several: list[Gradients] = []
-        self._found: Flag | None = None  # None: there is nothing to learn
-        self._held: list[tuple[Gradients, Check]] | None = None
+        self._optimizers: list[Gradients] = []
+        self._found_inf: Flag | None = None  # None: nothing was checked
+        self._delayed: list[tuple[Gradients, Check]] | None = None
 
-    def join(self, several: Sequence[Gradients]) -> None:
+    def join(self, optimizers: Sequence[Gradients]) -> None:
         """Wait for the first step of these optimizers as well."""
-        for one in several:
-            if one not in self._several:
-                self._several.append(one)
-                one.waiting.append(self)
+        for gradients in optimizers:
+            if gradients not in self._optimizers:
+                self._optimizers.append(gradients)
+                gradients.pending_updates.append(self)
 
     def add(self, flags: list[Flag]) -> None:
         """Keep these flags for the update."""
-        for found in flags:
-            self._found = found if self._found is None else either(self._found, found)
+        for flag in flags:
+            self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
 
-    def hold(self, held: list[tuple[Gradients, Check]]) -> None:
-        """`delay_overflow_check`: no step knows of these until now."""
-        self._held = [*(self._held or []), *held]
+    def delay(self, checks: list[tuple[Gradients, Check]]) -> None:
+        """Keep checks under `delay_overflow_check`: no optimizer has them yet."""
+        self._delayed = [*(self._delayed or []), *checks]
 
     def forget(self, gradients: Gradients) -> None:
         """An optimizer's gradients were zeroed."""
-        if self._held is not None:
-            self._held = [held for held in self._held if held[0] is not gradients]
+        if self._delayed is not None:
+            self._delayed = [entry for entry in self._delayed if entry[0] is not gradients]
 
-    def look_again(self) -> None:
-        """Look for overflow in all gradients once more, before the first step."""
+    def recheck(self) -> None:
+        """Check all gradients for overflow once more, before the first step."""
         self._release()
-        flags = [found for one in self._several if (found := one.look_again()) is not None]
+        flags = [flag for g in self._optimizers if (flag := g.recheck()) is not None]
         self.add(flags)
         if self._together:
-            _skip_together(self._several, self.scaler, flags)
+            _skip_together(self._optimizers, self.scaler, flags)
 
     def make(self) -> None:
-        """The scaler reacts to the flags that were kept: the first optimizer steps."""
+        """Update the scaler by the flags: the first optimizer steps."""
         self._release()
-        for one in self._several:
-            one.waiting = [waiting for waiting in one.waiting if waiting is not self]
-        self.scaler.update([] if self._found is None else [self._found])
-        self.scaler.has_reacted_unasked = self._held is not None
+        for gradients in self._optimizers:
+            gradients.pending_updates = [up for up in gradients.pending_updates if up is not self]
+        self.scaler.update([] if self._found_inf is None else [self._found_inf])
+        self.scaler.has_reacted_unasked = self._delayed is not None
 
     def _release(self) -> None:
-        """The script has not decided about the step by itself: tell it what was held."""
-        held, self._held = self._held, None if self._held is None else []
-        for one, check in held or ():
-            one.keep(check)
+        """The script has not decided about the step: give the optimizers their delayed checks."""
+        checks, self._delayed = self._delayed, None if self._delayed is None else []
+        for gradients, check in checks or ():
+            gradients.keep(check)
 
 
 def update(
     scaler: DynamicScaler,
-    several: Sequence[Gradients],
+    optimizers: Sequence[Gradients],
     flags: list[Flag],
     *,
-    held: list[tuple[Gradients, Check]] | None = None,
+    delayed: list[tuple[Gradients, Check]] | None = None,
     together: bool = False,
 ) -> None:
-    """Have a scaler react to the overflow flags of its gradients: at the step, if it has to wait.
+    """Update a scaler by the overflow flags of its gradients, now or at the step.
 
-    `held` is what `delay_overflow_check` has found; the update waits.
+    The update waits for the step among several ranks, and for `delayed`: checks under
+    `delay_overflow_check`.
     """
     if together:
-        _skip_together(several, scaler, flags)
-    known = [one for gradients in several for one in gradients.waiting if one.scaler is scaler]
-    waits = held is not None or trains_with_others()
-    if not (known or waits):
+        _skip_together(optimizers, scaler, flags)
+    existing = [up for g in optimizers for up in g.pending_updates if up.scaler is scaler]
+    waits = delayed is not None or trains_with_others()
+    if not (existing or waits):
         scaler.update(flags)
         return
-    waiting = known[0] if known else Update(scaler, together)
-    waiting.join(several)
-    waiting.add(flags)
-    if held is not None:
-        waiting.hold(held)
+    pending_update = existing[0] if existing else Update(scaler, together)
+    pending_update.join(optimizers)
+    pending_update.add(flags)
+    if delayed is not None:
+        pending_update.delay(delayed)
     if not waits:
-        waiting.make()
+        pending_update.make()
 
 
 def make_updates(gradients: Gradients) -> None:
-    """A step begins: bring flags up to date with the gradients, and scalers with the flags."""
-    waiting = list(gradients.waiting)
-    for one in waiting:
-        one.look_again()
-    for one in waiting:
-        one.make()
+    """A step begins: check the gradients once more, and update the scalers by the flags."""
+    updates = list(gradients.pending_updates)
+    for pending in updates:
+        pending.recheck()
+    for pending in updates:
+        pending.make()
 
 
-def skip_together(several: Sequence[Gradients]) -> None:
-    """Gradients of these optimizers are clipped by one norm: an overflow in one has all skip.
+def skip_together(optimizers: Sequence[Gradients]) -> None:
+    """These gradients are clipped by one norm: after an overflow in one optimizer all skip.
 
-    Else the norm, which is inf or NaN, would reach finite gradients, whose step is taken.
+    Else a norm of inf or NaN would reach finite gradients, and their optimizer would step.
     """
-    checks = [one.check for one in several if one.check is not None and not one.check.is_used]
-    if len(several) > 1 and checks:
-        _skip_together(several, checks[0].scaler, [check.found_inf for check in checks])
+    checks = [
+        gradients.check
+        for gradients in optimizers
+        if gradients.check is not None and not gradients.check.is_used
+    ]
+    if len(optimizers) > 1 and checks:
+        _skip_together(optimizers, checks[0].scaler, [check.found_inf for check in checks])
 
 
-def _skip_together(several: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
-    """An overflow in the gradients of one of these optimizers has each of them skip."""
+def _skip_together(optimizers: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
+    """Have all of these optimizers skip, if the gradients of one have overflowed."""
     if flags:
-        found = functools.reduce(either, flags)
-        for one in several:
-            one.note(found, scaler)
+        found_inf = functools.reduce(either, flags)
+        for gradients in optimizers:
+            gradients.record(found_inf, scaler)
 
 
-def drop_findings(scaler: Scaler, several: Sequence[Gradients]) -> None:
-    """Forget what blocks of `scaler` with `delay_overflow_check` have left to the next step.
+def drop_findings(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:
+    """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
-    A script calls it that decides about the step by itself.  The step then moves no scale; only
-    findings of other blocks skip it.
+    For a script that decides about the step by itself.  The step then moves no scale; only an
+    overflow in other blocks skips it.
     """
-    for one in several:
-        one.waiting = [waiting for waiting in one.waiting if waiting.scaler is not scaler]
+    for gradients in optimizers:
+        gradients.pending_updates = [
+            waiting for waiting in gradients.pending_updates if waiting.scaler is not scaler
+        ]

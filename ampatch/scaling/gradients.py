@@ -6,20 +6,20 @@
     READY      complete gradients in FP32 that no block has brought, or none
     SCALED     gradients multiplied by a loss scale: a `scale_loss` block is open (`block`), or
                `delay_unscale` has left them so (`scaled`)
-    UNSCALED   complete gradients of blocks: finite, or a step has used what was found (`check`)
-    FOUND_INF  the same, and the next step is skipped if `check.found_inf` says so: it is True,
-               or a tensor that only the device has read
+    UNSCALED   complete gradients of blocks: finite, or a step has used their `check`
+    FOUND_INF  the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
+               tensor that only the device has read
 
     READY, UNSCALED, FOUND_INF -> SCALED   `begin`: a block opens
     SCALED -> UNSCALED, FOUND_INF          `after_backward`, and after `delay_unscale`
                                            `delayed.finish`, before a step or clipping
-    SCALED -> as it was                    `abandon`: the block raised, or the next one began
+    SCALED -> the state before             `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED        `take_found_inf`: a step, taken or skipped
     any -> READY                           `zeroed`; `drop`: unscaling was interrupted
 
-Earlier gradients during a block: complete ones are set aside (`Block.aside`), so that new ones can
-be unscaled by themselves.  Those of `scaled` stay in `.grad`: in the block a script reduces, reads
-or clips the whole sum.  With several ranks complete ones stay too, at the scale of the new ones:
+Earlier gradients during a block: complete ones move from `.grad` to `Block.saved`, so that new ones
+can be unscaled by themselves.  Those of `scaled` stay in `.grad`: in the block a script reduces,
+reads or clips the sum.  With several ranks complete ones stay too, at the scale of the new ones:
 one all-reduce serves both.
 """
 
@@ -60,17 +60,17 @@ class State(enum.Enum):
 
 @dataclasses.dataclass
 class Check:
-    """What a look for overflow has found in complete gradients."""
+    """The result of a check of complete gradients for overflow."""
 
     found_inf: Flag
     scaler: Scaler
     is_everyones: bool  # all processes have shared the flag
-    new: Flag | None  # of it: in gradients that have come since the last step
-    is_old: bool = False  # gradients that a step has used are among them
-    is_used: bool = False  # a step has used them since
+    new: Flag | None  # the flag of those gradients that have come since the last step
+    is_old: bool = False  # a step has used some of the gradients before the check
+    is_used: bool = False  # a step has used the gradients since
 
     def joined(self, before: Check) -> Check:
-        """This and the look before, at the same gradients, as one."""
+        """This check and an earlier one of the same gradients, as one."""
         if before.is_used:
             return self
         scaler = before.scaler if before.found_inf is True else self.scaler
@@ -80,10 +80,10 @@ class Check:
         return Check(found_inf, scaler, is_everyones, new, before.is_old)
 
 
-class Seen(NamedTuple):
-    """The gradients at one moment, to tell later what has changed."""
+class Snapshot(NamedTuple):
+    """The gradients at one moment, to tell later which have changed."""
 
-    begun_blocks: int
+    block_count: int
     grads: list[Tensor | None]
     versions: list[int]
 
@@ -93,12 +93,12 @@ class Block:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
     unscalers: dict[int, Gradients]
-    aside: list[tuple[Tensor, Any]]  # parameters and their earlier gradients
-    before: Seen | None = None  # the earlier gradients, where they stay in `.grad`
+    saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
+    before: Snapshot | None = None  # of the earlier gradients, where they stay in `.grad`
 
 
 @dataclasses.dataclass(eq=False)
-class Scaled:
+class ScaledGradients:
     """Gradients of some optimizers, multiplied by one value of the loss scale."""
 
     scaler: Scaler
@@ -115,28 +115,28 @@ class Scaled:
 
 
 class Gradients:
-    """The gradients of `optimizer`, and what blocks, steps and zeroes do to them.
+    """The gradients of `optimizer`, through blocks, steps and `zero_grad`.
 
     The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
-    block share parameters, one of them scales and unscales a gradient (`unscalers_among`).
+    block share a parameter, only the first of them unscales its gradient (`unscalers_among`).
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
         self.block: Block | None = None
-        self.scaled: Scaled | None = None
-        self.check: Check | None = None  # the last look since gradients were zeroed
-        self.waiting: list[Any] = []  # what waits for the step: see `delayed.Update`
+        self.scaled: ScaledGradients | None = None
+        self.check: Check | None = None  # the last one since gradients were zeroed
+        self.pending_updates: list[Any] = []  # `delayed.Update`s, made at the step
         self.left_scaled = False  # a block for other optimizers has added scaled gradients
         self.had_block = False  # since the last step
-        self.begun_blocks = 0
+        self.block_count = 0
         self.has_logged_no_backward = False
         self._has_logged_graph = False
         self._process_group = process_group
 
     @property
     def state(self) -> State:
-        """Of the four, what holds now."""
+        """The present state; see the note of states."""
         if self.block is not None or self.scaled is not None:
             return State.SCALED
         if self.check is None:
@@ -161,34 +161,34 @@ class Gradients:
     # A block
 
     def gather(self) -> None:
-        """A block begins: bring earlier gradients up to date."""
+        """A block begins: report gradients left scaled, and check used ones again."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.is_used:
-            self.look_again()
+            self.recheck()
 
     def with_gradients(self) -> list[Tensor]:
         """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin(
-        self, earlier: list[Tensor], shared: Scaled, unscalers: dict[int, Gradients]
+        self, earlier: list[Tensor], shared: ScaledGradients, unscalers: dict[int, Gradients]
     ) -> Block:
-        """Open a block: gradients of `earlier` are set aside, or stay in `.grad`, scaled."""
+        """Open a block: gradients of `earlier` are saved in it, or stay in `.grad`, scaled."""
         if not earlier:
             self.scaled = None
             self._forget()
         stays = bool(earlier) and (self.scaled is not None or world_size() > 1)
         if unscalers:
             earlier = self._own(earlier, unscalers)
-        aside = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = Block(unscalers, aside)  # `abandon` puts these back
-        self.begun_blocks += 1
+        saved = [] if stays else [(param, param.grad) for param in earlier]
+        self.block = block = Block(unscalers, saved)  # `abandon` puts these back
+        self.block_count += 1
         if stays and self.scaled is None:
             shared.join(self, list(map(_grad_of, earlier)))
-        block.before = self.seen() if stays else None
-        for param, _ in aside:  # so that what backward adds can be unscaled by itself
+        block.before = self.snapshot() if stays else None
+        for param, _ in saved:  # the new gradients are unscaled by themselves
             param.grad = None
         return block
 
@@ -198,23 +198,23 @@ class Gradients:
         return self.has_changed_since(before) if before else self.has_gradients()
 
     def after_backward(
-        self, block: Block, scaler: Scaler, scale: Any, *, is_held: bool
+        self, block: Block, scaler: Scaler, scale: Any, *, is_delayed: bool
     ) -> Check | None:
-        """Unscale the new gradients and add them to the earlier ones; returns what was found.
+        """Unscale the new gradients and add them to the earlier ones; returns their check.
 
-        `is_held`: that is not for the step to know.
+        `is_delayed`: the caller keeps the check (`delay_overflow_check`).
         """
         self.scaled = None
         check = self.unscale(scaler, scale, block.unscalers)
-        if check is not None and not is_held:
+        if check is not None and not is_delayed:
             self.keep(check)
         self.block = None
-        if block.aside:
-            add_back(block.aside)
+        if block.saved:
+            add_back(block.saved)
         return check
 
     def abandon(self) -> None:
-        """The backward pass failed: drop its gradients, put back the earlier ones."""
+        """The block failed: drop its gradients, put back the earlier ones."""
         if (block := self.block) is None:
             return
         if self.scaled is not None:
@@ -228,12 +228,12 @@ class Gradients:
         else:
             for param in self._own(self.parameters(), block.unscalers):
                 param.grad = None
-            for param, grad in block.aside:
+            for param, grad in block.saved:
                 param.grad = grad
         self.block = None
 
     def drop(self) -> None:
-        """Drop all gradients, also those set aside: some may be unscaled and some not."""
+        """Drop all gradients, saved ones too: some may be unscaled and some not."""
         self.block = None
         for param in self.parameters():
             param.grad = None
@@ -242,23 +242,23 @@ class Gradients:
     # Unscaling
 
     def unscale(self, scaler: Scaler, scale: Any, unscalers: dict[int, Gradients]) -> Check | None:
-        """Unscale the gradients and look for overflow; None: nothing was looked at.
+        """Unscale the gradients and check them for overflow; None: nothing was checked.
 
-        Gradients that an earlier optimizer of the block has unscaled are only checked.
+        Gradients that another optimizer of the block has unscaled are only checked.
         """
         params = self.parameters()
         own = self._own(params, unscalers) if unscalers else params
         check = self._unscale(scaler, own, scale)
         if len(own) < len(params):
             shared = [param for param in params if unscalers.get(id(param), self) is not self]
-            also = self._unscale(scaler, shared, scale / scale)
-            check = also if check is None else check if also is None else also.joined(check)
+            second = self._unscale(scaler, shared, scale / scale)
+            check = second if check is None else check if second is None else second.joined(check)
         return check
 
     def _unscale(self, scaler: Scaler, params: Sequence[Tensor], scale: Any) -> Check | None:
         grads = [param.grad for param in params if param.grad is not None]
         if not (grads or self._process_group):
-            return None  # there is nothing to learn for the scale
+            return None
         if True in map(_has_graph, grads) and not self._has_logged_graph:
             self._has_logged_graph = True
             logger.warning(_OF_A_GRAPH, type(self.optimizer).__name__)
@@ -275,19 +275,19 @@ class Gradients:
         return [param for param in params if unscalers.get(id(param), self) is self]
 
     def keep(self, check: Check) -> None:
-        """Remember what was found until the step."""
+        """Remember a check until the step."""
         self.check = check if self.check is None else check.joined(self.check)
 
-    def note(self, found_inf: Flag, scaler: Scaler) -> None:
-        """The same for a flag that not all processes have shared."""
+    def record(self, found_inf: Flag, scaler: Scaler) -> None:
+        """Remember an overflow flag that not all processes have shared."""
         self.keep(Check(found_inf, scaler, is_everyones=False, new=found_inf))
 
-    def look_again(self) -> Flag | None:
-        """Look for overflow once more, where gradients may have changed since their block ended.
+    def recheck(self) -> Flag | None:
+        """Check again those gradients that may have changed since their block ended.
 
-        A step has used them and they were not zeroed: an inf may be left.  Or several processes
-        train: a script may have averaged the inf of another rank into them.  Returns found_inf;
-        None: there was nothing to look for.
+        A step may have used them, and they were not zeroed: an inf may be left.  Or several
+        processes train: a script may have averaged the inf of another rank into them.  Returns
+        found_inf; None: nothing was checked.
         """
         earlier = self.check
         if earlier is None or self.block is not None or self.scaled is not None:
@@ -308,9 +308,9 @@ class Gradients:
         return check.found_inf
 
     def is_left_over(self) -> bool:
-        """Whether a step was skipped for gradients of an earlier one alone, which were not zeroed.
+        """Whether the overflow is only in gradients of an earlier step, which were not zeroed.
 
-        Several ranks cannot tell: there gradients add up in place.  Waits for the device.
+        False among several ranks, where gradients add up in place.  Waits for the device.
         """
         check = self.check
         if check is None or not check.is_old:  # before a wait
@@ -325,25 +325,25 @@ class Gradients:
         if check is None or check.is_used:
             return None
         check.is_used = True
-        return check.found_inf if self.has_gradients() else None  # set to None: no overflow either
+        return check.found_inf if self.has_gradients() else None
 
     def zeroed(self) -> None:
-        """All gradients were zeroed: nothing waits, no overflow is remembered."""
+        """All gradients were zeroed: forget their scale and their overflow."""
         self.scaled, self.left_scaled = None, False
         self._forget()
         if (block := self.block) is None:
             return
-        block.aside = []
-        if block.unscalers:  # others in the block may have set aside gradients of these tensors
+        block.saved = []
+        if block.unscalers:  # other optimizers of the block may have saved gradients of these
             zeroed = set(map(id, self.parameters()))
-            for one in dict.fromkeys(block.unscalers.values()):
-                one.zeroed_by_others(zeroed)
+            for gradients in dict.fromkeys(block.unscalers.values()):
+                gradients.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
         """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
         if (block := self.block) is not None:
-            block.aside = [(param, grad) for param, grad in block.aside if id(param) not in zeroed]
-            if block.aside:
+            block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
+            if block.saved:
                 return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.left_scaled = False
@@ -351,40 +351,40 @@ class Gradients:
 
     def _forget(self) -> None:
         self.check = None
-        for update in self.waiting:
+        for update in self.pending_updates:
             update.forget(self)
 
     # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 
-    def before_others(self) -> Seen | None:
+    def before_others(self) -> Snapshot | None:
         """A block for another optimizer begins: the gradients as they are now, for `after_others`.
 
         None: this optimizer is in a block of its own, in another thread.
         """
-        return self.seen() if self.block is None else None
+        return self.snapshot() if self.block is None else None
 
-    def after_others(self, before: Seen | None) -> None:
-        """A block for another optimizer has ended: note if it changed this one's gradients.
+    def after_others(self, before: Snapshot | None) -> None:
+        """A block for another optimizer has ended: record whether it changed gradients of this one.
 
-        Changes by a block of this optimizer's own do not count.
+        Changes by a block of this optimizer do not count.
         """
-        if before is None or self.block is not None or self.begun_blocks != before.begun_blocks:
+        if before is None or self.block is not None or self.block_count != before.block_count:
             return
         self.left_scaled |= self.has_changed_since(before)
 
-    def seen(self) -> Seen:
+    def snapshot(self) -> Snapshot:
         """The gradients as they are now, for `has_changed_since`."""
         grads = list(map(_grad_of, self.parameters()))
         versions = [-1 if grad is None else grad._version for grad in grads]
-        return Seen(self.begun_blocks, grads, versions)
+        return Snapshot(self.block_count, grads, versions)
 
-    def has_changed_since(self, before: Seen) -> bool:
-        """Whether a gradient is another one, or has been written into."""
-        _, grads, versions = self.seen()
+    def has_changed_since(self, before: Snapshot) -> bool:
+        """Whether a gradient was replaced, or written into."""
+        _, grads, versions = self.snapshot()
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_left_scaled(self) -> None:
-        """Log an error if such gradients are about to be used."""
+        """Log an error if gradients that another optimizer's block left scaled are to be used."""
         if self.left_scaled and self.has_gradients():
             logger.error(
                 "%s: its gradients are still scaled: an ampatch.scale_loss block reached this "
@@ -395,13 +395,13 @@ class Gradients:
         self.left_scaled = False
 
 
-def unscalers_among(several: Sequence[Gradients]) -> dict[int, Gradients]:
+def unscalers_among(optimizers: Sequence[Gradients]) -> dict[int, Gradients]:
     """Maps ids of tensors to the first optimizer that holds each; {} where none is shared.
 
-    The first alone scales and unscales a gradient.  An overflow in it makes all holders skip.
+    Only the first scales and unscales a gradient.  After an overflow in it all holders skip.
     """
-    if len(several) < 2:
+    if len(optimizers) < 2:
         return {}
-    holders = [(id(param), one) for one in several for param in one.parameters()]
+    holders = [(id(param), g) for g in optimizers for param in g.parameters()]
     unscalers = dict(reversed(holders))
     return unscalers if len(unscalers) < len(holders) else {}

@@ -1,9 +1,9 @@
 """The loss scale: static, or dynamic.
 
-A scale of 1 is a static scaler that has nothing to do.  Gradients are unscaled by a
-snapshot of the scale that their loss was multiplied by: another block or `set` may have changed
-the scale since.  A static scale is a number, a dynamic one a 0-dim tensor on the device of the
-losses; how it moves is in `scale_value`.
+A scale of 1 is a static scaler that has nothing to do.  Gradients are unscaled by a snapshot of the
+scale that their loss was multiplied by: another block or `set` may have changed the scale since.
+A static scale is a number.  A dynamic one is a 0-dim tensor on the device of the losses; its rule
+is in `scale_value`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
         raise ValueError(
             f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
         )
-    given = {name: entry[name] for name in SETTINGS if name in entry}
+    own_settings = {name: entry[name] for name in SETTINGS if name in entry}
     if settings is not None:
-        settings.changed(what, given)
+        settings.changed(what, own_settings)
     return {
-        **given,
+        **own_settings,
         "loss_scale": positive_number(
             f"{what}['loss_scale']={entry['loss_scale']!r}", entry["loss_scale"]
         ),
@@ -53,8 +53,7 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
 class StaticScaler:
     """A fixed loss scale.  It does not look for overflow, so it costs no host sync.
 
-    `is_needed` says whether gradients may be too small for their type without a scale, as they are
-    in float16.
+    `is_needed`: gradients may underflow without a scale, as in float16.
     """
 
     is_dynamic = False
@@ -101,8 +100,7 @@ class StaticScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the scale of a static scaler's `state_dict`.
 
-        What a dynamic scale had reached is not taken: a static scaler does not look for
-        overflow.
+        The value of a dynamic scale is not taken: a static scaler does not look for overflow.
         """
         entry = checked_entry("loss scaler", state, None)
         loaded = entry["loss_scale"]
@@ -131,8 +129,8 @@ class DynamicScaler:
     overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
     The scale (FP32) and the count of clean steps (int32) are 0-dim tensors where the losses live.
-    They stay the same ones, because CUDA graphs may hold them.  Nothing here waits for a device;
-    `get` and `state_dict` do.
+    They stay the same tensors, because CUDA graphs may hold them.  Only `get`, `has_overflow` and
+    `state_dict` wait for a device.
     """
 
     is_dynamic = True
@@ -140,12 +138,12 @@ class DynamicScaler:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
-        self.generation = 0  # changes with the scale: gradients of another have another scale
+        self.generation = 0  # changes with the scale
         self._place(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
-        self._changed: dict[str, Any] = {}  # settings that are no longer what they began as
-        self._flags: list[Flag] = []  # overflow flags of the gradients that `has_overflow` is about
-        self._has_reacted = False  # the scale, to these flags
-        self.has_reacted_unasked = False  # at a step, where the script was to ask for it
+        self._changed: dict[str, Any] = {}  # settings that differ from those of the start
+        self._flags: list[Flag] = []  # overflow flags, for `has_overflow`
+        self._has_reacted = False  # `update` was called with these flags
+        self.has_reacted_unasked = False  # by a step, where the script was to call it
 
     def _place(self, device: torch.device, scale: float, clean: int) -> None:
         self._device, self._is_hosts = device, is_owned_by_host(device)
@@ -182,14 +180,14 @@ class DynamicScaler:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
         if self._has_reacted:
             self._flags, self._has_reacted, self.has_reacted_unasked = [], False, False
-        found = unscale_(grads, scale, at_once=self._is_hosts)
-        self._flags.append(found)
-        return found
+        found_inf = unscale_(grads, scale, at_once=self._is_hosts)
+        self._flags.append(found_inf)
+        return found_inf
 
     def has_overflow(self) -> bool:
-        """Whether gradients have overflowed that were unscaled since the scale last reacted.
+        """Whether gradients have overflowed that were unscaled since the last `update`.
 
-        After it has reacted: whether those did.  Waits for the device.
+        Right after an `update`: whether those before it did.  Waits for the device.
         """
         return any(map(is_set, self._flags))
 
@@ -198,20 +196,20 @@ class DynamicScaler:
         self._flags, self._has_reacted = [], False
 
     def update(self, flags: list[Flag]) -> None:
-        """React to one step with these flags; without any there was no step."""
+        """Count one step with these overflow flags, and move the scale; no flags: no step."""
         self._has_reacted = True
         if not flags:
             return
-        found = functools.reduce(either, flags)
+        found_inf = functools.reduce(either, flags)
         if self._is_hosts:  # nothing waits, and arithmetic on numbers costs no operators
             before = self._scale.tolist()
-            scale, clean = moved(before, self._clean.tolist(), is_set(found), self.settings)
+            scale, clean = moved(before, self._clean.tolist(), is_set(found_inf), self.settings)
             self._clean.fill_(clean)
             if scale != before:
                 self._scale.fill_(scale)
                 self._clamp()
         else:
-            move_(self._scale, self._clean, found, self.settings)
+            move_(self._scale, self._clean, found_inf, self.settings)
             self._clamp()
         self.generation += 1
 
@@ -223,16 +221,16 @@ class DynamicScaler:
         """Another scale from now on, within the floor and the cap."""
         self._fill(value, None)
 
-    def change(self, what: str, given: Mapping[str, Any]) -> None:
+    def change(self, what: str, changes: Mapping[str, Any]) -> None:
         """Other settings from now on; a new `init_scale` starts the scale anew.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.
         """
-        self.settings = self.settings.changed(what, given)
-        self._changed.update(given)
-        if "init_scale" in given:
+        self.settings = self.settings.changed(what, changes)
+        self._changed.update(changes)
+        if "init_scale" in changes:
             self._fill(self.settings.init_scale, 0)
-        elif "growth_interval" in given:
+        elif "growth_interval" in changes:
             self._fill(*self._read())
         else:
             self._clamp()
@@ -246,8 +244,8 @@ class DynamicScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
 
-        Nothing is taken of a static scaler's state: from the 1.0 of a run without scaling
-        this scale would grow for a very long time.
+        The state of a static scaler is not taken: from 1.0, that of a run without scaling, this
+        scale would grow for a very long time.
         """
         entry = checked_entry("loss scaler", state, self.settings)
         if entry["dynamic"] is False:
@@ -263,7 +261,7 @@ class DynamicScaler:
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, clean: int | None) -> None:
-        """Set both within limits: from a count beyond the interval torch's kernel never grows."""
+        """Set scale and count within limits: torch's kernel never grows from a larger count."""
         self._scale.fill_(self.settings.bounded(scale))
         if clean is not None:
             self._clean.fill_(min(clean, self.settings.growth_interval - 1, 2**31 - 1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
-from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, note_skipped_step
+from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, record_skipped_step
 from .delayed import finish, make_updates
 from .gradients import Gradients, State
 from .optimizers import closures, zero
@@ -36,13 +36,13 @@ class StepOwner(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
-    observers: Any  # what is notified of steps, while `observers.all` has some
+    observers: Any  # are notified of steps, while `observers.all` has some
 
     casts_off: Callable[..., Any]
-    """`casts_off(function, ...)` calls it without casts, for what the optimizer computes."""
+    """`casts_off(function, ...)` calls a function without casts: the optimizer's own step."""
 
     casts_on: Callable[..., Any]
-    """In that: with the casts that hold around the step, for the forward in a closure."""
+    """Within `casts_off`: calls a closure with the casts that are active around the step."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step has ended, skipped or not."""
@@ -57,8 +57,8 @@ class StepOwner(Protocol):
 class ManagedOptimizer:
     """An optimizer whose step looks for overflow.
 
-    `gradients` follows them from `scale_loss` to the step, `counter` counts steps, `reports` says
-    what is to be said of them.
+    `gradients` follows the gradients from `scale_loss` to the step, `counter` counts the steps, and
+    `reports` logs messages about them.
     """
 
     def __init__(self, optimizer: Any, session: StepOwner) -> None:
@@ -68,9 +68,9 @@ class ManagedOptimizer:
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
         self.reports = StepReports(optimizer, self.gradients, self.counter)
-        self.replaced_state: Replaced = []  # what to put back if `initialize` fails
+        self.replaced_state: Replaced = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        self.skipped: bool | Tensor = False  # was the last step?  A tensor is read when asked
+        self.skipped: bool | Tensor = False  # the last step; a tensor is read when asked for
         self._is_zero = is_zero(optimizer)
         self._methods = Methods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
@@ -79,7 +79,7 @@ class ManagedOptimizer:
 
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
-        self.reports.begin()
+        self.reports.record_dtypes()
         lost = lost_eps(self.optimizer)
         if lost is not None:
             logger.warning(lost)
@@ -105,7 +105,7 @@ class ManagedOptimizer:
     def uninstall(self) -> None:
         """Give the optimizer its own methods back; gradients are left unscaled.
 
-        An `initialize` that fails gives back the state that it has fitted to other dtypes, too.
+        After an `initialize` that failed, its state has the dtypes of before again.
         """
         try:
             put_back(self.replaced_state)
@@ -117,14 +117,14 @@ class ManagedOptimizer:
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
-            found, given, named = closures.replaced(args, kwargs, self._with_casts)
-            if found and closures.evaluates_first(self.optimizer):
+            passed, new_args, new_kwargs = closures.replaced(args, kwargs, self._with_casts)
+            if passed and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
-                    loss = found[0]()
+                    loss = passed[0]()
                 self._step(original, (), {})
                 return loss
-            if found:
-                return self._step_with_closures(original, given, named)
+            if passed:
+                return self._step_with_closures(original, new_args, new_kwargs)
         self.before_step()
         result = self.step_on_gradients(original, args, kwargs)
         self.after_step()
@@ -139,7 +139,7 @@ class ManagedOptimizer:
             result = self.session.casts_off(original, *args, **kwargs)
         finally:
             self.is_evaluating = False
-        self.note_step(False)
+        self.record_step(False)
         self.after_step()
         return result
 
@@ -170,52 +170,52 @@ class ManagedOptimizer:
                     "block."
                 )
             finish(gradients)
-        if gradients.waiting:
+        if gradients.pending_updates:
             make_updates(gradients)
         else:
-            gradients.look_again()
+            gradients.recheck()
 
     def after_step(self) -> None:
-        """A step has ended that `note_step` has recorded."""
+        """A step has ended; `record_step` was called."""
         self.session.after_step(self)
         self.gradients.had_block = False
 
     def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """The original step on the present gradients; no step after an overflow."""
-        found = self.gradients.take_found_inf()
+        """Call the original step, unless the present gradients have overflowed."""
+        found_inf = self.gradients.take_found_inf()
         in_kernel = False
         skipped: bool | Tensor = False  # without a flag nothing was checked
-        if found is not None:
-            in_kernel = isinstance(found, Tensor) and skips_in_kernel(self.optimizer)
-            skipped = found if in_kernel or isinstance(found, bool) else is_set(found)
+        if found_inf is not None:
+            in_kernel = isinstance(found_inf, Tensor) and skips_in_kernel(self.optimizer)
+            skipped = found_inf if in_kernel or isinstance(found_inf, bool) else is_set(found_inf)
         if skipped is True:
-            self.note_step(True)
+            self.record_step(True)
             return None
         casts_off = self.session.casts_off
         if in_kernel:
-            result = casts_off(self._step_in_kernel, original, args, kwargs, found)
+            result = casts_off(self._step_in_kernel, original, args, kwargs, found_inf)
         elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
             result = casts_off(original, *args, **kwargs)
         else:
             result = casts_off(bare, self.optimizer)
-        self.note_step(skipped)
+        self.record_step(skipped)
         return result
 
-    def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found: Any) -> Any:
+    def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found_inf: Any) -> Any:
         own = vars(self.optimizer)
         try:
-            own.update(found_inf=found, grad_scale=None)
+            own.update(found_inf=found_inf, grad_scale=None)
             return original(*args, **kwargs)
         finally:
             for name in ("found_inf", "grad_scale"):
                 own.pop(name, None)
 
-    def note_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is left out; a scheduler must not think it was forgotten."""
+    def record_step(self, skipped: bool | Tensor) -> None:
+        """Record whether this step is skipped; a scheduler must not warn that it was forgotten."""
         self.skipped = skipped
-        self.counter.note(skipped)
+        self.counter.record(skipped)
         if skipped is True:
-            note_skipped_step(self.optimizer)
+            record_skipped_step(self.optimizer)
 
     # The other methods of the optimizer
 
@@ -230,7 +230,7 @@ class ManagedOptimizer:
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """As the original; reads other `layouts` too, and gives weights the FP32 values in them."""
+        """Load a state, also in another of the `layouts`, whose FP32 values go to the weights."""
         if args:
             state, args = args[0], args[1:]
         else:
@@ -238,8 +238,8 @@ class ManagedOptimizer:
             state = kwargs.pop("state_dict")
         values: list[tuple[Tensor, Tensor]] = []
         for read in layouts:
-            state, more = read(state, self.optimizer, self.session.computes_in_half)
-            values += more
+            state, read_values = read(state, self.optimizer, self.session.computes_in_half)
+            values += read_values
         result = original(state, *args, **kwargs)
         with torch.no_grad():
             for param, value in values:

@@ -21,9 +21,9 @@ def world_size() -> int:
 
 
 def trains_with_others() -> bool:
-    """Whether other processes train along, so that their gradients may come into these.
+    """Whether other processes train the same model, so that gradients may hold theirs.
 
-    Horovod's are not those of `torch.distributed`.
+    Horovod's processes are not those of `torch.distributed`.
     """
     if are_ranks():
         return torch.distributed.get_world_size() > 1
@@ -43,7 +43,7 @@ _NOBODY = Sharers([], are_all=False)
 def sharers(group: Any, grads: list[Tensor]) -> Sharers:
     """The groups of the gradients' DTensors, by their meshes, and `group`.
 
-    A rank has its own part of a DTensor, and an inf may be in one part alone.
+    A rank has only its shard of a DTensor, and an inf may be in one shard alone.
     """
     if group is None and PLAIN.issuperset(map(type, grads)):
         return _NOBODY
@@ -57,9 +57,9 @@ def sharers(group: Any, grads: list[Tensor]) -> Sharers:
 
 
 def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:
-    """A flag that is set on all ranks of these process groups if it is on one.
+    """The flag, set on all ranks of these process groups if it is set on one of them.
 
-    A flag that the host knows is sent on the device of the tensors in `near`.
+    A `bool` is sent on the device of the tensors in `near`.
     """
     if isinstance(flag, Tensor):
         shared = flag

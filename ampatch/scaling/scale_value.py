@@ -24,18 +24,18 @@ def moved(scale: Any, clean: Any, overflowed: Any, rule: ScaleSettings) -> tuple
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
     when a gradient has `overflowed` (1 or 0), grow after `growth_interval` clean steps, unless FP32
-    could not hold that.  `update_scale_` is torch's kernel for the same.
+    could not hold the new scale.  `update_scale_` is torch's kernel for the same rule.
     """
-    taken = 1 - overflowed
-    clean = (clean + 1) * taken
+    is_clean = 1 - overflowed
+    clean = (clean + 1) * is_clean
     can_grow = scale * rule.growth_factor <= _LARGEST_FLOAT32
-    grows = taken * (clean == rule.growth_interval) * can_grow
+    grows = is_clean * (clean == rule.growth_interval) * can_grow
     scale = scale * rule.backoff_factor**overflowed * rule.growth_factor**grows
     return scale, clean % rule.growth_interval
 
 
 def move_(scale: Tensor, clean: Tensor, found_inf: Flag, rule: ScaleSettings) -> None:
-    """The same in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
+    """`moved` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)

@@ -14,7 +14,7 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
 from .delayed import leave_scaled, settle, update
-from .gradients import Block, Gradients, Scaled, Seen, State, unscalers_among
+from .gradients import Block, Gradients, ScaledGradients, Snapshot, State, unscalers_among
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
@@ -74,44 +74,42 @@ class PlainBackward:
     __getattr__ = refuse_attribute
 
 
-class Passed:
-    """Hook of a scaled loss: how many backward passes have come through it.
+class PassCounter:
+    """Hook of a scaled loss: counts the backward passes that come through it.
 
-    It refers to nothing: autograd keeps it as long as the graph, and would keep the graph with it.
+    The hook refers to nothing: autograd keeps it with the graph, and it would keep the graph alive.
     """
 
     __torch_unserializable__ = True  # a scaled loss is pickled without a warning
 
     def __init__(self) -> None:
-        self.times = 0
+        self.count = 0
 
     def __call__(self, grad: Tensor) -> None:
-        self.times += 1
+        self.count += 1
 
 
-class _Here(threading.local):
+class _ThreadBlocks(threading.local):
     """The open blocks of this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.blocks: list[ScaledBackward] = []
 
 
-_here = _Here()
+_thread = _ThreadBlocks()
 
 
 class ScaledBackward:
     """Context manager: yields the scaled loss, then unscales the gradients it led to.
 
-    If the block raises (Ctrl-C among it), the gradients that were there before it
-    are put back, those of a half-done backward pass are dropped, and the scale is
-    left alone.  If the unscaling itself is interrupted, the optimizers have no
-    gradients afterwards: some would be scaled and some not.  Ctrl-C may strike before
-    the end of the block is reached at all: then the next block puts back what there
-    was before this one.
+    If the block raises (by Ctrl-C too), the earlier gradients are put back, those of the unfinished
+    backward pass are dropped, and the scale stays.  If the unscaling itself is interrupted, the
+    optimizers have no gradients afterwards: some would be scaled and some not.  If Ctrl-C strikes
+    before `__exit__` begins, the next block puts back the earlier gradients.
 
-    `others` are optimizers that the block was not given; if the backward pass reaches
-    them, they log an error when they step.  With `together` an overflow in the
-    gradients of one optimizer has all of them skip.
+    `others` are optimizers that are not in the block; if the backward pass reaches them, they log
+    an error when they step.  `together`: after an overflow in the gradients of one optimizer all
+    of them skip.
     """
 
     def __init__(
@@ -123,42 +121,42 @@ class ScaledBackward:
         delay_overflow_check: bool,
         others: Sequence[ManagedOptimizer],
         together: bool = False,
-        watches: bool = True,
+        watches_passes: bool = True,
     ) -> None:
         self._loss = loss
-        self._passed = Passed() if watches and loss.requires_grad else None
-        self._several: list[Gradients] = []
+        self._passes = PassCounter() if watches_passes and loss.requires_grad else None
+        self._gradients: list[Gradients] = []
         for optimizer in optimizers:
-            self._several.append(optimizer.gradients)
-        self._unscalers = unscalers_among(self._several)
+            self._gradients.append(optimizer.gradients)
+        self._unscalers = unscalers_among(self._gradients)
         self._others: Sequence[tuple[Gradients, Any]] = ()
         if others and not scaler.is_one:
-            self._others = [(one.gradients, one.gradients.before_others()) for one in others]
+            self._others = [(other.gradients, other.gradients.before_others()) for other in others]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
-        self._together = together and len(self._several) > 1
+        self._together = together and len(self._gradients) > 1
         self.scale: Any = None
         self._blocks: list[Block] = []  # one for each of the optimizers
         self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
         try:
-            for one in self._several:
-                if one.state is State.SCALED:
-                    settle(one, self._scaler)
-                one.gather()
-            earlier = [one.with_gradients() for one in self._several]
+            for gradients in self._gradients:
+                if gradients.state is State.SCALED:
+                    settle(gradients, self._scaler)
+                gradients.gather()
+            earlier = [gradients.with_gradients() for gradients in self._gradients]
             scaled, self.scale = self._scaler.scale(self._loss)
-            self._scaled = Scaled(self._scaler, self.scale, self._scaler.generation)
-            for one in reversed(self._several):  # what waits scaled is at the same scale
-                self._scaled = one.scaled or self._scaled
-            for one, params in zip(self._several, earlier, strict=True):
-                self._blocks.append(one.begin(params, self._scaled, self._unscalers))
-            if self._passed is not None and scaled.requires_grad:
-                scaled.register_hook(self._passed)
+            self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
+            for gradients in reversed(self._gradients):  # what waits scaled is at the same scale
+                self._scaled = gradients.scaled or self._scaled
+            for gradients, params in zip(self._gradients, earlier, strict=True):
+                self._blocks.append(gradients.begin(params, self._scaled, self._unscalers))
+            if self._passes is not None and scaled.requires_grad:
+                scaled.register_hook(self._passes)
                 self.scaled_loss = scaled
-                _here.blocks = [*filter(ScaledBackward.is_open, _here.blocks), self]
+                _thread.blocks = [*filter(ScaledBackward.is_open, _thread.blocks), self]
             return scaled
         except BaseException:
             self._abandon()
@@ -173,78 +171,78 @@ class ScaledBackward:
             else:
                 self._complete()
         except BaseException:
-            for one in self._several:
-                one.drop()
+            for gradients in self._gradients:
+                gradients.drop()
             raise
         finally:
             self.scaled_loss = None
-            _here.blocks = [one for one in _here.blocks if one is not self]
-            for one, before in self._others:
-                one.after_others(before)
+            _thread.blocks = [block for block in _thread.blocks if block is not self]
+            for gradients, before in self._others:
+                gradients.after_others(before)
         if is_unscaled:
             raise AmpatchError(_UNSCALED % self._names())
 
     __getattr__ = refuse_attribute
 
     def is_open(self) -> bool:
-        """Whether the gradients of its optimizers are still its own; Ctrl-C may have ended it."""
-        return all(one.block is block for one, block in zip(self._several, self._blocks))
+        """Whether its optimizers are still in this block; after Ctrl-C another may have begun."""
+        return all(g.block is block for g, block in zip(self._gradients, self._blocks))
 
-    def look(self) -> Look:
-        """What a backward pass may change."""
-        assert self._passed is not None
-        return Look(self, self._passed.times, [one.seen() for one in self._several])
+    def snapshot(self) -> BlockSnapshot:
+        """The state that a backward pass may change."""
+        assert self._passes is not None
+        return BlockSnapshot(self, self._passes.count, [g.snapshot() for g in self._gradients])
 
-    def has_new_since(self, look: Look) -> bool:
-        """Whether a pass has brought it gradients."""
-        seen = zip(self._several, look.seen, strict=True)
-        return any(one.has_changed_since(before) for one, before in seen)
+    def has_new_since(self, before: BlockSnapshot) -> bool:
+        """Whether a pass has brought the block gradients."""
+        pairs = zip(self._gradients, before.gradients, strict=True)
+        return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
 
-    def has_passed_since(self, look: Look) -> bool:
-        """Whether a pass has come through its scaled loss."""
-        return self._passed is not None and self._passed.times > look.times
+    def has_passed_since(self, before: BlockSnapshot) -> bool:
+        """Whether a pass has come through the block's scaled loss."""
+        return self._passes is not None and self._passes.count > before.passes
 
     def check_scale(self, through: list[ScaledBackward]) -> None:
-        """It has new gradients of a pass through the scaled losses of these other blocks.
+        """Raise `AmpatchError` unless all blocks in `through` have the scale of this one.
 
-        Raises `AmpatchError` unless all of them have its scale.
+        A pass through their scaled losses has brought this block gradients.
         """
-        own, scales = float(self.scale), [float(one.scale) for one in through]
+        own, scales = float(self.scale), [float(other.scale) for other in through]
         if not scales and own != 1.0:
             raise AmpatchError(_UNSCALED % self._names())
         for scale in scales:
             if scale != own:
                 raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own))
-        if self._passed is not None:
-            self._passed.times += 1
+        if self._passes is not None:
+            self._passes.count += 1
 
     def check_once(self, through: list[ScaledBackward]) -> None:
-        """Its scaled loss is the root of a pass, which came through these other blocks' too."""
-        if any(float(one.scale) != 1.0 for one in through):
+        """Raise `AmpatchError` if the pass from this scaled loss came through others, too."""
+        if any(float(other.scale) != 1.0 for other in through):
             raise AmpatchError(_TWICE % self._names())
 
     def _abandon(self) -> None:
-        for one in self._several:
-            one.abandon()
+        for gradients in self._gradients:
+            gradients.abandon()
 
     def _is_unscaled(self) -> bool:
-        """Whether new gradients are not those of the scaled loss; where none came, says so."""
-        if self._passed is None or self._passed.times:
+        """Whether new gradients do not come from the scaled loss; warns where none came."""
+        if self._passes is None or self._passes.count:
             return False
-        if any(one.has_new() for one in self._several):
+        if any(g.has_new() for g in self._gradients):
             return float(self.scale) != 1.0
-        if torch.is_grad_enabled() and not self._several[0].has_logged_no_backward:
-            self._several[0].has_logged_no_backward = True
+        if torch.is_grad_enabled() and not self._gradients[0].has_logged_no_backward:
+            self._gradients[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
         return False
 
     def _names(self) -> str:
-        return ", ".join(f"<{type(one.optimizer).__name__}>" for one in self._several)
+        return ", ".join(f"<{type(g.optimizer).__name__}>" for g in self._gradients)
 
     def _complete(self) -> None:
-        blocks = list(zip(self._several, self._blocks, strict=True))
-        for one, block in blocks:
-            if one.block is not block:
+        blocks = list(zip(self._gradients, self._blocks, strict=True))
+        for gradients, block in blocks:
+            if gradients.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer began inside this block, so the "
@@ -252,68 +250,75 @@ class ScaledBackward:
                     "begins; gradients of several blocks add up until the step."
                 )
         if self._delay_unscale:
-            for one, block in blocks:
-                leave_scaled(one, block, self._scaled)
+            for gradients, block in blocks:
+                leave_scaled(gradients, block, self._scaled)
             return
-        scaler, found = self._scaler, []
-        for one, block in blocks:
-            check = one.after_backward(block, scaler, self.scale, is_held=self._delay_check)
+        scaler, checks, is_delayed = self._scaler, [], self._delay_check
+        for gradients, block in blocks:
+            check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
-                found.append((one, check))
+                checks.append((gradients, check))
         if not isinstance(scaler, DynamicScaler):
             return
-        flags = [check.found_inf for _, check in found]
-        waiting = [one for one in self._several if one.waiting]
-        if waiting or self._delay_check or self._together or trains_with_others():
-            held = found if self._delay_check else None
-            update(scaler, self._several, flags, held=held, together=self._together)
+        flags = [check.found_inf for _, check in checks]
+        has_pending = any(g.pending_updates for g in self._gradients)
+        if has_pending or is_delayed or self._together or trains_with_others():
+            delayed = checks if is_delayed else None
+            update(scaler, self._gradients, flags, delayed=delayed, together=self._together)
         else:
             scaler.update(flags)
 
 
-class Look(NamedTuple):
-    """An open block as a backward pass begins."""
+class BlockSnapshot(NamedTuple):
+    """An open block at the start of a backward pass."""
 
     block: ScaledBackward
-    times: int
-    seen: list[Seen]
+    passes: int
+    gradients: list[Snapshot]
 
 
 def pass_begins(root: Any) -> Callable[[], None] | None:
-    """A backward pass begins, from a tensor or several; returns what looks at it when it has ended.
+    """A backward pass begins, from a tensor or several; returns the check to call at its end.
 
-    None: no block is open, or it is the pass of the scaled loss of the only one, or is part of a
-    pass that runs.
+    None: no block is open, or `root` is the scaled loss of the only one, or another pass of the
+    thread encloses this one.
     """
-    blocks = _here.blocks
+    blocks = _thread.blocks
     if not blocks or (len(blocks) == 1 and root is blocks[0].scaled_loss):
         return None
     if current_backward_pass() != -1:
         return None
-    looks = [block.look() for block in blocks if block.is_open()]
-    return functools.partial(_pass_ended, root, looks)
+    snapshots = [block.snapshot() for block in blocks if block.is_open()]
+    return functools.partial(_check_pass, root, snapshots)
 
 
-def _pass_ended(root: Any, looks: list[Look]) -> None:
-    """Raise `AmpatchError` where a block has got gradients that it would not unscale rightly."""
-    through = [look.block for look in looks if look.block.has_passed_since(look)]
-    for look in looks:
-        block = look.block
+def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
+    """Raise `AmpatchError` where a block has gradients that it would not unscale rightly."""
+    through = [before.block for before in snapshots if before.block.has_passed_since(before)]
+    for before in snapshots:
+        block = before.block
         if root is block.scaled_loss:
-            block.check_once([one for one in through if one is not block])
-        if block not in through and block.has_new_since(look):
+            block.check_once([other for other in through if other is not block])
+        if block not in through and block.has_new_since(before):
             block.check_scale(through)
 
 
 def with_sharers(
-    given: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
+    optimizers: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
-    """`given` and all that share a tensor with them, directly or through others."""
-    found, rest = list(given), [one for one in everyone if one not in given]
-    new = found if rest else []
+    """`optimizers` and all that share a tensor with them, directly or through others."""
+    sharers, rest = (
+        list(optimizers),
+        [optimizer for optimizer in everyone if optimizer not in optimizers],
+    )
+    new = sharers if rest else []
     while new:
-        reached = {id(param) for one in new for param in one.parameters()}
-        new = [one for one in rest if not reached.isdisjoint(map(id, one.parameters()))]
-        rest = [one for one in rest if one not in new]
-        found = [*found, *new]
-    return found
+        reached = {id(param) for optimizer in new for param in optimizer.parameters()}
+        new = [
+            optimizer
+            for optimizer in rest
+            if not reached.isdisjoint(map(id, optimizer.parameters()))
+        ]
+        rest = [optimizer for optimizer in rest if optimizer not in new]
+        sharers = [*sharers, *new]
+    return sharers

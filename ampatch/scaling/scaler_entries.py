@@ -20,17 +20,17 @@ def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
         raise TypeError(
             f"ampatch.load_state_dict(state): expected a dictionary, got {type_name(state)}."
         )
-    found = [name for name in scalers if name in state]
+    present = [name for name in scalers if name in state]
     unknown = sorted(str(name) for name in state if name not in scalers)
-    if not found:
+    if not present:
         raise ValueError(
             f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(scalers)}. "
             'Pass what state_dict() has returned, such as checkpoint["amp"].'
         )
-    for name in found:
+    for name in present:
         what = f"ampatch.load_state_dict(state): state[{name!r}]"
         checked_entry(what, state[name], scalers[name].settings)
-    for name in found:
+    for name in present:
         scalers[name].load_state_dict(state[name])
     if unknown:
         logger.warning(
@@ -38,7 +38,7 @@ def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
             "%s. To load all, call initialize with the num_losses of the saved run.",
             ", ".join(unknown),
         )
-    if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in found]:
+    if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in present]:
         logger.warning(
             "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
             "do not change: %s.",

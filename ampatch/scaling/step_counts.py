@@ -27,49 +27,49 @@ class StepCounter:
     """The counts of one optimizer."""
 
     def __init__(self) -> None:
-        self._taken = self._skipped = self._row = 0  # until a device counts
-        self._on_device: Tensor | None = None  # all steps, the skipped, those in a row
+        self._taken = self._skipped = self._in_a_row = 0  # until a device counts
+        self._on_device: Tensor | None = None  # all steps, the skipped ones, those in a row
         self._numbers: list[Tensor] = []  # its three elements
         self._copy: LateCopy | None = None
         self._unseen = 0  # steps since the last copy
         self._told = 0  # skipped steps in all news so far
 
-    def note(self, skipped: bool | Tensor) -> None:
-        """Count a step.  A tensor, 0-dim and not 0 for a skipped step, is not waited for."""
+    def record(self, skipped: bool | Tensor) -> None:
+        """Count a step.  A 0-dim tensor, not 0 for a skipped step, is not waited for."""
         if isinstance(skipped, Tensor):
-            self._note_on_device(skipped)
+            self._record_on_device(skipped)
         elif self._on_device is not None:
-            self._note_on_device(torch.full_like(self._numbers[0], float(skipped)))
+            self._record_on_device(torch.full_like(self._numbers[0], float(skipped)))
         elif skipped:
             self._skipped += 1
-            self._row += 1
+            self._in_a_row += 1
         else:
             self._taken += 1
-            self._row = 0
+            self._in_a_row = 0
 
-    def _note_on_device(self, found: Tensor) -> None:
+    def _record_on_device(self, skipped: Tensor) -> None:
         if self._on_device is None:
-            self._on_device = found.new_empty(3)
+            self._on_device = skipped.new_empty(3)
             self._numbers = list(self._on_device.unbind())
-            numbers = (self._taken + self._skipped, self._skipped, self._row)
+            numbers = (self._taken + self._skipped, self._skipped, self._in_a_row)
             for element, number in zip(self._numbers, numbers, strict=True):
                 element.fill_(float(number))
-        steps, left_out, row = self._numbers
-        found = found.to(steps.device)
-        foreach.add_([steps, left_out], [torch.ones_like(found), found])
-        torch.addcmul(found, row, found, out=row)  # one more than before, or 0
+        steps, left_out, run_length = self._numbers
+        skipped = skipped.to(steps.device)
+        foreach.add_([steps, left_out], [torch.ones_like(skipped), skipped])
+        torch.addcmul(skipped, run_length, skipped, out=run_length)  # one more than before, or 0
 
     def read(self) -> StepCounts:
         """The counts.  Waits for the device if it has them."""
         if self._on_device is None:
-            return StepCounts(self._taken, self._skipped, self._row)
+            return StepCounts(self._taken, self._skipped, self._in_a_row)
         return _counts(self._on_device.tolist())
 
     def news(self, limit: int) -> tuple[StepCounts, int] | None:
         """The counts, and how many of the skipped steps are new since the last news.
 
-        None where none is new, or where the host would have to wait: it has a device's counts
-        copied every `limit // 4` steps, and reads them once they have arrived.
+        None where none is new, or where the host would have to wait: counts of a device are copied
+        every `limit // 4` steps, and read once they have arrived.
         """
         if self._on_device is None and self._skipped == self._told:
             return None
@@ -92,5 +92,5 @@ class StepCounter:
 
 
 def _counts(numbers: list[float]) -> StepCounts:
-    steps, left_out, row = map(int, numbers)
-    return StepCounts(steps - left_out, left_out, row)
+    steps, skipped, run_length = map(int, numbers)
+    return StepCounts(steps - skipped, skipped, run_length)

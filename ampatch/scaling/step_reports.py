@@ -1,4 +1,4 @@
-"""What is said of steps: skipped ones, one without `scale_loss`, weights that became half."""
+"""Messages about steps: skipped ones, one without `scale_loss`, weights that became half."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LEFT_OVER = (
 )
 
 
-class Known(Protocol):
-    """What a report needs to know of the session."""
+class SessionFacts(Protocol):
+    """What reports ask of the session."""
 
     max_skips: int  # in a row, until they are an error
-    last_loss: Callable[[], Tensor | None]  # what the last block was given, if it is still there
+    last_loss: Callable[[], Tensor | None]  # that of the last block, if it is still in use
 
     @property
     def wants_blocks(self) -> bool:
@@ -48,69 +48,70 @@ class StepReports:
         self._gradients = gradients
         self._counter = counter
         self._has_warned = False
-        self._has_told_of_loss = False
+        self._has_warned_of_loss = False
         self._steps = 0
         self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
 
-    def begin(self) -> None:
-        """Note the dtypes that parameters have now."""
-        self._made_half()
+    def record_dtypes(self) -> None:
+        """Record the dtypes that parameters have now."""
+        self._newly_half()
 
-    def after_step(self, known: Known) -> None:
-        """Say what there is to say about the step that has ended."""
+    def after_step(self, known: SessionFacts) -> None:
+        """Log the messages about the step that has ended."""
         if (news := self._counter.news(known.max_skips)) is not None:
-            self._say_skipped(*news, known)
+            self._log_skipped(*news, known)
         if known.wants_blocks and not (self._gradients.had_block or self._has_warned):
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...
             self._warn_of_new_half(known)
 
-    def _say_skipped(self, counts: StepCounts, new: int, known: Known) -> None:
-        """`new` more steps were skipped; from the tenth in a row on each doubling has its line.
+    def _log_skipped(self, counts: StepCounts, new: int, known: SessionFacts) -> None:
+        """Log that `new` more steps were skipped; from ten in a row on, one line per doubling.
 
-        An error about a row of them waits for the device.  A loss on a device is looked at in the
-        tenth skip of a row, where a wait costs nothing any more.
+        An error about many in a row waits for the device.  A loss on a device is read only after
+        ten in a row, where a wait costs nothing any more.
         """
-        row = counts.skipped_in_a_row
-        is_left_over = row > 1 and self._gradients.is_left_over()
+        streak = counts.skipped_in_a_row
+        is_left_over = streak > 1 and self._gradients.is_left_over()
         words = "a step" if new == 1 else f"{new} steps"
-        if row >= _EACH:
-            words = f"{row} steps in a row"
-        if row < _EACH or (row // _EACH).bit_length() > (max(0, row - new) // _EACH).bit_length():
+        if streak >= _EACH:
+            words = f"{streak} steps in a row"
+        before = max(0, streak - new)
+        if streak < _EACH or (streak // _EACH).bit_length() > (before // _EACH).bit_length():
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
                 *(self._name, words, counts.skipped, counts.taken + counts.skipped),
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
-        loss = None if self._has_told_of_loss else known.last_loss()
-        if loss is not None and (loss.is_cpu or row >= _EACH) and _is_bad(loss):
-            self._has_told_of_loss = True
+        loss = None if self._has_warned_of_loss else known.last_loss()
+        if loss is not None and (loss.is_cpu or streak >= _EACH) and _is_not_finite(loss):
+            self._has_warned_of_loss = True
             logger.warning(
                 "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
                 "scale cures it. To see where: ampatch run --debug SCRIPT, or "
                 "ampatch.debug(model)."
             )
-        if row >= known.max_skips > row - new and is_left_over:
+        if streak >= known.max_skips > streak - new and is_left_over:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
-                *(row, self._name, _LEFT_OVER, self._offenders(known.names())),
+                *(streak, self._name, _LEFT_OVER, self._offenders(known.names())),
             )
-        elif row >= known.max_skips > row - new:
+        elif streak >= known.max_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
                 "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
-                *(row, self._name, self._offenders(known.names())),
+                *(streak, self._name, self._offenders(known.names())),
             )
 
     def _offenders(self, names: dict[int, str]) -> str:
         bad = [
-            names.get(id(param), place)
-            for place, param in self._placed()
+            names.get(id(param), path)
+            for path, param in self._params_with_paths()
             if param.grad is not None and not bool(torch.isfinite(values(param.grad)).all())
         ]
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
@@ -119,10 +120,9 @@ class StepReports:
         ) or "none here now (zeroed since, or on another rank)"
 
     def _warn_without_block(self) -> None:
-        """The step came without `scale_loss`, under a dynamic scale; said once.
+        """Warn once of a step without `scale_loss` under a dynamic scale.
 
-        A step at a learning rate of zero, by which libraries make an optimizer's state, trains
-        nothing.
+        Not of a step at a learning rate of zero, by which libraries create an optimizer's state.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
@@ -136,12 +136,12 @@ class StepReports:
             self._name,
         )
 
-    def _warn_of_new_half(self, known: Known) -> None:
+    def _warn_of_new_half(self, known: SessionFacts) -> None:
         """Name parameters that have become half since `initialize`, and not by a level."""
-        if not (found := self._made_half()):
+        if not (params := self._newly_half()):
             return
         names, converted = known.names(), known.converted()
-        for place, param in found:
+        for path, param in params:
             if id(param) not in converted:
                 logger.warning(
                     "%s: %s, of shape %s, was FP32 and is %s now: the script replaced its .data "
@@ -152,17 +152,17 @@ class StepReports:
                     *(self._name, names.get(id(param), place), tuple(param.shape), param.dtype),
                 )
 
-    def _made_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters that were FP32 at the first look and are half, and where; each once."""
-        found = []
-        for place, param in self._placed():
+    def _newly_half(self) -> list[tuple[str, Tensor]]:
+        """Parameters that have become half since the first call, with their paths; each once."""
+        params = []
+        for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)
             if first is torch.float32 and param.dtype in HALF_TYPES and param.requires_grad:
                 self._first_dtypes[id(param)] = param.dtype
-                found.append((place, param))
-        return found
+                params.append((path, param))
+        return params
 
-    def _placed(self) -> list[tuple[str, Tensor]]:
+    def _params_with_paths(self) -> list[tuple[str, Tensor]]:
         return [
             (f"param_groups[{number}]['params'][{index}]", param)
             for number, group in enumerate(self._optimizer.param_groups)
@@ -170,6 +170,6 @@ class StepReports:
         ]
 
 
-def _is_bad(loss: Tensor) -> bool:
-    """Whether it holds inf or NaN; read so that memory of the host makes no wait."""
+def _is_not_finite(loss: Tensor) -> bool:
+    """Whether a loss is inf or NaN; a loss on the CPU needs no wait."""
     return not torch.isfinite(values(loss)).all().tolist()

@@ -22,21 +22,24 @@ _HALF = frozenset(HALF_TYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default
-"""Not the function that is patched: reports would count the call as the script's."""
+"""Not the patched function: reports would count the call as the script's."""
 
 
 def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
-    """Divide gradients by `scale` (0-dim), in place; returns `found_inf`, whether they had an inf
-    or NaN: `at_once` as a `bool`, else as a 0-dim FP32 tensor where the scale lives.
+    """Divide gradients by `scale` (0-dim), in place; returns whether they had an inf or NaN.
+
+    `at_once`: as a `bool`; else as a 0-dim FP32 tensor where the scale lives.
+
+    In C++: `unscale` of `gradients.h`.
     """
-    if at_once and _unscale is not None and (bad := _unscale(grads, scale)) is not None:
-        return bad
+    if at_once and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
+        return found_inf
     inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
     for device, group in _alike(grads):
-        here = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
-        check_and_unscale_(group, here, inverse.to(device))
-        if here is not found_inf:
-            found_inf = torch.maximum(found_inf, here.to(scale.device))
+        local = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
+        check_and_unscale_(group, local, inverse.to(device))
+        if local is not found_inf:
+            found_inf = torch.maximum(found_inf, local.to(scale.device))
     return found_inf.tolist() != 0 if at_once else found_inf
 
 
@@ -55,11 +58,11 @@ def multiply_(grads: list[Tensor], factor: Any) -> None:
             foreach.mul_(group, factor)
 
 
-def add_back(aside: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Give tensors the gradients that were set aside, with those added that they have now."""
+def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors their saved gradients back, plus the gradients that they have now."""
     earlier: list[Tensor] = []
     more: list[Tensor] = []
-    for tensor, grad in aside:
+    for tensor, grad in saved:
         new = tensor.grad
         if new is None:
             tensor.grad = grad
@@ -91,7 +94,8 @@ def _alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
 def values(grad: Tensor) -> Tensor:
     """The tensor of real numbers that a gradient consists of.
 
-    A sparse one's values, this rank's of a DTensor, real and imaginary parts as they are in memory.
+    The values of a sparse gradient, the local tensor of a DTensor, the real and imaginary parts of
+    a complex one as they are in memory.
     """
     grad = local_of(grad)
     grad = grad._values() if grad.is_sparse else grad

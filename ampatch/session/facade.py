@@ -1,4 +1,4 @@
-"""What the rooms above the public API use of the engine, besides `ampatch` itself.
+"""The names of the engine that the rooms above the public API use, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch`, `sweep` and `tune` import `ampatch`,
 this module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
@@ -20,7 +20,7 @@ from ..casting.cast_observers import CastObserver, observers
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
 from ..casting.places import has, raw_attribute
-from ..casting.places import resolve as resolve_place
+from ..casting.places import resolve as resolve_namespace
 from ..config.opt_levels import Properties
 from ..models.values import map_tensors, tensors_within
 from ..scaling import delayed
@@ -46,6 +46,7 @@ __all__ = [
     "make_scaler",
     "manage_optimizer",
     "map_tensors",
+    "observe_casts",
     "open_automatic_session",
     "open_sessions",
     "release_model",
@@ -53,13 +54,12 @@ __all__ = [
     "scaling_sessions",
     "session_of",
     "silence",
-    "stop_watching_casts",
+    "stop_observing_casts",
     "tensors_within",
-    "watch_casts",
     "with_apex_tables",
 ]
 
-session_of = registry.table.session_of
+session_of = registry.objects.session_of
 edit_tables = registry.edit_tables
 replacement_of = registry.installation.replacements.of
 
@@ -80,9 +80,9 @@ def scaling_sessions() -> list[Session]:
 def open_automatic_session(properties: Properties) -> tuple[Session, OutermostForwards]:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    The caller scales each backward pass with `session.scaled_backward`, and puts in what is
-    returned beside it: `nn.Module.__call__` is to be `forwards.around(nn.Module.__call__)`.  Calls
-    are cast on accelerators, and on the devices of the optimizers that `manage_optimizer` adds.
+    The caller scales each backward pass with `session.scaled_backward`, and replaces
+    `nn.Module.__call__` by `forwards.around(nn.Module.__call__)`, with the second value returned.
+    Calls are cast on accelerators, and on the devices of optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
     session.scales_by_itself = True
@@ -105,19 +105,19 @@ def with_apex_tables() -> Iterator[None]:
 
 def release_model(model: nn.Module) -> None:
     """Take a model out of its session, if it is in one, as `initialize` does for a new one."""
-    session = registry.table.session_of(model)
+    session = registry.objects.session_of(model)
     if session is not None:
         session.release(model)
         registry.close_empty()
 
 
 def in_step(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager around a framework's step, a method of a managed model that calls its parts.
+    """Context manager around a framework's step: a method of a managed model, not its forward.
 
-    At O2 and O3 the step's own code is outside the model: parts that it calls get half inputs and
-    return FP32.
+    At O2 and O3 the code of the step is outside the model: submodules that it calls get half inputs
+    and return FP32.
     """
-    managed = registry.table.managed(model)
+    managed = registry.objects.managed(model)
     return contextlib.nullcontext() if managed is None else managed.in_step()
 
 
@@ -132,29 +132,29 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
 
 
 def drop_findings(session: Session, scaler: Scaler) -> None:
-    """As `delayed.drop_findings`, of the session's optimizers: the script decides about steps."""
-    delayed.drop_findings(scaler, [one.gradients for one in session.optimizers])
+    """`delayed.drop_findings` for the session's optimizers: the script decides about steps."""
+    delayed.drop_findings(scaler, [optimizer.gradients for optimizer in session.optimizers])
 
 
 # Casting
 
 
-def watch_casts(observer: CastObserver) -> None:
+def observe_casts(observer: CastObserver) -> None:
     """Tell `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
     registry.state.acquire(observer)
 
 
-def stop_watching_casts(observer: CastObserver) -> None:
-    """End what `watch_casts` began; nothing if it has ended."""
+def stop_observing_casts(observer: CastObserver) -> None:
+    """Undo `observe_casts`; harmless if it is undone."""
     if observer in observers:
         observers.remove(observer)
         registry.state.release(observer)
 
 
 def listed_function(where: str, name: str) -> Any:
-    """What this torch has under `name` in a namespace of the tables, or None.
+    """The attribute `name` of a namespace of the tables in this torch, or None.
 
-    A static method is given as such, not as the function inside.
+    A static method is returned as such, not as the function inside.
     """
-    return raw_attribute(resolve_place(where), name) if has(where, name) else None
+    return raw_attribute(resolve_namespace(where), name) if has(where, name) else None

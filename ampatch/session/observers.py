@@ -15,14 +15,14 @@ from ..scaling.scaled_backward import refuse_attribute
 class Observers:
     """Calls the method of each observer that is named after an event.
 
-    `all` is a plain attribute: a training step reads it before it makes what an event needs.
+    `all` is a plain attribute: a training step reads it before it computes an event's arguments.
     """
 
     def __init__(self) -> None:
         self.all: list[Any] = []
 
     def add(self, observer: Any) -> Callable[[], None]:
-        """Notify `observer` from now on; returns the function that ends it."""
+        """Notify `observer` from now on; returns a function that removes it."""
         self.all.append(observer)
         return lambda: self.all.remove(observer) if observer in self.all else None
 
@@ -34,7 +34,7 @@ class Observers:
                 method(*values)
 
     def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> ObservedBlock:
-        """A `scale_loss` block; observers are notified when its backward pass and when it ends."""
+        """A `scale_loss` block that notifies observers after its backward pass and at its end."""
         return ObservedBlock(block, self, loss_id)
 
 

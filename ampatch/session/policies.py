@@ -22,10 +22,10 @@ from ..torch_private.devices import device_types, devices_to_start_from
 
 
 class Policies:
-    """The policies of one session; which of them is in force depends on opt level and models.
+    """The policies of one session; the active one depends on opt level and models.
 
-    `tables` is that of O1, and `mixed` is for half models whose forward mixes FP32 and half
-    tensors.  Both share one weight cache.  `functions`: see `Policy`.
+    `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward FP32 and half
+    tensors meet.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Policies:
             allow_banned=properties.allow_banned,
             devices=devices_to_start_from(),
         )
-        self.mixed = dataclasses.replace(self.tables, gate=mixes)
-        for policy in (self.tables, self.mixed):
+        self.mixed_dtypes = dataclasses.replace(self.tables, gate=has_mixed_dtypes)
+        for policy in (self.tables, self.mixed_dtypes):
             record_attention(policy, state)
         self.cache = self.tables.cache
 
@@ -51,7 +51,7 @@ class Policies:
         return self.tables if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
-        """What has a part of a model run in a precision of its own: "float" or "half"."""
+        """The override that runs a submodule in a precision of its own: "float" or "half"."""
         properties, policy = self._properties, None
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
@@ -74,51 +74,46 @@ class Policies:
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def limited(policy: Policy, places: Sequence[Places]) -> Policy:
-    """`policy` for calls on half tensors, or on parameters that stand in these `places`."""
-    return dataclasses.replace(policy, gate=_touches(places))
+def limited(policy: Policy, slot_maps: Sequence[Places]) -> Policy:
+    """`policy` for calls on half tensors, or on parameters that stand in these slots."""
+    return dataclasses.replace(policy, gate=_touches(slot_maps))
 
 
-def _touches(places: Sequence[Places]) -> Callable[[tuple, dict], bool]:
+def _touches(slot_maps: Sequence[Places]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
-        for known in places:
-            place = known.get(id(tensor))
-            if place is not None and getattr(place[0](), place[1], None) is tensor:
+        for slots in slot_maps:
+            slot = slots.get(id(tensor))
+            if slot is not None and getattr(slot[0](), slot[1], None) is tensor:
                 return True
         return False
 
     def touches(args: tuple, kwargs: dict) -> bool:
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) is Tensor:  # run by every call: no generator for the usual kinds
-                if value.dtype in HALF_TYPES:
-                    return True
-            elif value is not None and type(value) not in (int, float, bool):
-                for tensor in tensors_in((value,)):
-                    if dtype_of(tensor) in HALF_TYPES or is_parameter(tensor):
-                        return True
+        for tensor in _tensors(args, kwargs):
+            kind = type(tensor)
+            dtype = tensor.dtype if kind is Tensor or kind is Parameter else dtype_of(tensor)
+            if dtype in HALF_TYPES or (kind is not Tensor and is_parameter(tensor)):
+                return True
         return False
 
     return touches
 
 
-def mixes(args: tuple, kwargs: dict) -> bool:
-    """The gate of half models with FP32 buffers or inputs: calls that mix FP32 and half tensors.
+def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:
+    """Whether a call has both FP32 and half tensors, as in half models with FP32 buffers.
 
-    PyTorch refuses them where the tables have a row.
+    PyTorch refuses most such calls of functions in the tables.
     """
-    half = single = False
+    dtypes = {tensor.dtype for tensor in _tensors(args, kwargs)}
+    return torch.float32 in dtypes and not dtypes.isdisjoint(HALF_TYPES)
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors of a call.  Every call runs this: no generator for the usual kinds."""
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            found = [value]
-        elif value is None or kind in (int, float, bool):
-            continue
-        else:
-            found = tensors_in((value,))
-        for tensor in found:
-            dtype = tensor.dtype
-            if dtype is torch.float32:
-                single = True
-            elif dtype in HALF_TYPES:
-                half = True
-    return half and single
+            tensors.append(value)
+        elif value is not None and kind not in (int, float, bool):
+            tensors += tensors_in((value,))
+    return tensors

@@ -19,17 +19,17 @@ _OWN = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have
 def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
     """Raise `AmpatchError` on each rank that is about to wrap `model`, unless all ranks agree.
 
-    DDP begins with the same collective, an all_gather of the number of parameters.  A rank where
-    ampatch does not manage the model takes part by that, and raises torch's error.
+    DDP begins with the same collective, an all_gather of the number of parameters.  By that one a
+    rank where ampatch does not manage the model takes part here, and raises torch's error.
     """
-    sent = [one for one in model.parameters() if one.requires_grad]
+    sent = [param for param in model.parameters() if param.requires_grad]
     if not (sessions and sent) or dist.get_rank(group) < 0:
         return
     text = "; ".join(map(_arguments, sessions))
     digest = torch.tensor([zlib.crc32(text.encode()) >> 1], device=sent[0].device)
-    found = [digest.clone() for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, digest, group=group)
-    if len(set(torch.cat(found).tolist())) > 1:
+    digests = [digest.clone() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, digest, group=group)
+    if len(set(torch.cat(digests).tolist())) > 1:
         raise AmpatchError(
             f"DistributedDataParallel({type(model).__name__}): ranks differ in settings or loss "
             f"scales. Rank {dist.get_rank()} has {text}. Give all ranks the same arguments of "
@@ -50,8 +50,8 @@ def _arguments(session: Any) -> str:
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
     """Raise `AmpatchError` for a model whose ranks `join` would let drift apart."""
-    scaling = [one for one in sessions if one.has_losses()]
-    if any(one.looks_for_overflow() or one.process_group is not None for one in scaling):
+    scaling = [session for session in sessions if session.has_losses()]
+    if any(s.looks_for_overflow() or s.process_group is not None for s in scaling):
         raise AmpatchError(
             f"{type(model).__name__}.join(): a rank without data does not see an overflow of the "
             "others, and its loss scale would stay behind. Expected a static scale and no "

@@ -19,9 +19,9 @@ from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
+from .object_registry import Entries, ObjectRegistry, alive
 from .observers import Observers
-from .policies import Policies, limited, mixes
-from .table import Rows, Table, alive
+from .policies import Policies, has_mixed_dtypes, limited
 from .torch_tools import TorchTools
 
 
@@ -30,8 +30,8 @@ class OpenSession(Protocol):
 
     properties: Properties
     policies: Policies
-    model_rows: Rows[ManagedModel]
-    optimizer_rows: Rows[ManagedOptimizer]
+    model_entries: Entries[ManagedModel]
+    optimizer_entries: Entries[ManagedOptimizer]
     is_open: bool
     may_cast: bool
     handle: Any
@@ -57,7 +57,7 @@ Session = TypeVar("Session", bound=OpenSession)
 class Registry(Generic[Session]):
     """The open sessions, newest last, and what they share.
 
-    `table` finds the session and the managed counterpart of a model or an optimizer.
+    `objects` finds the session and the managed counterpart of a model or an optimizer.
     """
 
     def __init__(self, ask_state: Callable[[], CastState]) -> None:
@@ -66,7 +66,7 @@ class Registry(Generic[Session]):
         self.installation = Installation(self.state, ask_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
-        self.table: Table[Session] = Table()
+        self.objects: ObjectRegistry[Session] = ObjectRegistry()
         self.opens_as_apex = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
@@ -80,7 +80,9 @@ class Registry(Generic[Session]):
 
     def remove(self, session: Session) -> None:
         """A session closes."""
-        self.sessions = [known for known in self.sessions if known is not session]
+        self.sessions = [
+            open_session for open_session in self.sessions if open_session is not session
+        ]
         self.refresh()
 
     def close_empty(self) -> None:
@@ -92,7 +94,7 @@ class Registry(Generic[Session]):
     def close_all(self) -> None:
         """Close every session, newest first; one that fails does not keep the others.
 
-        Raises what was raised, when torch, and all that could be, is as it was.
+        Raises the errors at the end, when all that could be is restored.
         """
         undo = UndoAll("ampatch.deactivate()")
         for session in list(reversed(self.sessions)):
@@ -105,14 +107,17 @@ class Registry(Generic[Session]):
 
         Raises `AmpatchError` when none is open.
         """
-        found = next((known for known in reversed(self.sessions) if known.is_alive()), None)
-        if found is None:
+        latest_session = next(
+            (open_session for open_session in reversed(self.sessions) if open_session.is_alive()),
+            None,
+        )
+        if latest_session is None:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
                 "and optimizers are gone."
             )
-        return found
+        return latest_session
 
     def scaling_sessions(self) -> list[Session]:
         """The sessions whose loss scales are in use, newest last: those that have optimizers."""
@@ -126,35 +131,35 @@ class Registry(Generic[Session]):
         scaling = self.scaling_sessions()
         return scaling[-1] if scaling else self.latest(what)
 
-    def session_of(self, given: Any, what: str) -> Session:
+    def session_of(self, obj: Any, what: str) -> Session:
         """The session of a model or an optimizer; of None, the one opened last.
 
         Raises `AmpatchError` when there is none.
         """
-        if given is None:
+        if obj is None:
             return self.latest(what)
-        found = self.table.find(given) or self.table.find_optimizer(given)
-        if found is None:
+        entry = self.objects.find(obj) or self.objects.find_optimizer(obj)
+        if entry is None:
             raise AmpatchError(
-                f"{what}: no session has this {type(given).__name__}. Pass a model or an optimizer "
+                f"{what}: no session has this {type(obj).__name__}. Pass a model or an optimizer "
                 "that ampatch.initialize, add_models or add_optimizers was given."
             )
-        return found[0]
+        return entry[0]
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
-        return alive(*[session.model_rows for session in self.sessions])
+        return alive(*[session.model_entries for session in self.sessions])
 
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers of all open sessions."""
-        return alive(*[session.optimizer_rows for session in self.sessions])
+        return alive(*[session.optimizer_entries for session in self.sessions])
 
     def sessions_of(self, module: nn.Module) -> list[Session]:
         """The enabled sessions that manage weights of a module, or that have no models."""
         own = set(map(id, module.parameters()))
 
         def manages(session: Session) -> bool:
-            if not (session.properties.enabled and session.model_rows):
+            if not (session.properties.enabled and session.model_entries):
                 return session.properties.enabled
             models = [managed.model for managed in session.models]
             return any(not own.isdisjoint(map(id, model.parameters())) for model in models)
@@ -163,33 +168,33 @@ class Registry(Generic[Session]):
 
     # Weights
 
-    def is_lent(self, parameter: Tensor) -> bool:
+    def has_half_copy(self, parameter: Tensor) -> bool:
         """Whether forwards of a managed model have a half copy of this weight."""
         return any(managed.lends(parameter) for managed in self.models())
 
-    def give_back_shared(self, model: nn.Module) -> None:
-        """A model is to lend its weights: those that others have made half are FP32 again."""
+    def restore_shared(self, model: nn.Module) -> None:
+        """Before O2 manages a model: its weights that other models' O3 made half are FP32 again."""
         own = set(map(id, model.parameters()))
-        given: set[int] = set()
+        restored: set[int] = set()
         for managed in self.models():
             if managed.conversions.entries:
-                given |= managed.give_back(own)
-        for optimizer in self.optimizers() if given else ():
-            fit_state(optimizer.optimizer, given)
+                restored |= managed.give_back(own)
+        for optimizer in self.optimizers() if restored else ():
+            fit_state(optimizer.optimizer, restored)
 
     # Patches and policies
 
     def refresh(self) -> None:
-        """Make patches and the process's policy what the open sessions need.
+        """Install the patches and the process's policy that the open sessions need.
 
-        A session whose models and optimizers are all gone has nothing to cast, and ends here.
+        A session whose models and optimizers were all collected ends here.
         """
         for ended in [known for known in self.sessions if not known.is_alive()]:
             ended.is_open = False
             self.sessions.remove(ended)
-        # Asked once: a session's models may be collected, and its policy go, while this runs.
+        # Asked once: a session's models may be collected while this runs, and its policy with them.
         policies = [(session, session.policy()) for session in self.sessions]
-        casting = [(one, policy) for one, policy in policies if policy is not None]
+        casting = [(session, policy) for session, policy in policies if policy is not None]
         installed, has_tables = self.installation, bool(casting)
         types = {managed.properties.cast_model_type for managed in self.models()}
         has_rows = has_tables or not types.isdisjoint(HALF_TYPES)
@@ -206,7 +211,9 @@ class Registry(Generic[Session]):
             if has_tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
-        by_init = [one.policies.mixed for one, _ in casting if one.handle is not None]
+        by_init = [
+            session.policies.mixed_dtypes for session, _ in casting if session.handle is not None
+        ]
         self.state.in_half_models = by_init[-1] if by_init else None
         for managed in self.models() if has_rows else ():
             managed.held.put_in(installed.replacements)
@@ -214,53 +221,55 @@ class Registry(Generic[Session]):
             self._tools.take_out()
 
     def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
-        """What is in force outside managed forwards; these sessions cast calls.
+        """The policy outside managed forwards; `casting` are the sessions that cast calls.
 
         The session opened last decides whether every call of the process is cast.  If it has
-        another scope, or casts nothing itself, only calls on half tensors and on parameters are.
+        another scope, or casts nothing, only calls on half tensors and on parameters are cast.
         """
-        casting = [(one, policy) for one, policy in casting if policy.gate is not mixes]
+        casting = [
+            (each, policy) for each, policy in casting if policy.gate is not has_mixed_dtypes
+        ]
         if not casting:
             return None
         session, policy = casting[-1]
-        newest = [one for one in self.sessions if one.properties.enabled and one.may_cast][-1]
+        newest = [each for each in self.sessions if each.properties.enabled and each.may_cast][-1]
         if session is newest and session.forwards is not None:
             policy = dataclasses.replace(policy, gate=session.forwards.gate)
         elif session is not newest or session.properties.patch_scope != "process":
-            models = alive(*[one.model_rows for one, _ in casting])
-            policy = limited(policy, [one.places for one in models if one.policy is not None])
+            models = alive(*[each.model_entries for each, _ in casting])
+            policy = limited(policy, [each.places for each in models if each.policy is not None])
         return policy.outside_passes()
 
     def _overridden(self) -> dict[Any, bool]:
-        """Functions that policies have apart, and whether they are FP32 inside at every level."""
-        found: dict[Any, bool] = {}
+        """The functions with overrides, and whether they run in FP32 inside at every level."""
+        overridden: dict[Any, bool] = {}
         for session in self.sessions:
             is_everywhere = not session.properties.patch_torch_functions
             for function in session.policies.tables.functions if session.properties.enabled else ():
-                found[function] = found.get(function, False) or is_everywhere
-        return found
+                overridden[function] = overridden.get(function, False) or is_everywhere
+        return overridden
 
     # The user's own functions, and changes to the tables
 
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
-        """Have torch's functions follow other rules than the tables', where apex's tables count.
+        """Replace rules of the tables, in sessions with apex's tables that open from now on.
 
-        They count for sessions that open from now on; earlier edits are forgotten.  An edit is a
-        namespace ("torch", "torch.nn.functional", "torch.Tensor"), a name and a rule, or None for
-        no cast.  Raises `AttributeError` for an unknown name.
+        Earlier edits are forgotten.  An edit is a namespace ("torch", "torch.nn.functional",
+        "torch.Tensor"), a name and a rule, or None for no cast.  Raises `AttributeError` for an
+        unknown name.
         """
         for where, name, _ in edits:
             raw_attribute(resolve(where), name)
         self.table_edits = edits
 
-    def register(self, place: object, name: str | None, rule: Rule) -> None:
+    def register(self, owner: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, now and later, while patches are in."""
-        if self.user_functions.register(place, name, rule):
+        if self.user_functions.register(owner, name, rule):
             self._install_anew()
 
-    def unregister(self, place: object, name: str | None) -> None:
+    def unregister(self, owner: object, name: str | None) -> None:
         """Undo `register`."""
-        self.user_functions.forget(place, name)
+        self.user_functions.forget(owner, name)
         self._install_anew()
 
     def _install_anew(self) -> None:

@@ -28,9 +28,9 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
+from .object_registry import Entries, alive
 from .policies import Policies
 from .registry import Registry
-from .table import Rows, alive
 
 
 def cast_state() -> CastState:
@@ -48,8 +48,8 @@ registry: Registry[Session] = Registry(cast_state)
 class Session:
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, in force after `open`.  `models` and `optimizers` are those that it
-    manages, `policies` what it casts.  Its optimizers call it around each step (`StepOwner`).
+    Complete when constructed, active after `open`.  `models` and `optimizers` are the managed ones,
+    `policies` decide what is cast.  The optimizers call the session at each step (`StepOwner`).
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Session:
     ) -> None:
         self.rules = rules or Overrides([], {})
         self.properties = properties
-        self.model_rows: Rows[ManagedModel] = {}
-        self.optimizer_rows: Rows[ManagedOptimizer] = {}
-        self.unmanaged_rows: Rows[Any] = {}  # optimizers of a disabled session
-        self._rows: tuple[Rows[Any], ...]
-        self._rows = (self.model_rows, self.optimizer_rows, self.unmanaged_rows)
+        self.model_entries: Entries[ManagedModel] = {}
+        self.optimizer_entries: Entries[ManagedOptimizer] = {}
+        self.unmanaged_entries: Entries[Any] = {}  # optimizers of a disabled session
+        self._entries: tuple[Entries[Any], ...]
+        self._entries = (self.model_entries, self.optimizer_entries, self.unmanaged_entries)
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
         self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
@@ -83,53 +83,53 @@ class Session:
         self.last_loss: Callable[[], Tensor | None] = lambda: None  # if it is still there
 
     def _functions(self) -> dict[Any, Choose]:
-        """What functions of torch follow in this session instead of their rows."""
-        installed, found = registry.installation, {}
+        """The rules by which this session replaces rows of the tables, by function."""
+        installation, rules = registry.installation, {}
         if self.has_apex_tables and self.properties.patch_torch_functions:
-            found = installed.apex_functions(registry.table_edits)
+            rules = installation.apex_functions(registry.table_edits)
         for function, precision in self.rules.functions.items():
-            found[installed.replacements.original(function)] = OVERRIDES[precision]
-        return found
+            rules[installation.replacements.original(function)] = OVERRIDES[precision]
+        return rules
 
     # What it manages
 
     @property
     def models(self) -> list[ManagedModel]:
         """The managed models that are still in use."""
-        return alive(self.model_rows)
+        return alive(self.model_entries)
 
     @property
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers that are still in use."""
-        return alive(self.optimizer_rows)
+        return alive(self.optimizer_entries)
 
     def is_alive(self) -> bool:
-        """Whether a member is still in use; True too where none was given or all were released."""
-        for rows in self._rows:
-            for held in list(rows.values()):
-                if held() is not None:
+        """Whether a member is still in use, or it never had one, or all were released."""
+        for entries in self._entries:
+            for ref in list(entries.values()):
+                if ref() is not None:
                     return True
         return not self._was_given or self.is_empty()
 
     def has_losses(self) -> bool:
-        """Whether it has optimizers whose losses it scales; a handle gets some later."""
+        """Whether the session has optimizers whose losses it scales; a handle gets some later."""
         if self.handle is not None or self.scales_by_itself:
             return True
-        return bool(self.optimizers or alive(self.unmanaged_rows))
+        return bool(self.optimizers or alive(self.unmanaged_entries))
 
     def is_empty(self) -> bool:
-        """Whether every model and optimizer was released again; a collected one was not."""
-        return self._was_given and not any(self._rows)
+        """Whether every model and optimizer was released again; collected ones were not."""
+        return self._was_given and not any(self._entries)
 
-    def _join(self, rows: Rows[Any], given: Any, managed: Any) -> None:
-        for key in [key for key, held in rows.items() if held() is None]:
-            del rows[key]
-        rows[id(given)] = registry.table.put(given, self, managed)
+    def _join(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+        for key in [key for key, ref in entries.items() if ref() is None]:
+            del entries[key]
+        entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _leave(self, rows: Rows[Any], *keys: int) -> None:
+    def _leave(self, entries: Entries[Any], *keys: int) -> None:
         for key in keys:
-            if rows.pop(key, None) is not None:
-                registry.table.remove(key, self)
+            if entries.pop(key, None) is not None:
+                registry.objects.remove(key, self)
 
     # Put in, take out
 
@@ -153,14 +153,14 @@ class Session:
             raise
 
     def add(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        """Manage more of them; all or, on an exception, none."""
+        """Manage more models and optimizers; on an exception none of them."""
         try:
             self._put_in(models, optimizers)
             self._fit_optimizers()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
-            for given in (*optimizers, *models):
-                undo.do(self.release, given)
+            for member in (*optimizers, *models):
+                undo.do(self.release, member)
             undo.end()
             raise
         registry.refresh()
@@ -169,7 +169,7 @@ class Session:
         self._was_given |= bool(optimizers)
         if not self.properties.enabled:  # models alone wait for their optimizers
             for optimizer in optimizers:
-                self._join(self.unmanaged_rows, optimizer, optimizer)
+                self._join(self.unmanaged_entries, optimizer, optimizer)
             return
         self._was_given |= bool(models)
         for model in models:
@@ -178,7 +178,7 @@ class Session:
             self.manage_optimizer(optimizer)
 
     def close(self) -> None:
-        """Take everything out again.  Harmless when closed."""
+        """Undo every change.  Harmless when closed."""
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
         changed: set[int] = set()
@@ -188,16 +188,16 @@ class Session:
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
             undo.do(_fit, optimizer, changed)
-        for rows in self._rows:
-            self._leave(rows, *rows)
+        for entries in self._entries:
+            self._leave(entries, *entries)
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
 
-    def release(self, given: Any) -> None:
+    def release(self, obj: Any) -> None:
         """Manage a model or an optimizer no longer."""
-        rows = next((rows for rows in self._rows if id(given) in rows), {})
-        managed = rows[id(given)]() if rows else None
+        entries: Entries[Any] = next((each for each in self._entries if id(obj) in each), {})
+        managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
             changed = managed.converted()
             managed.uninstall()
@@ -205,19 +205,19 @@ class Session:
                 _fit(optimizer, changed)
         elif isinstance(managed, ManagedOptimizer):
             managed.uninstall()
-        self._leave(rows, id(given))
+        self._leave(entries, id(obj))
 
     def policy(self) -> Policy | None:
-        """The rules by which this session casts calls; None: it casts none."""
+        """The policy by which this session casts calls; None: it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
-        if not self.model_rows:
+        if not self.model_entries:
             return self.policies.in_models()
         inside = [managed.policy for managed in self.models if managed.policy is not None]
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
     def _fit_optimizers(self) -> None:
-        """Fit the optimizers' states to their parameters' dtypes; nothing is undone after this."""
+        """Cast the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
         converted = self.converted()
         for optimizer in optimizers:
@@ -235,7 +235,7 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        found, stays_float = module_overrides.precisions(model, self.rules.modules, properties)
+        overridden, stays_float = module_overrides.precisions(model, self.rules.modules, properties)
         managed = ManagedModel(
             model,
             properties,
@@ -244,16 +244,16 @@ class Session:
             policy=self.policies.in_models(),
             overrides=[
                 self.policies.module_override(module, precision)
-                for module, precision in found.items()
+                for module, precision in overridden.items()
             ],
         )
-        self._join(self.model_rows, model, managed)
-        if properties.lends_weights:
-            registry.give_back_shared(model)
+        self._join(self.model_entries, model, managed)
+        if properties.uses_half_copies:
+            registry.restore_shared(model)
         managed.convert(stays_float)
         managed.warn_of_half_weights()
         managed.install()
-        torchscript.note_scripted_parts(managed)
+        torchscript.warn_of_scripted_submodules(managed)
 
     def drop_copies(self) -> None:
         """Forget the half copies of weights that O1 has cached."""
@@ -267,11 +267,11 @@ class Session:
             for name, parameter in managed.model.named_parameters()
         }
 
-    def mix(self, managed: ManagedModel) -> None:
-        """FP32 meets half in a model's forward: have calls that mix them follow the tables."""
+    def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
+        """FP32 meets half in a model's forward: calls with both dtypes follow the tables now."""
         if managed.policy is None:
-            managed.policy = self.policies.mixed
-            self.policies.cast_on({one.device.type for one in managed.model.parameters()})
+            managed.policy = self.policies.mixed_dtypes
+            self.policies.cast_on({param.device.type for param in managed.model.parameters()})
             if self.is_open:
                 registry.refresh()
 
@@ -287,7 +287,7 @@ class Session:
     def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
-        self._join(self.optimizer_rows, optimizer, managed)
+        self._join(self.optimizer_entries, optimizer, managed)
         managed.install()
         return managed
 
@@ -310,7 +310,9 @@ class Session:
         scaler, observers = self.scalers[loss_id], registry.observers
         for model in self.models:
             if model.frame is not None and not model.frame.is_in_place():
-                model.look_for_frame(param for one in managed for param in one.parameters())
+                model.look_for_frame(
+                    param for optimizer in managed for param in optimizer.parameters()
+                )
         if observers.all:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
@@ -324,16 +326,16 @@ class Session:
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
                 together=self.has_apex_tables,
-                watches=not self.scales_by_itself,
+                watches_passes=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block
 
     def _partners(
         self, managed: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
-        """These optimizers and those that share parameters with them; all others that there are."""
-        rows = self.optimizer_rows
-        is_alone = len(managed) == len(rows) == 1 and id(managed[0].optimizer) in rows
+        """These optimizers with those that share parameters; and all other managed optimizers."""
+        entries = self.optimizer_entries
+        is_alone = len(managed) == len(entries) == 1 and id(managed[0].optimizer) in entries
         if not is_alone:
             managed = with_sharers(managed, self.optimizers)
         if self.scales_by_itself or (is_alone and len(registry.sessions) == 1):
@@ -351,13 +353,13 @@ class Session:
 
     def computes_in_half(self, parameter: Tensor) -> bool:
         """Whether a model computes with half copies of this weight."""
-        return registry.is_lent(parameter)
+        return registry.has_half_copy(parameter)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
         weight_cache.forget_all()
-        for held in list(self.model_rows.values()):
-            model = held()
+        for ref in list(self.model_entries.values()):
+            model = ref()
             if model is not None and model.statistics is not None:
                 model.statistics.after_step(managed.skipped)
         managed.reports.after_step(self)
@@ -374,32 +376,31 @@ class Session:
     ) -> None:
         """Manage again what was released."""
         for managed in models:
-            if id(managed.model) not in self.model_rows:
+            if id(managed.model) not in self.model_entries:
                 self._manage_model(managed.model)
-        for one in unmanaged:
-            self._join(self.unmanaged_rows, one, one)
-        for optimizer in optimizers:
-            self._join(self.optimizer_rows, optimizer.optimizer, optimizer)
-            optimizer.reinstall()
+        for optimizer in unmanaged:
+            self._join(self.unmanaged_entries, optimizer, optimizer)
+        for managed_optimizer in optimizers:
+            self._join(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
+            managed_optimizer.reinstall()
         self._fit_optimizers()
         registry.refresh()
 
 
 @contextlib.contextmanager
-def taken_over(*given: Any) -> Iterator[None]:
+def taken_over(*objs: Any) -> Iterator[None]:
     """Context manager: releases models and optimizers from the sessions that have them.
 
-    On an exception these sessions get them back, so that training goes on as if nothing had been
-    tried.
+    On an exception these sessions get them back, and training can go on.
     """
-    found = [(session, one) for one in given if (session := registry.table.session_of(one))]
+    owned = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
     earlier = {
-        session: (session.models, session.optimizers, alive(session.unmanaged_rows))
-        for session, _ in found
+        session: (session.models, session.optimizers, alive(session.unmanaged_entries))
+        for session, _ in owned
     }
     try:
-        for session, one in found:
-            session.release(one)
+        for session, obj in owned:
+            session.release(obj)
         yield
     except BaseException:
         for session, members in earlier.items():
@@ -408,7 +409,7 @@ def taken_over(*given: Any) -> Iterator[None]:
 
 
 def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
-    """Fit what the optimizer keeps of these parameters (ids) to the dtypes that they have now."""
+    """Cast the optimizer's state of these parameters (ids) to their present dtypes."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
         zero.rebuild_buckets(managed.optimizer)

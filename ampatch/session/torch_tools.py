@@ -1,7 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they ask the sessions.
 
-They are in at every level, and for disabled sessions too: what they do then is to ask, and to call
-the original.
+They are replaced at every level, and for disabled sessions too, where they call the original.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Members(Protocol):
 
     def sessions_of(self, module: nn.Module) -> list[Any]: ...
 
-    def is_lent(self, parameter: Tensor) -> bool: ...
+    def has_half_copy(self, parameter: Tensor) -> bool: ...
 
 
 class TorchTools:
@@ -99,12 +98,12 @@ class TorchTools:
             # ranks compare settings and scales
             *ddp.at_wrapping(
                 lambda model, group: ranks.compare(members.sessions_of(model), model, group),
-                members.is_lent,
+                members.has_half_copy,
             ),
             # refused under a dynamic loss scale
             *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
             # writes that raise no version
-            *tensor_methods.data(_note_data_access),
+            *tensor_methods.data(_on_data_access),
             # it compiles the classes' forwards, and warns: TorchScript makes no casts
             *torchscript.replacements(state),
             # recomputes and backwards have the forward's casts and half copies
@@ -112,17 +111,17 @@ class TorchTools:
             *context_propagation.functions(state),
             # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
             # scale_loss blocks look on
-            *backward_passes.replacements(self._note_request, pass_begins),
+            *backward_passes.replacements(self._record_request, pass_begins),
             # operators with a kernel for autocast run inside torch's own
             *autocast_kernels.replacements(state),
             # replicas of DataParallel have the casts of the call
             *context_propagation.replicas(state),
             # data are prepared without casts
             *data_loading.replacements(state),
-            # copies, pickles and state dicts have the parameters, not lent copies
+            # copies, pickles and state dicts have the parameters, not their half copies
             *tensor_methods.copies(),
             *tensor_methods.saving(),
-            # running statistics are noted when they are loaded
+            # running statistics are recorded when they are loaded
             *tensor_methods.loading(self._has_loaded),
             # copies, pickles and replicas of modules have frames of their own, or none
             *own_frame.copies(),
@@ -144,10 +143,12 @@ class TorchTools:
         if parameter_behind(tensor) is not None:  # within the forward
             return True
         return any(managed.came_with(tensor) for managed in self._members.models()) or any(
-            param is tensor for one in self._members.optimizers() for param in one.parameters()
+            param is tensor
+            for optimizer in self._members.optimizers()
+            for param in optimizer.parameters()
         )
 
-    def _note_request(self, tensors: list[Tensor]) -> bool:
+    def _record_request(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `LastForward.note_request`."""
         if here.stack:
             behind = map(parameter_behind, tensors)
@@ -164,10 +165,10 @@ class TorchTools:
                 managed.statistics.loaded(module)
 
     def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
-        """Gradients of these tensors are about to be used, `by_norm` all together: unscale them."""
-        wanted = {id(tensor) for tensor in tensors}
-        managed = [one.gradients for one in self._members.optimizers()]
-        clipped = [gradients for gradients in managed if ready(gradients, wanted)]
+        """Unscale gradients of these tensors, which are about to be clipped, `by_norm` as one."""
+        param_ids = {id(tensor) for tensor in tensors}
+        managed = [optimizer.gradients for optimizer in self._members.optimizers()]
+        clipped = [gradients for gradients in managed if ready(gradients, param_ids)]
         if by_norm:
             skip_together(clipped)
 
@@ -177,8 +178,8 @@ class TorchTools:
             managed.gradients.zeroed_by_others(zeroed)
 
 
-def _note_data_access(tensor: Tensor) -> None:
-    """`tensor.data` is about to be read, and may be written into unseen, or to be replaced."""
+def _on_data_access(tensor: Tensor) -> None:
+    """`tensor.data` is about to be read or set: a write through it raises no version."""
     if isinstance(tensor, nn.Parameter):
         weight_cache.forget(tensor)
     elif here.stack:

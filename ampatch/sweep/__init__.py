@@ -38,22 +38,9 @@ _EXTRA = ("matplotlib", "pandas", "rich", "scipy")
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
-    "DTYPES",
-    "LEVELS",
-    "Case",
-    "Results",
-    "Row",
-    "Run",
-    "Sweep",
-    "SweepError",
-    "Trial",
-    "cases",
-    "read_results",
-    "read_runs",
-    "read_sweep",
-    "sweep",
-    "write_report",
-]
+    "DTYPES", "LEVELS", "Case", "Results", "Row", "Run", "Sweep", "SweepError", "Trial", "cases",
+    "read_results", "read_runs", "read_sweep", "sweep", "write_report",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -69,7 +69,7 @@ def _maker(kind: Any) -> Callable[[Any], Any] | None:
         )
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        make = _maker(next(one for one in inside if one is not types.NoneType))
+        make = _maker(next(option for option in inside if option is not types.NoneType))
         return make and (lambda data: None if data is None else make(data))
     if origin is tuple:  # its items have one type, or types that JSON has
         make = _maker(inside[0])

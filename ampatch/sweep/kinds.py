@@ -103,8 +103,8 @@ class Kind:
         """The lines that turn ampatch on in such a script, with `settings` of `initialize`."""
         if self.name in (AMPATCH, FRAMEWORK) and self.framework:
             return FRAMEWORKS[self.framework].line(settings)
-        given = ", ".join(["model", "optimizer", *settings])
-        return f"model, optimizer = ampatch.initialize({given})"
+        arguments = ", ".join(["model", "optimizer", *settings])
+        return f"model, optimizer = ampatch.initialize({arguments})"
 
     @property
     def needs(self) -> str:

@@ -166,15 +166,16 @@ class SweepOptions:
 
     def kept(self) -> dict[str, Any]:
         """The options that a resumed sweep must share."""
-        names = [one.name for one in dataclasses.fields(self) if one.metadata.get("kept")]
+        names = [option.name for option in dataclasses.fields(self) if option.metadata.get("kept")]
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of `names` that say how the sweep runs, as JSON has them."""
-        shown = {"tuning"} | {one.name for one in of_command()} - set(OF_ONE_CALL)
+        shown = {"tuning"} | {option.name for option in of_command()} - set(OF_ONE_CALL)
         values = {name: getattr(self, name) for name in names if name in shown}
-        plain = {n: list(one) if isinstance(one, tuple) else one for n, one in values.items()}
-        return {name: one for name, one in plain.items() if one not in (None, [], {})}
+        if "devices" in values:
+            values["devices"] = list(self.devices)
+        return {name: value for name, value in values.items() if value not in (None, [], {})}
 
     def _check_folder(self) -> None:
         if self.out is not None and not str(self.out).strip():
@@ -188,10 +189,10 @@ class SweepOptions:
             )
 
     def _check_numbers(self) -> None:
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if value is not None and one.metadata.get("parse") is int:
-                whole_number(f"{flag(one)} {value}", value, least=1)
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if value is not None and option.metadata.get("parse") is int:
+                whole_number(f"{flag(option)} {value}", value, least=1)
         if self.timeout is not None:
             positive_number(f"--timeout {self.timeout}", self.timeout, "seconds")
         if self.budget is not None:
@@ -231,11 +232,11 @@ class SweepOptions:
                 "--engine ray: needs the package ray, which is not installed. "
                 'pip install "ampatch[ray]"'
             )
-        for one in dataclasses.fields(self):
-            engines = one.metadata.get("only_for", ENGINES)
-            if self.engine not in engines and getattr(self, one.name) not in (None, ()):
+        for option in dataclasses.fields(self):
+            engines = option.metadata.get("only_for", ENGINES)
+            if self.engine not in engines and getattr(self, option.name) not in (None, ()):
                 raise ValueError(
-                    f"{flag(one)}: has no meaning with --engine {self.engine}, only with "
+                    f"{flag(option)}: has no meaning with --engine {self.engine}, only with "
                     f"{' and '.join(engines)}."
                 )
         if self.jobs is not None and self.devices:
@@ -247,19 +248,19 @@ class SweepOptions:
 
 def of_command() -> list[dataclasses.Field[Any]]:
     """The fields that are options of `ampatch sweep`, in their order."""
-    return [one for one in dataclasses.fields(SweepOptions) if one.metadata]
+    return [option for option in dataclasses.fields(SweepOptions) if option.metadata]
 
 
 def going_on(
     earlier: Any,
     options: Mapping[str, Any],
-    given: Mapping[str, Any],
+    asked: Mapping[str, Any],
     arguments: Sequence[str],
     but: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """What a sweep keeps of the `earlier` results, in words; the options to record, and to use.
 
-    `options` are those of this call, `given` those that say how it runs, `arguments` the script's.
+    `options` are those of this call, `asked` those that say how it runs, `arguments` the script's.
     An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
     `but` are not kept.
     """
@@ -268,14 +269,14 @@ def going_on(
     rows, known = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
     had = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
-    kept = {n: had[n] for n in had if (n in known or n in given) and n not in but}
-    both = _joined(kept, given)
-    new = {name for name in AMOUNTS if name in given and given[name] != kept.get(name)}
+    kept = {n: had[n] for n in had if (n in known or n in asked) and n not in but}
+    both = _joined(kept, asked)
+    new = {name for name in AMOUNTS if name in asked and asked[name] != kept.get(name)}
     if new and "budget" not in new:
         both.pop("budget", None)
-    anew = given.get("tuning", ())
-    tuning = {name: one for name, one in both.get("tuning", {}).items() if name not in anew}
-    words = in_words({name: both[name] for name in both if name not in given} | {"tuning": tuning})
+    anew = asked.get("tuning", ())
+    tuning = {name: value for name, value in both.get("tuning", {}).items() if name not in anew}
+    words = in_words({name: both[name] for name in both if name not in asked} | {"tuning": tuning})
     if earlier.arguments and not arguments:
         words = f"{words} {shlex.join(['--', *earlier.arguments])}".strip()
     what = "tuning" if "tuning" in both else "sweep"
@@ -285,14 +286,14 @@ def going_on(
     return said if words else "", both, {**others, **used}
 
 
-def _joined(kept: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Both of these options: lists and dictionaries grow, other values are replaced."""
-    both = {**kept, **given}
-    for name in kept.keys() & given.keys():
-        if isinstance(given[name], dict):
-            both[name] = {**kept[name], **given[name]}
-        elif isinstance(given[name], list):
-            both[name] = list(dict.fromkeys([*kept[name], *given[name]]))
+    both = {**kept, **asked}
+    for name in kept.keys() & asked.keys():
+        if isinstance(asked[name], dict):
+            both[name] = {**kept[name], **asked[name]}
+        elif isinstance(asked[name], list):
+            both[name] = list(dict.fromkeys([*kept[name], *asked[name]]))
     return both
 
 
@@ -301,25 +302,25 @@ def in_words(options: Mapping[str, Any]) -> str:
     words: list[str] = []
     for name, value in options.get("tuning", {}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
-    for one in of_command():
-        value = options.get(one.name)
+    for option in of_command():
+        value = options.get(option.name)
         if isinstance(value, dict):
             values = [f"{name}={text}" for name, text in value.items()]
         elif isinstance(value, list):
-            values = value if one.name == "overrides" else [",".join(value)]
+            values = value if option.name == "overrides" else [",".join(value)]
         else:
             values = [] if value is None else [value]
         for text in values:
-            no = "no-" * (one.default is None and text is False)
-            shown = flag(one).replace("--", f"--{no}")
+            no = "no-" * (option.default is None and text is False)
+            shown = flag(option).replace("--", f"--{no}")
             words += [shown] if isinstance(text, bool) else [shown, str(text)]
     return shlex.join(words)
 
 
 def flag(option: dataclasses.Field[Any]) -> str:
     """What an option is called on the command line."""
-    given: str = option.metadata.get("flag", "")
-    return given or f"--{'no-' * (option.default is True)}{option.name.replace('_', '-')}"
+    name: str = option.metadata.get("flag", "")
+    return name or f"--{'no-' * (option.default is True)}{option.name.replace('_', '-')}"
 
 
 def help_texts() -> dict[str, str]:
@@ -328,9 +329,9 @@ def help_texts() -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def _names(given: str | Iterable[str] | None) -> list[str] | None:
+def _names(names: str | Iterable[str] | None) -> list[str] | None:
     """Names, given one by one or with commas between them."""
-    if given is None:
+    if names is None:
         return None
-    listed = given.split(",") if isinstance(given, str) else given
+    listed = names.split(",") if isinstance(names, str) else names
     return [name.strip() for name in listed if name.strip()]

@@ -102,14 +102,14 @@ def trials(
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
-        one = [
+        in_round = [
             Trial(case, seed, repeat, short=is_short or not (seeds or case == BASE))
             for case in rows
             if seed < (fewer or {}).get(case, max(1, seeds))
         ]
         if again and times_speed and (is_short or not apart):
-            one.append(Trial(BASE, seed, repeat, short=True, again=True))
-        planned += one if number % 2 == 0 else one[::-1]
+            in_round.append(Trial(BASE, seed, repeat, short=True, again=True))
+        planned += in_round if number % 2 == 0 else in_round[::-1]
     first, second = Trial(BASE), Trial(BASE, 1)
     if {first, second} <= set(planned):  # whether the seed reaches the script is seen at once
         planned.remove(second)
@@ -150,17 +150,17 @@ def counts_its_steps(arguments: Sequence[str]) -> bool:
 
 def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
     """`names` as a list; a `ValueError` for one that is not in `expected`, or for none."""
-    given = [names] if isinstance(names, str) else list(names)
-    for name in given:
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
         if name not in expected:
             raise ValueError(
-                f"sweep({argument}={given}): unknown {argument[:-1]} {name!r}.\n"
+                f"sweep({argument}={listed}): unknown {argument[:-1]} {name!r}.\n"
                 f"Expected some of {', '.join(expected)}."
                 f"{meant_level(name) or did_you_mean(name, expected, 0.6)}"
             )
-    if not given:
+    if not listed:
         raise ValueError(f"sweep({argument}=[]): nothing to run.\nExpected some of {expected}.")
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(listed))
 
 
 def _dtypes(level: str, halves: Sequence[str]) -> Sequence[str | None]:
@@ -177,9 +177,9 @@ def literal(text: str) -> Any:
 
 def _check_settings(text: str, level: str, dtype: str | None, settings: dict[str, Any]) -> None:
     """Check them with the rules of `initialize`, before anything runs."""
-    given = {name: value for name, value in settings.items() if name != "overrides"}
+    arguments = {name: value for name, value in settings.items() if name != "overrides"}
     try:
-        properties_for(level, dtype or torch.float16, **given)
+        properties_for(level, dtype or torch.float16, **arguments)
     except KeyError as error:
         [name] = error.args
         raise ValueError(f"--with {text!r}: initialize has no setting {name!r}.") from None

@@ -10,7 +10,7 @@ Where to look first:
 * where a call runs (recorded? in a backward pass? on one of several ranks?), and the order of
   autograd's nodes: `probes`; which kinds of devices there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
-* each rank's part of a DTensor: `dtensors`;
+* each rank's shard of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
 * the look-up with its fallback: `lookup`;
 * compilers: `dynamo` (torch.compile), `tracing_tensors`;

@@ -18,21 +18,20 @@ kernel = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_on
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients of one device by `inverse`, in place; set `found_inf` to 1 where an inf or
-    NaN was met.
+    """Multiply gradients of one device by `inverse`, in place; an inf or NaN sets `found_inf`.
 
     torch's kernel takes bfloat16 on the CPU, and not on CUDA.
     """
     if not found_inf.is_cpu:
-        unknown = [grad for grad in grads if grad.dtype is torch.bfloat16]
-        if unknown:
-            _one_by_one(unknown, found_inf, inverse)
+        bfloat16_grads = [grad for grad in grads if grad.dtype is torch.bfloat16]
+        if bfloat16_grads:
+            _one_by_one(bfloat16_grads, found_inf, inverse)
             grads = [grad for grad in grads if grad.dtype is not torch.bfloat16]
     if grads:
         kernel(grads, found_inf, inverse)
 
 
 update_scale_ = of_torch("torch._amp_update_scale_", None)
-"""(scale, clean, found, growth, backoff, interval): the rule of the scale, in place; None: this
+"""(scale, clean, found_inf, growth, backoff, interval): the rule of the scale, in place; None: this
 torch has no such kernel.
 """

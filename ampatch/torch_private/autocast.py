@@ -1,5 +1,6 @@
-"""torch's own autocast in this thread: asked and switched, by the functions that torch had at the
-import, not by their replacements; and where torch's own modules ask about it.
+"""torch's own autocast in this thread: asked and switched by torch's original functions.
+
+These were bound at the import, before any replacement.  And: which of torch's modules ask for it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ half_type = torch.get_autocast_dtype
 
 
 def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any) -> Any:
-    """Call a function with torch's own autocast on.  It is not a region: nobody sees it entered.
+    """Call a function with torch's own autocast on, without entering a region.
 
-    The cache is off: it would outlive the call where there is a region around it.
+    The cache is off: in a region it would outlive the call.
     """
     before = is_enabled(device), half_type(device), torch.is_autocast_cache_enabled()
     try:
@@ -48,18 +49,18 @@ def _set(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None
 
 
 def devices_on() -> list[str]:
-    """The types of devices on which it is on."""
+    """The types of devices on which autocast is on."""
     return [device for device in device_types() if is_enabled(device)]
 
 
 def switched_off(devices: Sequence[str]) -> Sequence[str]:
-    """Switch it off for these device types, which are returned."""
+    """Switch autocast off for these device types; returns them."""
     for device in devices:
         set_enabled(device, False)
     return devices
 
 
 def switch_on(devices: Sequence[str]) -> None:
-    """Switch it on again."""
+    """Switch autocast on again for these device types."""
     for device in devices:
         set_enabled(device, True)

@@ -17,24 +17,24 @@ CONTEXTS = "context_fn"
 
 
 def _takes_contexts(name: str) -> bool:
-    found = getattr(torch.utils.checkpoint, name, None)
-    return found is not None and CONTEXTS in inspect.signature(found).parameters
+    function = getattr(torch.utils.checkpoint, name, None)
+    return function is not None and CONTEXTS in inspect.signature(function).parameters
 
 
 _KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # asked before anything is replaced
 
 
 def no_reentry() -> str | None:
-    """The name of torch's function around a checkpoint's forward, which keeps what is recomputed.
+    """The name of torch's function that runs a checkpoint's forward and keeps its arguments.
 
-    Its arguments begin with the user's function.  None: this torch has it under no known name.
+    The arguments begin with the user's function.  None: this torch has no function of these names.
     """
     called = _called_in_module()
     return next((name for name in _NAMES if name in called and name in _KNOWN), None)
 
 
-def place_of_contexts(original: Callable) -> int | None:
-    """The place of `CONTEXTS` among the arguments after the function; None: it is a keyword."""
+def index_of_contexts(original: Callable) -> int | None:
+    """The index of `CONTEXTS` among the arguments after the function; None: it is a keyword."""
     parameters = inspect.signature(original).parameters
     if parameters[CONTEXTS].kind is inspect.Parameter.KEYWORD_ONLY:
         return None

@@ -11,12 +11,12 @@ from .lookup import of_torch
 _NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
 CALLED: list[tuple[type[Any], Callable[[Any], str]]] = [
-    (found, attributes.attrgetter(name))
-    for place, name in _NAMED.items()
-    if (found := of_torch(place, None)) is not None
+    (kind, attributes.attrgetter(name))
+    for path, name in _NAMED.items()
+    if (kind := of_torch(path, None)) is not None
 ]
-"""What is called as `torch.ops.torchvision.nms(...)` and `torch.ops.torchvision.nms.default(...)`:
-the class, and what gives the full name of one of its objects.  Without them such calls go unseen.
+"""The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
+function that gives the full name of an object.  Without the classes such calls go unseen.
 """
 
 _key_name_of = of_torch("torch._C._dispatch_key_for_device", None)
@@ -36,7 +36,7 @@ def autocast_devices(operator: Any, name: str, kinds: Iterable[str]) -> frozense
         kind
         for kind in kinds
         if (key := getattr(_keys, f"Autocast{_key_name_of(kind)}", None)) is not None
-        and any(one.has_kernel_for_dispatch_key(key) for one in overloads)
+        and any(overload.has_kernel_for_dispatch_key(key) for overload in overloads)
     )
 
 

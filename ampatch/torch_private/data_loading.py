@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from .lookup import of_torch
 
-_PLACES = (
+_FUNCTIONS = (
     (DataLoader, "__iter__"),  # starts samplers, and workers: forked from here
     (of_torch("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
     (of_torch("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
@@ -16,6 +16,6 @@ _PLACES = (
 )
 
 PREPARING: list[tuple[Any, str]] = [
-    (owner, name) for owner, name in _PLACES if hasattr(owner, name)
+    (owner, name) for owner, name in _FUNCTIONS if hasattr(owner, name)
 ]
 """`(owner, name)` of functions.  A torch without one of them casts in samplers or datasets, too."""

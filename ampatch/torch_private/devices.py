@@ -1,8 +1,7 @@
 """Which kinds of devices there are, and what each of them can do.  To measure: `device_figures.py`.
 
-Everything is asked through `torch.accelerator`, so that any accelerator that torch knows is
-served.  Where a device lacks streams, events, graphs or figures of its memory, the answer is the
-one that is right without them.
+All questions go through `torch.accelerator`, so that any accelerator of torch works.  Where a
+device lacks streams, events, graphs or memory figures, the answer is right without them.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ _BFLOAT16 = {
     False: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     True: ("_is_mkldnn_bf16_supported",),
 }
-"""By whether the CPU is an ARM: what torch has of the questions about bfloat16."""
+"""torch's functions that ask for bfloat16, by whether the CPU is an ARM."""
 
 _marks_of_fork = [
     of_torch(f"torch.{kind}._is_in_bad_fork", lambda: False) for kind in ("cuda", "xpu", "mps")
 ]
 
 NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
-"""What torch raises where a type of devices cannot do what is asked."""
+"""What torch raises where a type of devices lacks a feature."""
 
 
 def accelerator() -> str | None:
     """The type of the accelerator, as in `tensor.device.type`; None: there is none."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
 
 
 def is_lost_by_fork() -> bool:
-    """In a forked process: whether it cannot use a device, since the one before has asked it."""
+    """Whether this forked process cannot use a device, because its parent has used it."""
     return any(is_marked() for is_marked in _marks_of_fork)
 
 
 def device_types() -> tuple[str, ...]:
     """The types of devices whose tensors calls may get."""
-    found = accelerator()
-    return ("cpu",) if found is None else ("cpu", found)
+    kind = accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind)
 
 
 def devices_to_start_from() -> set[str] | None:
@@ -123,7 +122,7 @@ class LateCopy:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """Equal for tensors that one kernel may take together: the device and its current stream."""
+    """The device of a tensor and its current stream; equal for tensors that one kernel may take."""
     device = tensor.device
     if device.type == "cpu" or not _has_streams(device.type):
         return device
@@ -174,8 +173,8 @@ def copies_lists_at_once(device: torch.device) -> bool:
 def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
     """Whether torch's fused optimizers, of an accelerator, work on all of these tensors."""
     kinds = frozenset(_types_with_fused_optimizers()) - {"cpu"}
-    found = list(tensors)
-    return bool(found) and all(
+    params = list(tensors)
+    return bool(params) and all(
         isinstance(tensor, Tensor) and tensor.device.type in kinds and tensor.is_floating_point()
-        for tensor in found
+        for tensor in params
     )

@@ -37,16 +37,16 @@ else:
     def take_out(mode: Any) -> None:
         """Leave `mode`, also from below modes that were entered later.
 
-        A mode entered in another thread stays there.
+        A mode of another thread stays there.
         """
-        if not any(one is mode for one in _get_current_dispatch_mode_stack()):
+        if not any(other is mode for other in _get_current_dispatch_mode_stack()):
             return
         above = []
         while _get_current_dispatch_mode_stack()[-1] is not mode:
             above.append(_pop_mode())
         mode.__exit__(None, None, None)
-        for one in reversed(above):
-            _push_mode(one)
+        for other in reversed(above):
+            _push_mode(other)
 
 
 _current_node = of_torch("torch._C._current_autograd_node", lambda: None)

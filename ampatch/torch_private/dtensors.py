@@ -1,8 +1,8 @@
-"""DTensors: the local tensor that holds a rank's part, its exchange in place, and their ranks.
+"""DTensors: the local tensor that holds a rank's shard, its exchange in place, and their meshes.
 
-What is elementwise and the same for every rank is done on local tensors: no collective runs, and
+Elementwise work that is the same for every rank is done on local tensors: no collective runs, and
 no call of torch's dispatcher for DTensors.  Where torch keeps the local tensor elsewhere than
-expected, its public method is asked, and DTensors count as ones whose data cannot be exchanged.
+expected, its public method is asked, and the data of DTensors cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def any_dtensor(tensors: Sequence[Tensor]) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, outside of any graph; another tensor is its own part."""
+    """The local tensor of a DTensor, outside of any graph; other tensors unchanged."""
     if not is_dtensor(tensor):
         return tensor
     local: Any = getattr(tensor, _LOCAL, None)
@@ -44,11 +44,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return local if wait is None else wait()
 
 
-def are_laid_out_alike(one: Any, other: Any) -> bool:
+def are_laid_out_alike(first: Any, second: Any) -> bool:
     """Whether the local tensors of two DTensors, or of two other tensors, belong together."""
-    if not (is_dtensor(one) and is_dtensor(other)):
-        return is_dtensor(one) is is_dtensor(other)
-    return one.placements == other.placements and one.device_mesh == other.device_mesh
+    if not (is_dtensor(first) and is_dtensor(second)):
+        return is_dtensor(first) is is_dtensor(second)
+    return first.placements == second.placements and first.device_mesh == second.device_mesh
 
 
 def can_exchange_data(tensor: Tensor) -> bool:
@@ -57,14 +57,14 @@ def can_exchange_data(tensor: Tensor) -> bool:
 
 
 def is_part_of_dtensor(parameter: Tensor) -> bool:
-    """Whether DDP has put this rank's part of a DTensor in its place (`device_mesh`, a slice)."""
+    """Whether DDP has replaced a DTensor by this local tensor (`device_mesh`, a slice)."""
     return hasattr(parameter, "_st_info")
 
 
 def exchange_data(tensor: Any, data: Any) -> None:
     """Give a tensor other data, perhaps of another dtype; it stays the same object.
 
-    To assign to `.data` of a DTensor changes its dtype alone, not what its local tensor holds.
+    Assigning to `.data` of a DTensor changes its dtype alone, not its local tensor.
     """
     _data.__set__(tensor, data)
     if is_dtensor(tensor):

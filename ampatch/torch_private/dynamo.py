@@ -17,7 +17,7 @@ _compiled_now = getattr(_context, "try_get", lambda: None)
 
 
 def is_compiling() -> bool:
-    """Whether this thread is within torch.compile's compiler, and not in code that it made.
+    """Whether this thread runs torch.compile's compiler, not compiled code.
 
     Without a way to ask, nothing is being compiled.
     """
@@ -25,10 +25,9 @@ def is_compiling() -> bool:
 
 
 def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
-    """Once Dynamo is imported, have it run these functions as they are where it meets them as
-    frames; traced code still goes through them.
+    """Once Dynamo is imported, have it run these functions uncompiled where it meets their frames.
 
-    A torch without a way to say so compiles them, which works too.
+    Traced code still goes through them.  A torch without this feature compiles them, which works.
     """
 
     def mark(eval_frame: Any) -> None:
@@ -46,19 +45,19 @@ _READERS = (_BUILDER, "torch._subclasses.meta_utils")
 
 
 def when_imported(call: Callable[[], None]) -> None:
-    """Have `call()` run once Dynamo's part is imported."""
+    """Have `call()` run once Dynamo's module is imported."""
     wrapt.register_post_import_hook(lambda module: call(), _BUILDER)
 
 
 def gradient_readers() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace, `(module, name, make)`: then Dynamo reads no `grad` of tensors that are no
-    leaves, such as half copies of weights.
+    """Replacements `(module, name, make)`, with which Dynamo reads `grad` only of leaves.
 
-    It reads it of every tensor that goes into a graph.  Where a tensor is no leaf, torch warns.
-    Dynamo hides the warning, but under a filter that makes errors of warnings nothing is compiled.
+    Dynamo reads `grad` of every tensor that goes into a graph.  At half copies of weights, which
+    are no leaves, torch warns.  Dynamo hides the warning, but under a filter that turns warnings
+    into errors it compiles nothing.
 
-    Nothing while Dynamo's part is not imported (to the end: a class is defined after the functions,
-    which it binds), or where torch has other functions.
+    Empty until Dynamo's module is imported to its end (a class there binds the functions), or where
+    torch has other functions.
     """
     if not hasattr(sys.modules.get(_BUILDER), _CLASS):
         return []

@@ -1,4 +1,4 @@
-"""Whole lists of tensors at once, where this torch can; one by one where it cannot.
+"""Lists of tensors in one call, where this torch can; one by one where it cannot.
 
 Named and called as the methods of one tensor are: `addcmul_(tensors, first, second,
 value=2)`.  A list among the further arguments has an item for each tensor.

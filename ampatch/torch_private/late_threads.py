@@ -16,9 +16,9 @@ LONG_ENOUGH = 0.1  # seconds
 
 
 def let_groups_finish() -> None:
-    """Give the interpreter's lock away, so that gloo's thread drops the last collective.
+    """Release the interpreter's lock, so that gloo's thread drops the last collective.
 
-    It does so at once, but nothing says when it has.  A plain script of two ranks whose forward
+    The thread does so at once, but does not report it.  A plain script of two ranks whose forward
     calls `all_reduce` was aborted in 9 of 70 runs on a busy machine, in none of 90 with half of
     this wait (torch 2.13, 2026-11-24).
     """
@@ -32,8 +32,8 @@ def wait_until_idle(devices: Iterable[torch.device]) -> None:
         return
     for device in devices:
         try:
-            one = torch.ones((), device=device, requires_grad=True)
-            # Not `one.backward()`, which would give the thread a Python object to drop.
-            engine.run_backward((one,), (torch.ones_like(one),), False, False, (), True, True)
+            scalar = torch.ones((), device=device, requires_grad=True)
+            # Not `scalar.backward()`, which would give the thread a Python object to drop.
+            engine.run_backward((scalar,), (torch.ones_like(scalar),), False, False, (), True, True)
         except RuntimeError:  # a device that has failed, or is full, runs nothing more
             continue

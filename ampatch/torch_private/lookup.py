@@ -7,9 +7,9 @@ from typing import Any
 
 
 def of_torch(name: str, otherwise: Any) -> Any:
-    """What torch has under a name such as "torch._C._is_tracing"; where it has none, `otherwise`.
+    """The object of torch by a name such as "torch._C._is_tracing"; without it, `otherwise`.
 
-    It is looked up once.  Code that reads a variable of torch that changes asks torch itself.
+    It is looked up once.  Code that reads a changing variable of torch asks torch itself.
     """
     home, _, own = name.rpartition(".")
     try:

@@ -19,9 +19,9 @@ TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
-    """The base of torch's own classes, and of those that users derive from it; else torch's own."""
-    found = of_torch(name, None)
-    return torchs_own if found is None else (found,)
+    """The private base class, from which users derive too; without it, torch's public classes."""
+    base = of_torch(name, None)
+    return torchs_own if base is None else (base,)
 
 
 BATCH_NORMS = _base("torch.nn.modules.batchnorm._BatchNorm", TORCH_BATCH_NORMS)
@@ -33,7 +33,7 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     for name in ("_check_input_dim", "_check_non_zero_input_channels")
     if name in vars(nn.SyncBatchNorm)
 }
-"""Methods that `nn.SyncBatchNorm.forward` calls, for a class that borrows that forward."""
+"""Methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
 
 APPLY = "_apply"
 """The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
@@ -46,9 +46,9 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(rnn: nn.RNNBase) -> None:
-    """Make an RNN's list of weights anew from its attributes, and its references to them.
+    """Rebuild an RNN's list of weights from its attributes, and its references to them.
 
-    With other references its next forward would lay the weights out in memory anew.
+    With stale references its next forward would lay the weights out in memory anew.
     """
     own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
     if names is None or FLAT_WEIGHTS not in own:
@@ -57,7 +57,9 @@ def list_weights(rnn: nn.RNNBase) -> None:
     weights = [table[name] if name in table else getattr(rnn, name, None) for name in names]
     own[FLAT_WEIGHTS] = weights
     if "_flat_weight_refs" in own:
-        own["_flat_weight_refs"] = [None if one is None else weakref.ref(one) for one in weights]
+        own["_flat_weight_refs"] = [
+            None if weight is None else weakref.ref(weight) for weight in weights
+        ]
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
@@ -67,10 +69,10 @@ def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
 
 
 def are_one_block(weights: Sequence) -> bool:
-    """Whether these are several parameters that fill one block of memory, or a part of one."""
-    if len(weights) < 2 or any(type(one) is not nn.Parameter for one in weights):
+    """Whether these are several parameters that fill one block of memory, or a range of it."""
+    if len(weights) < 2 or any(type(weight) is not nn.Parameter for weight in weights):
         return False
-    alike = {(one.dtype, one.device, one.layout) for one in weights}
+    alike = {(weight.dtype, weight.device, weight.layout) for weight in weights}
     if len(alike) > 1 or not share_block(weights) or not all(map(Tensor.is_contiguous, weights)):
         return False
     first, last = span_of(weights)
@@ -78,14 +80,14 @@ def are_one_block(weights: Sequence) -> bool:
 
 
 def span_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """From which to below which element of their block contiguous tensors lie."""
-    starts = [int(one.storage_offset()) for one in tensors]
+    """The range (start, end) of elements that contiguous tensors take up in their block."""
+    starts = [int(tensor.storage_offset()) for tensor in tensors]
     return min(starts), max(map(operator.add, starts, map(Tensor.numel, tensors)))
 
 
 def share_block(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors lie in one block of memory."""
-    blocks = {one.untyped_storage().data_ptr() for one in tensors}
+    blocks = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(blocks) == 1 and 0 not in blocks
 
 
@@ -94,15 +96,15 @@ _CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "
 
 
 def exchange_parametrized(cache: dict) -> dict | None:
-    """Have `parametrize.cached()` go on with `cache`; returns what it had, None outside of it."""
+    """Replace the cache of `parametrize.cached()`; returns the previous one, None outside of it."""
     if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
         return None
-    found, _parametrize._cache = _parametrize._cache, cache
-    return found
+    previous, _parametrize._cache = _parametrize._cache, cache
+    return previous
 
 
 def part_table(module: nn.Module) -> dict[str, Any]:
-    """Its submodules by name, as it looks them up; none where torch or TorchScript has others."""
+    """A module's table of submodules; empty where torch or TorchScript keeps them elsewhere."""
     table = vars(module).get("_modules", {})
     return table if isinstance(table, dict) else {}
 
@@ -117,14 +119,14 @@ REPLICATE = "_replicate_for_data_parallel"
 
 
 def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
-    """The tables of its forward pre-hooks and forward hooks; None where torch has others."""
+    """A module's tables of forward pre-hooks and forward hooks; None where torch has others."""
     before = getattr(module, "_forward_pre_hooks", None)
     after = getattr(module, "_forward_hooks", None)
     return None if before is None or after is None else (before, after)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called; lists and dicts of modules cannot."""
+    """Whether a module can be called; lists and dicts of modules cannot."""
     forward = getattr(type(module), "forward", None)  # scripted modules have it elsewhere
     return forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -141,7 +143,7 @@ GLOBAL_BACKWARD_TABLES = _global_tables(
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """The module that `torch.compile` made this one of; None for others."""
+    """The module inside a module of `torch.compile`; None for others."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
 
@@ -152,13 +154,13 @@ BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWAR
 
 
 def backward_tables(module: nn.Module) -> list[dict]:
-    """The tables of its backward hooks; none where they cannot be seen."""
+    """A module's tables of backward hooks; empty where they cannot be seen."""
     return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
 
 
 def is_fast_path_enabled() -> bool:
-    """As `torch.backends.mha.get_fastpath_enabled()`, for code that Dynamo traces.
+    """`torch.backends.mha.get_fastpath_enabled()` for code that Dynamo traces.
 
-    Where torch keeps the switch elsewhere it counts as on, as it is unless a user turned it off.
+    Where torch keeps the switch elsewhere, it counts as on, its default.
     """
     return getattr(torch.backends.mha, "_is_fastpath_enabled", True)

@@ -1,9 +1,8 @@
-"""What torch keeps in optimizers, schedulers and GradScalers, and puts around their methods.
+"""torch's attributes of optimizers, schedulers and GradScalers, and its wrappers of their methods.
 
 `torch.optim.Optimizer` wraps `step` and `zero_grad` in a range for the profiler, and `step` in
-loops over hooks: a tenth of a step of a small model, where a step is mostly calls.  While no
-profiler runs and no hook waits, the function inside is called.  A `step` or `zero_grad` that is not
-torch's is called as it is.
+loops over hooks: a tenth of a step of a small model.  While no profiler runs and no hook is set,
+the function inside is called.  A `step` or `zero_grad` that is not torch's is called as it is.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ def _code_around_steps() -> Any:
 
 
 CODE_AROUND_STEPS = _code_around_steps()
-"""The code of the function in which torch wraps each class's `step`; None: it does not so."""
+"""The code of the function in which torch wraps each class's `step`; None: there is none."""
 
 
 class _Notify:
-    """A hook after every step of a `torch.optim.Optimizer`, of those that nobody manages too."""
+    """A hook after every step of any `torch.optim.Optimizer`, managed or not."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -46,7 +45,7 @@ class _Notify:
 
 
 def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
-    """Have `notify()` called after every step of any optimizer; returns what ends it."""
+    """Have `notify()` called after every step of any optimizer; returns a function that ends it."""
     return register_optimizer_step_post_hook(_Notify(notify)).remove
 
 
@@ -82,23 +81,20 @@ def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
 
 
 def skips_in_kernel(optimizer: Any) -> bool:
-    """Whether the optimizer's kernels leave a step out by themselves.  Unknown: they do not."""
+    """Whether the optimizer's kernels can skip a step.  Unknown: they cannot."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def note_skipped_step(optimizer: Any) -> None:
-    """A scheduler must not think that the step was forgotten.
-
-    Without torch's mark it warns once that it was called before `optimizer.step()`.
-    """
+def record_skipped_step(optimizer: Any) -> None:
+    """Mark a skipped step for schedulers, which else warn that `optimizer.step()` was forgotten."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 
 
 def forget_unscaling(scaler: Any, optimizer: Any) -> None:
-    """Have a `torch.amp.GradScaler` take another `unscale_` before the step.
+    """Let a `torch.amp.GradScaler` accept another `unscale_` before the step.
 
-    Where that cannot be done it refuses the second `unscale_` by an error of its own.
+    Where torch keeps its state elsewhere, the scaler's own error refuses the second `unscale_`.
     """
     getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
@@ -113,16 +109,16 @@ def is_zero(optimizer: Any) -> bool:
 
 
 def zero_steps_in_backward(optimizer: Any) -> bool:
-    """Whether hooks of DistributedDataParallel make its steps (`overlap_with_ddp`)."""
+    """Whether hooks of DistributedDataParallel call the optimizer's step (`overlap_with_ddp`)."""
     return getattr(optimizer, "_overlap_with_ddp", False)
 
 
 def build_zero_buckets(optimizer: Any) -> None:
-    """Make its parameters views of buckets once more, if it has buckets at all."""
+    """Make the optimizer's parameters views of new buckets, if it has buckets."""
     optimizer._build_param_buckets()
 
 
 def is_zero_in_join(optimizer: Any) -> bool:
-    """Whether a `Join` context has it, whose ranks may have no data any more."""
+    """Whether the optimizer is in a `Join` context, where ranks may have no data left."""
     config = getattr(optimizer, "_join_config", None)
     return config is not None and config.enable

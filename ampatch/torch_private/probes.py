@@ -1,7 +1,7 @@
 """Where a call runs: recorded, in a backward pass, under a profiler, beside other processes.
 
-Forwards and steps ask every time, and torch's public questions are several Python calls
-each.  Where this torch keeps an answer elsewhere, its public function is asked.
+Forwards and steps ask every time, and torch's public functions take several Python calls each.
+Where this torch keeps an answer elsewhere, its public function is called.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 
 
 def computes_with_fakes() -> bool:
-    """Whether a `FakeTensorMode` is active: tensors that come to be have no values."""
+    """Whether a `FakeTensorMode` is active: new tensors have no values."""
     return _mode(_FAKE) is not None
 
 
@@ -56,6 +56,8 @@ def is_recording() -> bool:
     """Whether operations are being traced or transformed, so that a kept tensor would leak.
 
     Not to be asked from code that Dynamo traces.
+
+    In C++: `is_recording` of `call.h`.
     """
     return (
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
@@ -86,7 +88,7 @@ _FIRST = 2**62  # a sequence number
 
 
 def keep_plain(function: type[Function]) -> None:
-    """Have the nodes of a Function go by torch's own methods, whatever replaces these later.
+    """Keep torch's own methods in the nodes of a Function, even if they are replaced later.
 
     Where this torch keeps them elsewhere, the nodes are treated as those of any Function.
     """
@@ -98,7 +100,7 @@ def keep_plain(function: type[Function]) -> None:
 def run_when_ready(tensor: Tensor) -> None:
     """Have the node that made `tensor` run before all other nodes that are ready.
 
-    Where this torch does not let one choose, it runs by the order of making: right, only later.
+    Without `_set_sequence_nr` it runs in the order of creation: correct, only later.
     """
     node = tensor.grad_fn
     put = getattr(node, "_set_sequence_nr", None)
@@ -111,13 +113,13 @@ def leads_to_compiled(node: Any) -> bool:
 
     Where this torch names it otherwise: False, and a pass that retains the graph is torch's error.
     """
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
         if node is None or node in seen:
             continue
         if node.name() == "CompiledFunctionBackward":
             return True
         seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+        stack += [previous for previous, _ in node.next_functions]
     return False

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): what it has sharded, and in which precision.
+"""FSDP2 (`fully_shard`): its sharded parameters, and their precision.
 
 torch has no public way to ask a sharded module for its `MixedPrecisionPolicy` or for the modules
 of its parameters.  A torch that keeps them elsewhere gives `AmpatchError`, which says what to do.
@@ -20,7 +20,7 @@ _MODULE = "torch.distributed.fsdp"
 
 
 class Sharded(NamedTuple):
-    """A parameter that FSDP2 holds, and the first module that has it, under which name."""
+    """A parameter that FSDP2 holds, with the first module that has it, and its name there."""
 
     parameter: Tensor
     module: nn.Module
@@ -28,15 +28,15 @@ class Sharded(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """What one call of `fully_shard` made: its modules, `MixedPrecisionPolicy` and parameters."""
+    """One call of `fully_shard`: its modules, `MixedPrecisionPolicy` and parameters."""
 
     modules: tuple[nn.Module, ...]
     policy: Any
-    held: list[Sharded]  # the sharded parameters, also while FSDP2 has gathered them
+    sharded_params: list[Sharded]  # also while FSDP2 has gathered them
 
 
 def shardings(model: nn.Module) -> list[Sharding]:
-    """What `fully_shard` has made of a model and its parts, outer ones first."""
+    """The calls of `fully_shard` on a model and its submodules, outer ones first."""
     # A process that has not imported the module has sharded nothing.
     kind: Any = getattr(sys.modules.get(_MODULE), "FSDPModule", None)
     if kind is None:
@@ -49,19 +49,19 @@ def shardings(model: nn.Module) -> list[Sharding]:
             for state in [module._get_fsdp_state()]
         }
         return [
-            Sharding(tuple(state._modules), state._mp_policy, _held(state))
+            Sharding(tuple(state._modules), state._mp_policy, _sharded_params(state))
             for state in states.values()
         ]
 
 
-def _held(state: Any) -> list[Sharded]:
+def _sharded_params(state: Any) -> list[Sharded]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12 has one for each module
         groups = filter(None, [state._fsdp_param_group])
     return [
-        Sharded(one.sharded_param, one._module_info.module, one._module_info.param_name)
+        Sharded(param.sharded_param, param._module_info.module, param._module_info.param_name)
         for group in groups
-        for one in group.fsdp_params
+        for param in group.fsdp_params
     ]
 
 

@@ -1,4 +1,4 @@
-"""What torch keeps in tensors: hooks, and the memory behind them."""
+"""torch's attributes of tensors: hooks, and their memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 TENSOR_HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
-"""Without, no weights are cast together: a node calls the hooks of all of them."""
+"""If False, no weights are cast together: a node calls the hooks of all of them."""
 
 
 def _unseen(tensor: Tensor) -> Any:
@@ -27,19 +27,19 @@ if TENSOR_HOOKS_CAN_BE_SEEN:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of; None: it is none, or this torch does not say."""
+    """The tensor of which this one is a view; None: it is no view, or this torch does not say."""
     return getattr(tensor, "_base", None)
 
 
 def memory_of(storage: torch.UntypedStorage) -> int:
-    """Equal for storages that are the same memory, as long as one of them lives."""
+    """A number that is equal for storages of the same memory, as long as one of them lives."""
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
 def keeps_parameter(tensor: Tensor, data: Tensor) -> bool:
-    """Whether `Module.to` keeps a parameter that is `tensor` and becomes `data`.
+    """Whether `Module.to` keeps the parameter `tensor` when its data becomes `data`.
 
-    Between the host and some kinds of accelerators it makes new ones, unless it swaps them.
+    Between the host and some accelerators it makes new parameters, unless it swaps them.
     """
     compatible = getattr(torch, "_has_compatible_shallow_copy_type", None)
     swaps = torch.__future__.get_swap_module_params_on_conversion()

@@ -1,4 +1,4 @@
-"""Calls that classes and TorchFunctionModes handle: torch's stack of modes and its tables."""
+"""`__torch_function__`: torch's stack of TorchFunctionModes, and its tables of functions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
 
     def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
-        found = [value for value in relevant if has_torch_function((value,))]
-        return list({type(value): value for value in found}.values())
+        handled = [value for value in relevant if has_torch_function((value,))]
+        return list({type(value): value for value in handled}.values())
 
 
 STACK_CHANGES = [
@@ -46,7 +46,7 @@ STACK_CHANGES = [
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
-"""Where torch calls what changes its stack of modes; without, no mode is known."""
+"""The names by which torch changes its stack of modes; without them no mode is known."""
 
 TABLES = [
     name
@@ -61,7 +61,7 @@ TABLES = [
 """Functions of `torch.overrides` that remember tables of overridable functions."""
 
 unhandled = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
-"""For `with`: no handler of a class is asked.  Where torch cannot do that, handlers are asked."""
+"""Context manager: no handler of a class is called.  Without it in torch, handlers are called."""
 
 NN_NAME = "_nn"
 NN = of_torch("torch._C._nn", None)
@@ -72,7 +72,7 @@ NESTED_TENSORS = "torch.nested._internal.nested_tensor"
 
 
 def original_of_matmul() -> Any:
-    """What handlers are given for the operator `@`: the method that `torch.Tensor` inherits."""
+    """The function that handlers get for the operator `@`: the inherited `torch.Tensor.matmul`."""
     return torch.Tensor.__base__.matmul  # type: ignore[union-attr]
 
 

@@ -67,7 +67,7 @@ class _Watched:
     only_calls_others: bool = False
 
     def sensitivity(self, steps: int) -> Sensitivity:
-        kind = ", ".join(dict.fromkeys(type(one).__name__ for one in self.modules))
+        kind = ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules))
         if len(self.modules) > 1:
             kind += f" ({len(self.modules)} models)"
         if self.samples:
@@ -86,13 +86,13 @@ def candidates(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
     those whose functions are all in the modules inside, the probe finds that out.  A module that
     stands under two paths is there once, under the first.
     """
-    found: dict[str, list[nn.Module]] = {}
+    by_path: dict[str, list[nn.Module]] = {}
     for model in models:
         for path, module in model.named_modules():
             is_sequence = getattr(type(module), "forward", None) is nn.Sequential.forward
             if path and has_forward(module) and not is_sequence:
-                found.setdefault(path, []).append(module)
-    return found
+                by_path.setdefault(path, []).append(module)
+    return by_path
 
 
 class Probe:
@@ -115,8 +115,8 @@ class Probe:
         self._hooks = []
         self._compare()
         eps = (group.get("eps") for group in getattr(optimizer, "param_groups", []))
-        found = {float(one) for one in eps if isinstance(one, float)}
-        self._found.eps = sorted({*self._found.eps, *found})
+        values = {float(value) for value in eps if isinstance(value, float)}
+        self._found.eps = sorted({*self._found.eps, *values})
         self._found.steps += 1
         if not self._watched:
             self._choose()
@@ -128,9 +128,9 @@ class Probe:
     def _choose(self) -> None:
         """The modules to look at are known now, and how many of them a step can take."""
         models = [managed.model for session in open_sessions() for managed in session.models]
-        found = candidates(models)
+        by_path = candidates(models)
         self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
-        self._watched = [_Watched(path, modules) for path, modules in found.items()]
+        self._watched = [_Watched(path, modules) for path, modules in by_path.items()]
         self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
         self._turns = itertools.cycle(list(self._watched))
 
@@ -210,15 +210,15 @@ class Probe:
 
     def _write(self) -> None:
         self._found.modules = [
-            one.sensitivity(self._found.steps)
-            for one in self._watched
-            if not (one.only_calls_others or (one.had_turn and not one.is_called))
+            watched.sensitivity(self._found.steps)
+            for watched in self._watched
+            if not (watched.only_calls_others or (watched.had_turn and not watched.is_called))
         ]
         self._found.write(Path(self._options.file))
 
 
 def _device(watched: list[_Watched]) -> str:
     weights = (
-        weight for one in watched for module in one.modules for weight in module.parameters()
+        weight for entry in watched for module in entry.modules for weight in module.parameters()
     )
     return next((weight.device.type for weight in weights), "cpu")

@@ -37,17 +37,17 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
     )
     done = directory / DONE
     text = json.dumps(vars(asked))
-    found = Findings.read(file) if done.exists() and done.read_text() == text else None
-    if found is None:
+    results = Findings.read(file) if done.exists() and done.read_text() == text else None
+    if results is None:
         _run(task, trials, directory, asked, text)
-        found = Findings.read(file) or Findings()
+        results = Findings.read(file) or Findings()
         done.write_text(text)
-    if not found.modules:
+    if not results.modules:
         raise TuneError(
             f"{task.script}: no module of a model was seen to compute anything at O0. "
             "Expected a script that calls ampatch.initialize(model, ...) and then the model."
         )
-    return found
+    return results
 
 
 def _run(task: Task, trials: Trials, directory: Path, asked: ProbeOptions, text: str) -> None:

@@ -59,7 +59,7 @@ def possible(findings: Findings, properties: Mapping[str, str], half: str) -> li
         if any(eps and not torch.tensor(eps).to(dtype) for eps in findings.eps):
             settings.append("eps")
         settings.append("master_weights")
-    modules = [Remedy(one.path) for one in ranked(findings.modules)]
+    modules = [Remedy(module.path) for module in ranked(findings.modules)]
     return [*(Remedy(name, is_setting=True) for name in settings), *modules]
 
 
@@ -71,17 +71,17 @@ def overrides(chosen: Iterable[Remedy], paths: Sequence[str]) -> dict[str, str]:
 
 def settings(chosen: Iterable[Remedy]) -> dict[str, Any]:
     """The settings among the remedies, with their values."""
-    return {one.name: SETTINGS[one.name] for one in chosen if one.is_setting}
+    return {remedy.name: SETTINGS[remedy.name] for remedy in chosen if remedy.is_setting}
 
 
 def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
     """The row of a sweep that trains at a level with these remedies."""
     listed = sorted(chosen, key=str)
-    given = settings(listed)
+    values = settings(listed)
     modules = overrides(listed, paths)
     if modules:
-        given["overrides"] = json.dumps(modules)
-    return Case(level.opt_level, level.dtype, settings=tuple(given.items()))
+        values["overrides"] = json.dumps(modules)
+    return Case(level.opt_level, level.dtype, settings=tuple(values.items()))
 
 
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
@@ -89,10 +89,10 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
 
     A line of its own has what is not among the arguments.
     """
-    given = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
+    arguments = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
     written = [
         f"{name}={json.dumps(value) if isinstance(value, str) else value}"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if name != "eps"
     ]
     modules = overrides(chosen, paths)
@@ -110,10 +110,11 @@ def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
     In globs of `initialize(overrides=...)` `*` stands for any text, dots too.  Paths that differ in
     numbers share a glob where it matches no other; else a module is named by its path.
     """
-    left, paths, found = set(chosen), set(everything), set()
-    allowed = {path for path in paths if any(f"{path}.".startswith(f"{one}.") for one in left)}
+    left, paths, globs = set(chosen), set(everything), set()
+    modules = tuple(f"{path}." for path in left)
+    allowed = {path for path in paths if f"{path}.".startswith(modules)}
     for path in left:
         glob = re.sub(r"\d+", "*", path)
         is_right = len(left & named(glob, paths)) > 1 and named(glob, paths) <= allowed
-        found.add(glob if is_right else path)
-    return sorted(found)
+        globs.add(glob if is_right else path)
+    return sorted(globs)

@@ -77,29 +77,29 @@ def _seen(answer: Answer) -> str:
 
 def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
     """The table's rows, the most sensitive module first."""
-    for one in answer.modules:
+    for module in answer.modules:
         yield (
-            one.path,
-            one.kind,
-            *(_largest(one, name) for name in ("output", "gradient")),
-            _share(one.overflow),
-            _share(one.vanish),
-            "needed" if one.path in answer.needed else "",
+            module.path,
+            module.kind,
+            *(_largest(module, name) for name in ("output", "gradient")),
+            _share(module.overflow),
+            _share(module.vanish),
+            "needed" if module.path in answer.needed else "",
         )
 
 
 def troubles(answer: Answer) -> list[str]:
     """The modules that have no figures, and why."""
     return [
-        f"{'' if one.is_refused else 'Not measured: '}{one.path}: {one.trouble}"
-        for one in answer.modules
-        if one.trouble
+        f"{'' if module.is_refused else 'Not measured: '}{module.path}: {module.trouble}"
+        for module in answer.modules
+        if module.trouble
     ]
 
 
-def _largest(one: Sensitivity, name: str) -> str:
-    found = [getattr(sample, name) for sample in one.samples]
-    known = [value for value in found if value is not None]
+def _largest(module: Sensitivity, name: str) -> str:
+    values = [getattr(sample, name) for sample in module.samples]
+    known = [value for value in values if value is not None]
     return f"{max(known):.2g}" if known else MISSING
 
 

@@ -65,9 +65,9 @@ def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
     Modules that cannot run in half come first, modules without a measurement last.
     """
 
-    def key(one: Sensitivity) -> tuple:
-        is_known = one.is_refused or bool(one.samples)
-        depth = one.path.count(".")
-        return not is_known, -one.error, not one.is_refused, -one.overflow, -depth, one.path
+    def key(of: Sensitivity) -> tuple:
+        is_known = of.is_refused or bool(of.samples)
+        depth = of.path.count(".")
+        return not is_known, -of.error, not of.is_refused, -of.overflow, -depth, of.path
 
     return sorted(modules, key=key)

@@ -83,7 +83,7 @@ class Call:
 
     def watch(self, output: Any) -> None:
         """Keep the gradients of what the call returned, when a backward pass brings them."""
-        tensors = [one for one in tensors_within(output) if one.requires_grad]
+        tensors = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
         self._gradients = [None for _ in tensors]
         for n, tensor in enumerate(tensors):
             tensor.register_hook(functools.partial(self._arrived, n))
@@ -117,7 +117,7 @@ class Call:
         both = _Difference(exact.outputs + exact.gradients, rounded.outputs + rounded.gradients)
         return Sample(
             values.error,
-            gradients.error if any(one is not None for one in exact.gradients) else None,
+            gradients.error if any(gradient is not None for gradient in exact.gradients) else None,
             both.overflow,
             both.vanish,
         )
@@ -148,37 +148,37 @@ class Call:
             with region, _Count(children) as count:
                 output = module(*args, **kwargs)
             gradients = self._backward(tensors_within(output), [*leaves, *weights], scale)
-        outputs = [one.detach() for one in tensors_within(output)]
+        outputs = [tensor.detach() for tensor in tensors_within(output)]
         return _Outcome(outputs, gradients), count.calls
 
     def _backward(
         self, outputs: list[Tensor], wanted: list[Tensor], scale: float
     ) -> list[Tensor | None]:
         """The unscaled gradients of `wanted` for those that the call's outputs had."""
-        roots = [one for one in outputs if one.requires_grad]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
         pairs = [(r, g) for r, g in zip(roots, self._gradients) if g is not None]
         if not (pairs and wanted):
             return []
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [root for root, _ in pairs],
             wanted,
             [(gradient * scale).to(root.dtype) for root, gradient in pairs],
             allow_unused=True,
         )
-        return [None if one is None else one.double() / scale for one in found]
+        return [None if gradient is None else gradient.double() / scale for gradient in gradients]
 
     def _leaves(self, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
         """The inputs in `dtype`, and those of them that want gradients."""
         wants, leaves = iter(self._wants), []
 
-        def made(tensor: Tensor) -> Tensor:
+        def leaf(tensor: Tensor) -> Tensor:
             wanted, tensor = next(wants), _to(tensor, dtype)
             if not wanted:
                 return tensor
             leaves.append(tensor.detach().requires_grad_())
             return leaves[-1].clone()  # the module may change it in place
 
-        return map_tensors(copy.deepcopy(self._inputs), made), leaves
+        return map_tensors(copy.deepcopy(self._inputs), leaf), leaves
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,15 @@ class _Children:
                 return forward(*args, **kwargs)
             self.are_running = True
             try:
-                args, kwargs = map_tensors([args, kwargs], lambda one: _to(one, torch.float32))
-                device = next((one.device.type for one in tensors_within([args, kwargs])), "cpu")
+                args, kwargs = map_tensors([args, kwargs], lambda x: _to(x, torch.float32))
+                devices = (x.device.type for x in tensors_within([args, kwargs]))
+                device = next(devices, "cpu")
                 off = torch.autocast(device, enabled=False)
                 with contextlib.nullcontext() if casts else off:
                     output = forward(*args, **kwargs)
             finally:
                 self.are_running = False
-            return map_tensors(output, lambda one: _to(one, self._dtype)) if casts else output
+            return map_tensors(output, lambda tensor: _to(tensor, self._dtype)) if casts else output
 
         return call
 
@@ -278,10 +279,10 @@ def _computed(module: nn.Module) -> dict[int, Any]:
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that shares nothing; of hooks only those that are torch's own (weight norm)."""
-    made = copy.deepcopy(module, _computed(module))
-    for part in made.modules():
+    duplicate = copy.deepcopy(module, _computed(module))
+    for part in duplicate.modules():
         for table in (*(forward_tables(part) or ()), *backward_tables(part)):
             for key, hook in list(table.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]
-    return made
+    return duplicate

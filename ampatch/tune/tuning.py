@@ -77,14 +77,14 @@ class Tuning:
     ) -> None:
         own = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
         own |= {"candidates": candidates, "rounds": rounds}
-        options["tuning"] = {name: one for name, one in own.items() if one is not None}
+        options["tuning"] = {name: value for name, value in own.items() if value is not None}
         asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None
         if earlier is not None:
-            given = asked.given(options)
-            said, kept, _ = going_on(earlier, options, given, arguments, but=("rounds",))
+            recorded = asked.given(options)
+            said, kept, _ = going_on(earlier, options, recorded, arguments, but=("rounds",))
             options, arguments = {**options, **kept}, arguments or earlier.arguments
             self._check_level(earlier.options.get("tuning", {}), options["tuning"])
             if said:
@@ -123,12 +123,12 @@ class Tuning:
         listed = remedies.possible(seen, self._trials.properties(), self._task.dtype)
         most = most_trials(len(listed)) if self._most is None else self._most
         tried = remedies.settings(listed)
-        found = self._found(listed, most)
-        if not found.passes:
-            outcome = NO_CURE if found.is_decided else UNDECIDED
-            return self._ended(outcome, found, row, seen, tried)
-        cure = self._case(found.needed)
-        answer = self._ended(CURED, found, self._trials.row(cure), seen, tried)
+        search = self._found(listed, most)
+        if not search.passes:
+            outcome = NO_CURE if search.is_decided else UNDECIDED
+            return self._ended(outcome, search, row, seen, tried)
+        cure = self._case(search.needed)
+        answer = self._ended(CURED, search, self._trials.row(cure), seen, tried)
         self._add_speeds(answer, cure, row.outcome != "failed")
         return answer
 
@@ -144,12 +144,12 @@ class Tuning:
             f"has {few} seeds, {confirmed} has {self._trials.seeds}."
         )
         self._tried = 0
-        found = smallest(listed, self._candidate_passes, most)
-        if not found.passes or self._confirms:
-            return found
-        row = self._trials.confirmed(self._case(found.needed), "The answer")
+        search = smallest(listed, self._candidate_passes, most)
+        if not search.passes or self._confirms:
+            return search
+        row = self._trials.confirmed(self._case(search.needed), "The answer")
         if passes(row):
-            return found
+            return search
         self._task.say(
             f"The answer fails: {reason(row)}. {few} seeds are too few here. The search is made "
             "again; what has run is kept."
@@ -174,8 +174,8 @@ class Tuning:
     def _check_level(self, earlier: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Refuse to go on with a tuning of another level or half type, and with a sweep."""
         before, now = (
-            one and f"tuning of {one['opt_level']} in {one.get('dtype', DTYPE)}"
-            for one in (earlier, asked)
+            options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
+            for options in (earlier, asked)
         )
         if before != now:
             raise ValueError(
@@ -217,7 +217,7 @@ class Tuning:
         write_answer(self.directory, answer)
 
     def _ended(
-        self, outcome: str, found: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
+        self, outcome: str, search: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
         what, cure = not_shown(row) if outcome in (PASSES, CURED) else ("", "")
@@ -227,15 +227,15 @@ class Tuning:
             opt_level=self._level.opt_level,
             dtype=self._task.dtype,
             outcome=UNDECIDED if unshown else outcome,
-            needed=[str(one) for one in found.needed],
-            settings=remedies.settings(found.needed),
-            overrides=remedies.overrides(found.needed, seen.paths),
-            line=remedies.line(self._level, found.needed, seen.paths, self._trials.kind)
+            needed=[str(remedy) for remedy in search.needed],
+            settings=remedies.settings(search.needed),
+            overrides=remedies.overrides(search.needed, seen.paths),
+            line=remedies.line(self._level, search.needed, seen.paths, self._trials.kind)
             if outcome == CURED
             else "",
             settings_tried=tried,
-            is_smallest=found.is_decided,
-            candidates=found.trials,
+            is_smallest=search.is_decided,
+            candidates=search.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),

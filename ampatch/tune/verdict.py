@@ -54,7 +54,7 @@ def passes(row: Row) -> bool:
     unknown = no_direction(row)
     if unknown:
         raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
-    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
+    untested = next((quantity for quantity in weighed(row) if quantity.outcome == "untested"), None)
     if untested is not None:
         raise TuneError(
             f"{untested.name} cannot be tested: {untested.untested}. Expected at least --seeds 2, "
@@ -68,4 +68,4 @@ def reason(row: Row) -> str:
     """Why a row does not pass."""
     if row.outcome == "failed":
         return row.status
-    return "; ".join(quality_text(one) for one in worse(row))
+    return "; ".join(quality_text(quantity) for quantity in worse(row))

@@ -75,7 +75,7 @@ def test_optimizers_are_held_weakly():
     assert [ref() for ref in alive] == [None, None]
     assert session.optimizers == []
     torch.optim.SGD(net().parameters(), lr=0.1)
-    assert len(session.optimizer_rows) <= 1
+    assert len(session.optimizer_entries) <= 1
 
 
 def test_threads_take_turns():

@@ -11,7 +11,7 @@ import pytest
 from repository import BENCHMARKS
 
 SECTIONS = ["machine", "tests", "counts", "resnet", "gpt", "bert"]
-SECTIONS += ["users", "evaluation", "sweep"]
+SECTIONS += ["compile", "detection"]
 
 
 def on_gpu(*arguments, **variables):

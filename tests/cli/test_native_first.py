@@ -86,7 +86,7 @@ def test_a_failure_is_one_line_and_noted(built, monkeypatch, capsys):
 
     noted = []
     monkeypatch.setattr(building, "build", fail)
-    monkeypatch.setattr(native, "note_failure", noted.append)
+    monkeypatch.setattr(native, "record_failure", noted.append)
     assert not native_first.build()
     assert capsys.readouterr().err == (
         f"{BEGUN}ampatch: no native part: it does not compile. The run goes on in Python, with the "

@@ -224,4 +224,4 @@ def test_a_difference_names_the_functions_it_is_about():
     assert differences.from_apex(row._replace(names=("exp",))) == ""
     sampler = tables.Row("torch", ("grid_sampler",), Rule.PROMOTE, "Because.")
     assert differences.from_apex(sampler) == "under float"
-    assert "\\_" not in formats.write_text([], [], whole=False)
+    assert "\\_" not in formats.write_text([], [], is_complete=False)

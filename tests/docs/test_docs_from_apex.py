@@ -105,7 +105,7 @@ def test_a_pattern_trains(number, which, tmp_path, one_process_group):
 def table_of_changes() -> dict[str, list[str]]:
     """Messages and mends by what the script says: the code spans of the table's columns."""
     text = (DOCS / "old_scripts.md").read_text()
-    [table] = re.findall(r"^\| programs \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.M)
+    [table] = re.findall(r"^\| the script has \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.M)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     spans = [[re.findall(r"``(.+?)``|`(.+?)`", cell) for cell in row] for row in rows]
     firsts = [[max(cell[0], key=len) for cell in row if cell] for row in spans]

@@ -30,7 +30,7 @@ def test_every_link_is_absolute_for_a_package_page_has_no_files():
     assert [link for link in links if "://" not in link] == []
     assert len(TEXT.partition("](")[0].split()) < 500, "a reader finds a link early"
     assert any(IN_REPOSITORY.fullmatch(link) for link in links)
-    assert len(TEXT.splitlines()) <= 120, "it is short"
+    assert len(TEXT.splitlines()) <= 110, "it is short"
 
 
 def test_the_addresses_are_those_of_the_repository():

@@ -115,8 +115,8 @@ def test_script_of_a_function_is_not_cast_and_says_so(said):
     torch.jit.script(free_of_lists)
     torch.jit.script(F.normalize)  # forward-mode AD has torch script its decompositions
     assert len(said()) == 1
-    assert torchscript.uncast_operators(torch.jit.script(F.normalize))
-    assert torchscript.uncast_operators(object()) == []  # a torch without inlined graphs
+    assert torchscript.operators_without_casts(torch.jit.script(F.normalize))
+    assert torchscript.operators_without_casts(object()) == []  # a torch without inlined graphs
 
 
 @JIT

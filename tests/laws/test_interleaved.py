@@ -95,7 +95,7 @@ def test_closing_one_leaves_the_others(closed):
     trainings = [Training(seed, plan, "model") for seed, plan in enumerate(PLANS)]
     found = [[training.step(), training.step()] for training in trainings]
     model = trainings[closed].model
-    ampatch.session.session.registry.table.session_of(model).close()
+    ampatch.session.session.registry.objects.session_of(model).close()
     for index, training in enumerate(trainings):
         if index != closed:
             found[index] += [training.step(), training.step()]

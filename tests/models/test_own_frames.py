@@ -133,6 +133,20 @@ def test_a_library_that_wraps_the_function_and_unwraps_it(level):
 
 
 @LEVELS
+def test_a_library_that_has_wrapped_before_and_unwraps_in_the_session(level):
+    model = Net()
+    steps = as_accelerate_does(model)
+    next(steps)
+    plain = model(X)
+    start(level, model)
+    inside, expected = model(X), model.seen
+    next(steps)
+    assert torch.equal(model(X), inside) and model.seen == expected
+    ampatch.deactivate()
+    torch.testing.assert_close(model(X), plain, rtol=0.05, atol=0.05)
+
+
+@LEVELS
 def test_a_mock_that_wraps_forward(level):
     model, _ = start(level)
     expected = model(X)
@@ -148,7 +162,7 @@ def block(model, optimizer):
         scaled.backward()
 
 
-REPLACED = "Net.forward was replaced after ampatch.initialize"
+REPLACED = "Net.forward was replaced or deleted after ampatch.initialize"
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -165,6 +179,15 @@ def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(l
     assert caplog.text.count(REPLACED) == 1
     ampatch.deactivate()
     assert "forward" in vars(model) and {p.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_forward_that_is_deleted_is_reported(level, caplog):
+    model, optimizer = start(level, verbosity=1)
+    del model.forward
+    with ampatch.scale_loss(model(X.to(model.first.weight.dtype)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert caplog.text.count(REPLACED) == 1
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -229,6 +252,17 @@ def copied_by_itself(model):
     return model
 
 
+def copied_without_memo(model):
+    class Copied(type(model)):
+        def __deepcopy__(self, memo):
+            twin = type(self).__new__(type(self))
+            vars(twin).update({name: copy.deepcopy(one) for name, one in vars(self).items()})
+            return twin
+
+    model.__class__ = Copied
+    return model
+
+
 def with_own_state(model):
     class Stated(type(model)):
         def __getstate__(self):
@@ -248,7 +282,9 @@ def with_slots(model):
 
 
 @LEVELS
-@pytest.mark.parametrize("make", [None, copied_by_itself, with_own_state, with_slots])
+@pytest.mark.parametrize(
+    "make", [None, copied_by_itself, copied_without_memo, with_own_state, with_slots]
+)
 def test_deep_copies_compute_as_plain_models(level, make):
     model = Net() if make is None else make(Net())
     start(level, model, overrides={"second": "float"})
@@ -256,10 +292,54 @@ def test_deep_copies_compute_as_plain_models(level, make):
     twin = copy.deepcopy(model)
     plain = type(model).forward(twin.float(), X)
     assert torch.equal(twin(X), plain) and twin.second(X).dtype is FP32
-    assert make is copied_by_itself or is_plain(twin)
+    assert is_plain(twin)
     assert getattr(twin, "beside", "here") == "here"
     ampatch.deactivate()
     assert torch.equal(twin(X), plain) and is_plain(model)
+
+
+def cloned(module, attributes):
+    """As MAML libraries do: gradients go through the clones to the module's own parameters."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = attributes(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(clone)[name] = vars(clone)[name].copy()
+    for name, parameter in module._parameters.items():
+        clone._parameters[name] = parameter.clone()
+    for name, part in module._modules.items():
+        clone._modules[name] = cloned(part, attributes)
+    return clone
+
+
+ATTRIBUTES = [
+    lambda module: module.__dict__.copy(),
+    lambda module: dict(vars(module)),
+    lambda module: {**vars(module)},
+    lambda module: copy.copy(vars(module)),
+    lambda module: {name: vars(module)[name] for name in vars(module)},
+    lambda module: dict(zip(vars(module).keys(), vars(module).values(), strict=True)),
+]
+
+
+@LEVELS
+def test_clones_by_their_attributes_are_plain_models(level):
+    model, _ = start(level, overrides={} if level == "O3" else {"second": "float"})
+    model(X)
+    clones = [cloned(model, attributes) for attributes in ATTRIBUTES]
+    for _ in range(2):
+        for clone in clones:
+            assert is_plain(clone) and type(vars(clone)) is dict
+            x, (first, second) = X.to(clone.first.weight.dtype), clone.children()
+            inner = nn.functional.linear(x, first.weight, first.bias)
+            expected = nn.functional.linear(inner, second.weight, second.bias)
+            assert torch.equal(clone(x), expected) and torch.equal(second(inner), expected)
+            clone(x).sum().backward(retain_graph=True)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            with torch.no_grad():
+                second.bias.add_(1)
+        model.zero_grad()
+        ampatch.deactivate()
+    assert is_plain(model) and type(vars(model)) is dict
 
 
 @LEVELS
@@ -278,8 +358,9 @@ def test_a_copy_of_a_copy_and_what_is_left_after_the_session(level):
     assert torch.equal(twin(X), model(X)) and twin.seen == model.seen
     assert is_plain(pickle.loads(pickle.dumps(twin)))
     ampatch.deactivate()
-    assert torch.equal(twin(X), model(X)) and twin.seen[0] is FP32
+    assert is_plain(twin) and torch.equal(twin(X), model(X)) and twin.seen[0] is FP32
     assert torch.equal(copy.deepcopy(twin)(X), model(X))
+    torch.jit.script(copy.copy(nn.Sequential(twin.first)))
 
 
 def test_sessions_that_end_in_another_order_than_they_began():
@@ -327,7 +408,46 @@ def test_nothing_keeps_a_model_alive(level):
     assert weight() is None
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_submodules_that_come_and_go(level):
+    """Those that are none any more may go with the next forward; new ones are cast from outside."""
+    model, _ = start(level)
+    model(X), model.first(X)
+    gone = weakref.ref(model.first)
+    gc.disable()
+    try:
+        model.first = nn.Linear(4, 4).to(model.second.weight.dtype)
+        model(X)
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert model.first(X).dtype is (FP32 if level == "O2" else H)
+    ampatch.deactivate()
+    assert is_plain(model)
+
+
 # Compiled
+
+
+@pytest.mark.parametrize("how", ["model", "submodule", "caller"])
+def test_a_compiled_submodule_whose_forward_the_script_wraps(how):
+    """At O2 its call within the model's is a part of that: eager, traced, and by itself."""
+    results = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, _ = start("O2", Made(lambda self, x: (y := self.part(x)) + y**2, part=Net()))
+        part = model.part
+        part.forward = lambda *args, earlier=part.forward: earlier(*args)
+        call = model
+        if is_compiled:
+            {"model": model.compile, "submodule": part.compile, "caller": str}[how](
+                **({} if how == "caller" else {"backend": "eager"})
+            )
+            call = torch.compile(lambda x, model=model: model(x), backend="eager")
+        results.append([call(X) if how == "caller" else model(X) for _ in range(2)] + [part(X)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) and one.dtype is other.dtype
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import ampatch
 from ampatch import native
 from ampatch.models import lent_places
+from ampatch.native import loading
 
 A, B, C = object(), object(), object()
 
@@ -47,3 +52,22 @@ def test_small_inputs_within_the_limit_are_cast_in_one_call():
     assert copy_of(torch.ones(2, dtype=torch.float64)) is None
     with torch.no_grad():
         assert not copy_of(wanted).requires_grad
+
+
+def test_twins_in_python_and_cpp_name_each_other():
+    package, in_python = Path(ampatch.__file__).parent, set()
+    for path in package.rglob("*.py"):
+        if path.parent.name == "native" or "In C++: " not in path.read_text():
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            doc = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            for function, header in re.findall(r"In C\+\+: `(\w+)` of `(\w+\.h)`", doc or ""):
+                in_python.add((path.relative_to(package).as_posix(), node.name, header, function))
+    in_cpp, sources = set(), {name: text.decode() for name, text in loading.sources().items()}
+    twin = re.compile(r"In Python: `(?:\w+\.)?(\w+)` of `([\w/]+\.py)`\.\n(?: *//.*\n)*.*?(\w+)\(")
+    for header, text in sources.items():
+        for function, path, name in twin.findall(text):
+            in_cpp.add((path, function, header, name))
+    assert in_python == in_cpp
+    exported = set(re.findall(r'^    {"(\w+)"', sources["native.cpp"], re.MULTILINE))
+    assert exported - {name for *_, name in in_cpp} == {"watch"}  # it takes a list of observers

@@ -18,7 +18,7 @@ def test_each_row_of_the_table(scale_lives_on):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ampatch.initialize(model, optimizer, opt_level="O1", init_scale=1024.0, verbosity=0)
-    gradients = registry.table.managed(optimizer).gradients
+    gradients = registry.objects.managed(optimizer).gradients
     clean = State.UNSCALED if scale_lives_on == "host" else State.FOUND_INF  # nobody has read it
     met = []
 
@@ -62,14 +62,14 @@ def test_what_a_script_decides_about_stays_beside_the_state(zeroes):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ampatch.initialize(model, optimizer, opt_level="O1", init_scale=1024.0, verbosity=0)
-    gradients = registry.table.managed(optimizer).gradients
+    gradients = registry.objects.managed(optimizer).gradients
     loss = model(torch.ones(1, 2)).sum() * math.inf
     with ampatch.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()
-    assert gradients.state is State.READY and len(gradients.waiting) == 1
+    assert gradients.state is State.READY and len(gradients.pending_updates) == 1
     if zeroes:
         optimizer.zero_grad(set_to_none=False)
         assert gradients.state is State.READY
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer) is not zeroes
-    assert not gradients.waiting and ampatch.loss_scale() == 512.0
+    assert not gradients.pending_updates and ampatch.loss_scale() == 512.0

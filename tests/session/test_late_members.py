@@ -51,7 +51,7 @@ def train(models: list, optimizers: list) -> list[float]:
 
 
 def level_of(given):
-    return registry.table.session_of(given).properties.opt_level
+    return registry.objects.session_of(given).properties.opt_level
 
 
 @pytest.mark.parametrize("level, dtype", TYPES)
@@ -107,7 +107,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
     for error, says, add, given in (
         (ampatch.AmpatchError, "in the session of another", models, [good, elsewhere]),
         (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
-        (ampatch.AmpatchError, r"'0\.weight', a part of a DTensor", models, [good, sharded]),
+        (ampatch.AmpatchError, r"'0\.weight', a shard of a DTensor", models, [good, sharded]),
         (RuntimeError, "out of memory", models, [good, failing]),
         (TypeError, r"ampatch\.add_models\(models=\.\.\.\)", models, optimizer),
         (ampatch.AmpatchError, "has this Seq", partial(ampatch.add_models, to=build()), good),
@@ -120,7 +120,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
             add(given)
         for model in (good, sharded, failing):
             assert model[0].weight.dtype is torch.float32 and "forward" not in vars(model)
-        assert "step" not in vars(part) and registry.table.session_of(part) is None
+        assert "step" not in vars(part) and registry.objects.session_of(part) is None
     train([first], [optimizer])
 
 

@@ -123,7 +123,7 @@ def failing(name):
 @pytest.mark.parametrize("part", ["uninstall", "finish"])
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(level=level) for _ in range(3)], strict=True)
-    failed = registry.table.managed(optimizers[1])
+    failed = registry.objects.managed(optimizers[1])
     if part == "finish":  # of gradients that wait scaled
         fails = {id(failed.gradients): failing(part)}
         found = managed_optimizer.finish
@@ -156,9 +156,11 @@ def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
 def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[start() for _ in range(3)], strict=True)
     for number, model in enumerate(models[:2]):
-        monkeypatch.setattr(registry.table.managed(model), "uninstall", failing(f"model {number}"))
+        monkeypatch.setattr(
+            registry.objects.managed(model), "uninstall", failing(f"model {number}")
+        )
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
-    with pytest.raises(kind, match="2 parts could not be undone"):
+    with pytest.raises(kind, match="2 changes could not be undone"):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions
     assert not models[2]._forward_hooks and "step" not in vars(optimizers[0])
@@ -176,7 +178,7 @@ def test_errors_of_a_python_without_groups(monkeypatch):
 def test_ctrl_c_wins(monkeypatch):
     for strike in (mock.Mock(side_effect=KeyboardInterrupt), failing("model")):
         model, _ = start()
-        monkeypatch.setattr(registry.table.managed(model), "uninstall", strike)
+        monkeypatch.setattr(registry.objects.managed(model), "uninstall", strike)
     with pytest.raises(KeyboardInterrupt):
         ampatch.deactivate()
     assert is_plain() and not registry.sessions

@@ -133,7 +133,10 @@ def test_each_way_to_end_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (TRAINING + INITIALIZE, "took no step: of an optimizer that was given to ampatch.initial"),
+        (
+            TRAINING + INITIALIZE,
+            "took no step: the optimizer that ampatch.initialize was given never",
+        ),
         (
             TRAINING + INITIALIZE.replace("loss_scale=1.0", "enabled=False") + "\n    step()\n",
             "no training: calls ampatch.initialize with enabled=False",

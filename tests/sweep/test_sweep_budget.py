@@ -13,11 +13,11 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
-from ampatch.sweep.kinds import AMPATCH, Kind
+from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
-from ampatch.sweep.trial import BASE, Case
+from ampatch.sweep.trial import BASE, Case, Trial
 
 START, STEPS, MS = 4.0, 96, 87.0  # the digits example's: seconds of a process, steps, O0's step
 FAST = HalfTypes(
@@ -121,6 +121,31 @@ def test_a_first_run_that_started_cold_is_no_guess_for_the_others(monkeypatch):
     runs = machine.sweep(plan, [cold])
     assert set(whole(runs).values()) == {3} and len(whole(runs)) == 5
     assert seconds(runs) <= 4 * 60 * 1.25
+
+
+def test_the_first_plan_counts_no_imports_that_the_other_trials_find_done(monkeypatch):
+    machine = Machine(monkeypatch, FAST, 50)
+    plan = machine.plan(budget=4)
+    plan.fit(
+        [dataclasses.replace(machine.run(plan.trials[0], None), seconds=40 + START, imports=40)]
+    )
+    assert plan.amounts.answers_all(plan.wish) and "longer" not in plan.in_words()
+
+
+def test_o3_is_left_out_only_where_it_is_a_row_that_would_run(monkeypatch):
+    machine = Machine(monkeypatch, FAST, 50)
+    plan = machine.plan(budget=2.1)
+    runs = machine.sweep(plan)
+    assert "Left out: O3, " in plan.left_out()
+    failed = machine.run(Trial(Case("O3", "bfloat16")), 1)
+    failed.measured.skipped = []  # it took no step: other seeds of it are not run
+    plan.fit([*runs, failed])
+    assert "Left out: " in plan.left_out() and "O3" not in plan.left_out()
+    for budget in (1, 1.1, 1.2, 1.3, 1.4):
+        plain = Plan(SweepOptions(budget=budget), None)
+        plain.recognize(Kind(NO_AMP))
+        machine.sweep(plain, most=1)
+        assert plain.left_out() and "O3" not in plain.left_out()
 
 
 def test_no_second_o0_is_run_of_a_round_that_is_over(monkeypatch):

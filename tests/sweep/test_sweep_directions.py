@@ -15,7 +15,7 @@ from ampatch.sweep.report.margin import at_worst
 from ampatch.sweep.report.recommendation import not_shown, recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
-from ampatch.sweep.report.table import columns, notes
+from ampatch.sweep.report.table import notes, table
 from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import BASE, Case, Trial
 from ampatch.tune.verdict import TuneError, passes, row_of
@@ -137,8 +137,7 @@ def test_a_row_that_differs_without_a_direction_is_not_named_for_its_memory():
 def test_table_and_files_say_the_direction_of_each_metric(tmp_path):
     others = {"spam": Series([40], [1.0]), "top1": Series([40], [0.5])}
     results = made_sweep(tmp_path, runs_of("logloss", UP, first=others))
-    titles = [column.title for column in columns(results.rows)]
-    assert {"? spam", "↑ top1", "↓ logloss"} < set(titles)
+    assert {"? spam", "↑ top1", "↓ logloss"} < set(table(results.rows).columns)
     explained = notes(results.rows)
     assert "; ↓: lower is better; ↑: higher is better" in explained[0]
     assert "(spam)" in explained[1] and "--better spam=lower" in explained[1]
@@ -152,7 +151,7 @@ def test_table_and_files_say_the_direction_of_each_metric(tmp_path):
     judged = [line["judged_better"] for line in csv.DictReader(io.StringIO(as_csv(results)))]
     assert judged == ["", ""]  # O0 is not compared, and of spam it is not known
     given = summarize(runs_of("spam", UP), better={"spam": "lower"})
-    assert "↓ spam" in [column.title for column in columns(given)]
+    assert "↓ spam" in table(given).columns
     assert "--better" not in "".join(notes(given))
 
 

@@ -84,31 +84,31 @@ def install(force: bool = False) -> None:
     """
     if is_installed():
         return
-    found = behind.find()
-    if found is None or (found.stays and force):
+    other = behind.find()
+    if other is None or (other.stays and force):
         install_before(())
-    elif found.stays:
+    elif other.stays:
         raise AmpatchError(
-            f"ampatch.compat.apex.install(): there is an apex at {found.path}, which would be "
+            f"ampatch.compat.apex.install(): there is an apex at {other.path}, which would be "
             "hidden. Uninstall it (pip uninstall apex), rename it if it is your own, or call "
             "install(force=True)."
         )
     else:
-        logger.warning(found.given_way())
-        install_before(found.folders)
+        logger.warning(other.message_of_replacement())
+        install_before(other.folders)
     show_where_nobody_does(True)  # as apex printed
 
 
 def install_unless_real() -> None:
     """`install()` without messages, if there is no other apex with an amp or of the user's own."""
-    found, were_shown = behind.find(), shows()
-    if found is None or not found.stays:
+    other, were_shown = behind.find(), shows()
+    if other is None or not other.stays:
         install()
         show_where_nobody_does(were_shown)
 
 
 def import_instead() -> None:
-    """Called by the package of `ampatch apex-path`: import ours, or the one that stays."""
+    """Called by the package of `ampatch apex-path`: import our apex, or the other one."""
     install_unless_real()
     show_where_nobody_does(True)
     with behind.without_folder():
@@ -116,13 +116,13 @@ def import_instead() -> None:
 
 
 def folders_behind() -> list[str] | None:
-    """The folders of the apex whose place ours has taken; None while ours is not installed."""
+    """The folders of the apex that ours replaces; None while ours is not installed."""
     finder = _finder()
     return None if finder is None else finder.behind.folders
 
 
 def install_before(folders: Sequence[str]) -> None:
-    """Register ours, whatever else there is; what it lacks is found in `folders`."""
+    """Register ours, even if there is another apex; `folders` have the submodules that it lacks."""
     others = behind.Behind(folders)
     # apex's compiled modules have names of their own, and installed ones are not hidden.
     missing = {name: has for name, has in kernels.contents().items() if not _is_importable(name)}

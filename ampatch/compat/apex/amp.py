@@ -8,14 +8,15 @@ tensors, `Tensor.cpu()` returns FP32, and so on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ampatch
 from ampatch import (
@@ -30,7 +31,7 @@ from ampatch import (
 )
 
 from ...session import facade as engine
-from ...types import AnyOptimizer, DtypeName, Models, Optimizers, OptLevel
+from ...types import AnyOptimizer, Models, Optimizers, OptLevel
 from . import lists
 from .scaler import UPDATE_SCALE, LossScaler
 from .state import Stash, _amp_state, scaler_in_use, scaling_sessions
@@ -72,50 +73,40 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...  # fmt: skip
 
 
-def initialize(
-    models: nn.Module | Sequence[nn.Module],
-    optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None, enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    cast_model_type: torch.dtype | DtypeName | Literal[False] | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | Literal["True", "False"] | None = None,
-    master_weights: bool | None = None, loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | DtypeName | None = None, num_losses: int = 1,
-    verbosity: int = 1, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
-) -> Any:  # fmt: skip
+_INITIALIZE = inspect.signature(ampatch.initialize)
+_INITIALIZE = _INITIALIZE.replace(  # apex's arguments are those that may be positional
+    parameters=[p for p in _INITIALIZE.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+)
+
+
+def initialize(*args: Any, **settings: Any) -> Any:
     """`ampatch.initialize` with apex's signature and tables.
 
     It also behaves like apex at O1 and with several optimizers (`docs/from_apex.md`).
     Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which scripts use,
     until their session closes.
     """
+    call = _INITIALIZE.bind(*args, **settings)
     engine.edit_tables(lists.edits())
     with engine.with_apex_tables():
-        result = ampatch.initialize(
-            *(models, optimizers, enabled, opt_level, cast_model_type, patch_torch_functions),
-            *(keep_batchnorm_fp32, master_weights, loss_scale, cast_model_outputs, num_losses),
-            *(verbosity, min_loss_scale, max_loss_scale),
-            allow_banned=False,
-            patch_scope="process",
-        )
+        options = {"allow_banned": False, "patch_scope": "process"}
+        result = ampatch.initialize(*call.args, **call.kwargs, **options)
     session = engine.open_sessions()[-1]
-    _amp_state.verbosity = verbosity
+    _amp_state.verbosity = call.arguments.get("verbosity", 1)
     if session.properties.enabled:
         for managed in session.optimizers:
             _put_stash(managed.optimizer)
     return result
 
 
-def init(
-    enabled: bool = True,
-    loss_scale: float | str = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> Handle:
+initialize.__signature__ = _INITIALIZE  # type: ignore[attr-defined]
+
+
+@functools.wraps(ampatch.init)
+def init(*args: Any, **kwargs: Any) -> Handle:
     """`ampatch.init`; edits of `amp.lists` count here too."""
     engine.edit_tables(lists.edits())
-    return ampatch.init(enabled, loss_scale, enable_caching, verbose, allow_banned)
+    return ampatch.init(*args, **kwargs)
 
 
 def scale_loss(
@@ -124,24 +115,24 @@ def scale_loss(
 ) -> AbstractContextManager[Tensor]:  # fmt: skip
     """`ampatch.scale_loss`.
 
-    At O2 the first block after a step begins without gradients: see `Stash.begin_block`.  As in
-    apex, a block asks the scaler's `update_scale` as it ends, where a script has replaced
-    that: the scale is as it has left it, and what it returns says whether the next step is skipped.
+    At O2 the first block after a step begins without gradients: see `Stash.begin_block`.  Where a
+    script has replaced the scaler's `update_scale`, the block calls the replacement as it ends, as
+    in apex: this alone moves the scale, and returns whether the next step is skipped.
     """
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    scaler = scaler_in_use(engine.session_of(given[0]) if given else None, loss_id)
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    scaler = scaler_in_use(engine.session_of(listed[0]) if listed else None, loss_id)
     asks = None if scaler is None else getattr(scaler.update_scale, "__func__", None)
     is_asked = scaler is not None and asks is not UPDATE_SCALE and not delay_unscale
     block = ampatch.scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
         delay_overflow_check=delay_overflow_check or is_asked,
     )
-    for stash in [one._amp_stash for one in given if hasattr(one, "_amp_stash")]:
+    for stash in [o._amp_stash for o in listed if hasattr(o, "_amp_stash")]:
         stash.begin_block()
     if scaler is None:
         return block
     scaler.begin_block()
-    return _asking(block, scaler, given) if is_asked and not delay_overflow_check else block
+    return _asking(block, scaler, listed) if is_asked and not delay_overflow_check else block
 
 
 @contextlib.contextmanager
@@ -153,29 +144,33 @@ def _asking(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterat
 
 def state_dict() -> dict[str, dict[str, Any]]:
     """The loss scalers of `_amp_state.loss_scalers`, as `ampatch.state_dict` of one session."""
-    return {name: one.state_dict() for name, (one, _) in _scalers().items()}
+    return {name: scaler.state_dict() for name, (scaler, _) in _scalers().items()}
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
     """As `ampatch.load_state_dict`, for the scalers of `state_dict`.
 
-    apex's list has the scalers of one `initialize` alone, which serve all optimizers: a scaler that
-    a checkpoint does not name takes the entry with its number within its own session.
+    apex's list has the scalers of one `initialize`, which serve all optimizers: a scaler without an
+    entry in a checkpoint takes the entry of its number within its own session.
     """
     scalers = _scalers()
     if isinstance(state, dict):
         known = {name: own for name, (_, own) in scalers.items() if name not in state}
         state = state | {name: state[own] for name, own in known.items() if own in state}
-    engine.load_entries({name: one for name, (one, _) in scalers.items()}, state)
+    engine.load_entries({name: scaler for name, (scaler, _) in scalers.items()}, state)
 
 
 def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
     """The scalers in use by their names, with their names within their sessions."""
     if len(engine.open_sessions()) > 1:
-        gc.collect()  # optimizers of earlier folds are in cycles with what manages them
+        gc.collect()  # optimizers of earlier folds are in reference cycles
     sessions = scaling_sessions() or ampatch.state_dict()  # an error: there is none
-    found = [(one, f"loss_scaler{n}") for own in sessions for n, one in enumerate(own.scalers)]
-    return {f"loss_scaler{n}": pair for n, pair in enumerate(found)}
+    pairs = [
+        (scaler, f"loss_scaler{n}")
+        for session in sessions
+        for n, scaler in enumerate(session.scalers)
+    ]
+    return {f"loss_scaler{n}": pair for n, pair in enumerate(pairs)}
 
 
 _ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")
@@ -192,7 +187,7 @@ def _lazy_init(optimizer: Any) -> None:
 
 
 class Cleaner:
-    """Observer that tells the stash of steps, and removes what `initialize` put on optimizers."""
+    """Observer: records steps in the stash, and removes the attributes put on optimizers."""
 
     def on_step(self, optimizer: Any, skipped: object) -> None:
         """Called after each step, also a skipped one."""

@@ -1,7 +1,7 @@
-"""amp_C, apex_C and fused_adam_cuda: apex's functions over tensors that scripts call by themselves.
+"""amp_C, apex_C and fused_adam_cuda: apex's functions on tensors, which scripts call directly.
 
 amp_C's functions compute in FP32 and round once.  `chunk_size` is accepted.  `noop_flag` becomes 1
-where norms and scaling meet what is not finite; the host does not wait for it.
+where norms and scaling meet an inf or NaN; the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ampatch.torch_private import foreach
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float
 ) -> None:
-    """`out = given * scale` for `[given, out]`, two lists; notes what is not finite in `given`."""
-    given, out = tensor_lists
-    filled = [tensor for tensor in given if tensor.numel()]
+    """`out = inputs * scale` for `[inputs, out]`, two lists; flags an inf or NaN in `inputs`."""
+    inputs, out = tensor_lists
+    filled = [tensor for tensor in inputs if tensor.numel()]
     if filled:
-        largest = torch.stack([one.float() for one in foreach.norm(filled, float("inf"))])
+        largest = torch.stack([norm.float() for norm in foreach.norm(filled, float("inf"))])
         noop_flag.masked_fill_((~largest.isfinite().all()).to(noop_flag.device), 1)
     if out:
-        foreach.copy_(out, foreach.mul(_wide(given), scale))
+        foreach.copy_(out, foreach.mul(_wide(inputs), scale))
 
 
 @torch.no_grad()
@@ -36,10 +36,10 @@ def multi_tensor_l2norm(
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """The norm of all numbers in `[tensors]`, one element; with `per_tensor` that of each too."""
-    (given,) = tensor_lists
-    if not given:
+    (tensors,) = tensor_lists
+    if not tensors:
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
-    each = torch.stack(list(foreach.norm(_wide(given))))
+    each = torch.stack(list(foreach.norm(_wide(tensors))))
     norm = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.masked_fill_(~norm.isfinite().all(), 1)
     return norm, each if per_tensor else each[:0]
@@ -101,7 +101,7 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Their numbers in one dimension, one tensor after the other; all are of one dtype."""
+    """The tensors' numbers in one dimension, one tensor after the other; all have one dtype."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

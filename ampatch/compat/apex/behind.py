@@ -1,10 +1,10 @@
-"""The apex that is imported where ours is not: has it an amp, and what of it stays reachable?
+"""Another apex on this machine: whether it has an amp, and which of its modules stay importable.
 
 Today's apex has kernels and no amp, and a folder without `__init__.py`, such as an empty git
-submodule, is a package of nothing.  Ours takes the place of both, and of whatever is installed
-under that name without an amp.  What ours lacks comes from the one behind it: its submodules by
-the `__path__` of ours, its names by their modules.  A module or package of the user's own that
-happens to be called apex stays.
+submodule, is an empty package.  Ours replaces both, and any installed package of that name without
+an amp.  Modules and names that ours lacks still come from the other one: its submodules by the
+`__path__` of ours, its names by their modules.  A module or package of the user's own that is
+called apex stays.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NVIDIA_S = ("contrib", "multi_tensor_apply", "normalization")
 
 
 @dataclass(frozen=True)
-class Found:
-    """An apex that is not ours: where it is, and the folders of its submodules."""
+class OtherApex:
+    """An apex that is not ours, and the folders of its submodules."""
 
     path: str
     folders: tuple[str, ...]
@@ -37,18 +37,18 @@ class Found:
 
     @property
     def stays(self) -> bool:
-        """Whether ours leaves it alone: it has an amp, or it is the user's own."""
+        """Whether ours does not replace it: it has an amp, or it is the user's own."""
         return self.has_amp or self._is_own
 
     @property
     def _is_own(self) -> bool:
-        """It has code, pip did not put it there, and NVIDIA's has other parts."""
+        """Whether it has code, is not installed by pip, and lacks the packages of NVIDIA's."""
         if self.is_namespace or _INSTALLED.intersection(Path(self.path).parts):
             return False
         return not any(os.path.isdir(os.path.join(*at)) for at in product(self.folders, _NVIDIA_S))
 
-    def given_way(self) -> str:
-        """What is said where ours takes its place."""
+    def message_of_replacement(self) -> str:
+        """The log message where ours replaces it."""
         if self.is_namespace:
             return (
                 f"ampatch's apex takes the place of {self.path}, which has no __init__.py and no "
@@ -74,8 +74,8 @@ def without_folder() -> Iterator[None]:
         sys.path[:] = searched
 
 
-def find() -> Found | None:
-    """The apex that is imported, or would be, while ours is not installed."""
+def find() -> OtherApex | None:
+    """The apex that is, or would be, imported while ours is not installed."""
     loaded = sys.modules.get("apex")
     with without_folder():
         spec = importlib.util.find_spec("apex") if loaded is None else loaded.__spec__
@@ -84,7 +84,7 @@ def find() -> Found | None:
     folders = tuple(spec.submodule_search_locations or ())
     is_namespace = spec.origin is None
     path = ", ".join(folders) if is_namespace else str(spec.origin)
-    return Found(path, folders, is_namespace, _has_amp(spec, folders))
+    return OtherApex(path, folders, is_namespace, _has_amp(spec, folders))
 
 
 def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:

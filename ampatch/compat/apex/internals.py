@@ -16,7 +16,7 @@ __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "
 
 
 class AmpModule(ModuleType):
-    """`apex.amp.amp`, whose `_DECORATOR_HANDLE` is the handle in force, or None."""
+    """`apex.amp.amp`, whose `_DECORATOR_HANDLE` is the active handle, or None."""
 
     @property
     def _DECORATOR_HANDLE(self) -> Any:  # apex's name
@@ -38,7 +38,7 @@ def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     return engine.map_tensors(value, fn)
 
 
-def check_models(given: Iterable[Any]) -> None:
+def check_models(models: Iterable[Any]) -> None:
     """Does nothing: `initialize` checks what it is given, and accepts half models."""
 
 

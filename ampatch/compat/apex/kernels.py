@@ -1,7 +1,7 @@
 """apex's compiled modules: which a program can import, and why.
 
-Programs ask "is the kernel there?" by an import, and believe the answer.  So a module is here if
-its functions compute, and has only those; the import of another one fails, and says what to use.
+Programs import a module to find out whether a kernel is there.  So a module is here if its
+functions compute, and has only those; the import of another one fails, and says what to use.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 def contents() -> dict[str, SimpleNamespace]:
     """The contents of the modules, by name."""
-    made = {}
+    modules = {}
     for module, (functions, _) in HERE.items():
         missing = LOOKED_UP.split() if module == "amp_C" else ()
         names = {name: _missing(f"{module}.{name}") for name in missing} | functions
-        made[module] = SimpleNamespace(**names, __all__=sorted(names), __doc__=None)
-    return made
+        modules[module] = SimpleNamespace(**names, __all__=sorted(names), __doc__=None)
+    return modules

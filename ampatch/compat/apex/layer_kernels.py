@@ -33,7 +33,7 @@ def _norm(is_rms: bool, is_mixed: bool, x: Tensor, shape: Any, *rest: Any) -> li
     for combine, param in zip((torch.mul, torch.add), affine):
         out = combine(out, param.float().reshape(-1))
     out = out.to(affine[0].dtype if is_mixed else x.dtype).view_as(x)
-    return [out, *(one.view(-1) for one in (mean, invvar)[is_rms:])]
+    return [out, *(statistic.view(-1) for statistic in (mean, invvar)[is_rms:])]
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def _norm_backward(is_rms: bool, count: int, grad: Tensor, *rest: Any) -> Any:
     away = away if is_rms else away - inner.mean(1, keepdim=True)
     of_x = (away * invvar).to(x.dtype).view_as(x)
     sums = ((grads * rows).sum(0), grads.sum(0))
-    of_params = [one.to(param.dtype).view_as(param) for one, param in zip(sums, params)]
+    of_params = [total.to(param.dtype).view_as(param) for total, param in zip(sums, params)]
     return [of_x, *of_params] if count else of_x
 
 

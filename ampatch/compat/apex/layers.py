@@ -38,13 +38,17 @@ class MLP(nn.Module):
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = bias
         self.activation = activation
-        for n, (given, made) in enumerate(zip(self.mlp_sizes[:-1], self.mlp_sizes[1:])):
-            self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(made, given)))
+        for n, (in_features, out_features) in enumerate(
+            zip(self.mlp_sizes[:-1], self.mlp_sizes[1:])
+        ):
+            self.register_parameter(
+                f"weight_{n}", nn.Parameter(torch.empty(out_features, in_features))
+            )
             if bias:
-                self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(made)))
+                self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(out_features)))
         self.reset_parameters()
 
-    # Read anew each time: in a forward at O2 half copies stand in the parameters' places.
+    # Read anew each time: in a forward at O2 half copies are in the parameters' slots.
 
     @property
     def weights(self) -> list[Tensor]:

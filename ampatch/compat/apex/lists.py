@@ -25,7 +25,7 @@ _NAMESPACES = {
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
 }
-_PARTS = {  # the tables' namespaces, by the namespace that users know
+_TABLE_NAMESPACES = {  # the tables' namespaces, by the namespace that users know
     "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
     "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
@@ -43,7 +43,7 @@ _RULES = {
     Rule.PROMOTE: Rule.PROMOTE,
 }
 # Functions of torch.nn.functional that call functions of the tables.
-_WHOLE = {
+_COMPOSITES = {
     "torch.nn.functional": "cross_entropy ctc_loss grid_sample local_response_norm "
     "multilabel_soft_margin_loss normalize softmin"
 }
@@ -51,14 +51,14 @@ _WHOLE = {
 
 def contents() -> dict[str, Any]:
     """The contents of new modules by name: `MODULE` and the lists."""
-    made: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for title, namespace in _NAMESPACES.items():
         values = {name: list(names) for name, names in _initial(namespace).items()}
         values["MODULE"] = _resolve(namespace)
-        made[f"{PREFIX}.{title}"] = SimpleNamespace(
+        modules[f"{PREFIX}.{title}"] = SimpleNamespace(
             **values, __all__=list(values), __doc__=f"The functions of {namespace} and their rules."
         )
-    return made
+    return modules
 
 
 def edits() -> list[tuple[str, str, Rule | None]]:
@@ -67,7 +67,7 @@ def edits() -> list[tuple[str, str, Rule | None]]:
     Raises `AttributeError` for a name that its module lacks, `AmpatchError` for a new
     entry in `BANNED_FUNCS`.
     """
-    found = []
+    changes = []
     for title, namespace in _NAMESPACES.items():
         module = sys.modules.get(f"{PREFIX}.{title}")
         if module is None:
@@ -76,8 +76,8 @@ def edits() -> list[tuple[str, str, Rule | None]]:
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) is not now.get(name):
                 _check(title, namespace, name, now.get(name))
-                found.append((namespace, name, now.get(name)))
-    return found
+                changes.append((namespace, name, now.get(name)))
+    return changes
 
 
 def _check(title: str, namespace: str, name: str, rule: Rule | None) -> None:
@@ -110,18 +110,21 @@ def _initial(namespace: str) -> dict[str, list]:
         if hasattr(owner, name) and not any(name in names for names in lists.values()):
             lists[target].append(name)
     lists["BANNED_FUNCS"] = [
-        (name, row.why) for row in BANNED if row.where in _PARTS[namespace] for name in row.names
+        (name, row.why)
+        for row in BANNED
+        if row.where in _TABLE_NAMESPACES[namespace]
+        for name in row.names
     ]
     return lists
 
 
 def _rows(namespace: str) -> Iterator[tuple[str, Rule]]:
     for row in (*APEX, *WHITELIST, *BLACKLIST, *PROMOTE):
-        if row.where in _PARTS[namespace] and row.rule in _RULES:
+        if row.where in _TABLE_NAMESPACES[namespace] and row.rule in _RULES:
             for name in row.names:
                 if not name.startswith("_") or name.startswith("__"):
                     yield name, _RULES[row.rule]
-    for name in _WHOLE.get(namespace, "").split():
+    for name in _COMPOSITES.get(namespace, "").split():
         yield name, Rule.FLOAT
 
 

@@ -1,4 +1,4 @@
-"""apex.multi_tensor_apply: what hands lists of tensors to the functions of amp_C."""
+"""apex.multi_tensor_apply: calls the functions of amp_C with lists of tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
 
-    `available` is True: scripts that ask refuse to start without, and then call functions that
-    `amp_C` has.  Those that it does not have are errors at their call.
+    `available` is True: scripts that ask for it refuse to start otherwise.  A call of a function
+    that `amp_C` does not have is an error.
     """
 
     available = True

@@ -66,7 +66,7 @@ REPLACEMENTS = {
     "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
     "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
 }
-"""What to use in the place of names that begin so."""
+"""What to use instead of names that begin so."""
 
 
 def replacement(name: str) -> str | None:

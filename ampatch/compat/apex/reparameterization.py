@@ -20,13 +20,13 @@ def apply_weight_norm(
     As in apex, embeddings and parameters of one dimension are left out.  `hook_child` is accepted:
     a parametrization is on the module that has the parameter.
     """
-    names = [name] if name else [found for found, _ in module.named_parameters()]
-    for place in [found for found in names if ".parametrizations." not in f".{found}"]:
-        part, own = _place(module, place)
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or getattr(part, own).dim() < 2:
+    paths = [name] if name else [path for path, _ in module.named_parameters()]
+    for path in [path for path in paths if ".parametrizations." not in f".{path}"]:
+        owner, own = _slot(module, path)
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or getattr(owner, own).dim() < 2:
             continue
-        if not parametrize.is_parametrized(part, own):
-            weight_norm(part, own, dim)
+        if not parametrize.is_parametrized(owner, own):
+            weight_norm(owner, own, dim)
     return module
 
 
@@ -34,17 +34,17 @@ def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = Fal
     """Make it a plain parameter again, with its present value; "" or `remove_all`: all of them."""
     normed = weight_norm(nn.Linear(1, 1, device="meta"))  # which draws no numbers
     kind = type(normed.parametrizations.weight[0])
-    places = [_place(module, name)] if name and not remove_all else [
-        (part, own)
-        for part in module.modules()
-        for own, chain in getattr(part, "parametrizations", {}).items()
+    slots = [_slot(module, name)] if name and not remove_all else [
+        (owner, own)
+        for owner in module.modules()
+        for own, chain in getattr(owner, "parametrizations", {}).items()
         if isinstance(chain[0], kind)
     ]  # fmt: skip
-    for part, own in places:
-        parametrize.remove_parametrizations(part, own)
+    for owner, own in slots:
+        parametrize.remove_parametrizations(owner, own)
     return module
 
 
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _slot(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, own = name.rpartition(".")
     return module.get_submodule(path), own

@@ -23,27 +23,28 @@ _PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_l
 def _setting(name: str, default: Any, kind: type) -> Any:
     """A setting of a dynamic scaler under apex's name; a static one has none to change."""
 
-    def written(scaler: LossScaler, value: Any) -> None:
+    def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
             value = getattr(ScaleSettings, name) if value is None else kind(value)
             scaler._scaler.change("loss scaler", {name: value})
 
-    return property(lambda scaler: getattr(scaler._scaler.settings, name, default), written)
+    return property(lambda scaler: getattr(scaler._scaler.settings, name, default), set_value)
 
 
 class LossScaler:
-    """A loss scale under apex's names: one of its own, or (`of`) that of a session.
+    """A loss scale under apex's names: its own, or (`of`) that of a session.
 
-    After blocks with `delay_overflow_check=True` a script calls `update_scale()`, which alone moves
-    the scale, and the next step does not look at what they found.  It goes by `_overflow_buf` (int,
-    not 0 for an overflow), if the script has put one there, else by what blocks and `unscale` have
-    found.  A script may replace `update_scale` too: see `amp.scale_loss`.
+    After blocks with `delay_overflow_check=True` a script calls `update_scale()`.  That call alone
+    moves the scale, and the next step ignores the overflow of these blocks.  It reads the script's
+    `_overflow_buf` (int, not 0 for an overflow) if the script has set one, else the flags of blocks
+    and of `unscale`.  A script may replace `update_scale` too: see `amp.scale_loss`.
 
     Args:
         loss_scale: a number, or "dynamic".
-        init_scale, scale_factor, scale_window, min_loss_scale, max_loss_scale: of a dynamic scale:
-            where it begins, what it is divided by on overflow and multiplied by after
-            `scale_window` clean steps in a row, and its limits; None: 2**-24.
+        init_scale: the first dynamic scale.
+        scale_factor, scale_window: a dynamic scale is divided by the factor on overflow, and
+            multiplied by it after `scale_window` clean steps in a row.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale; None: 2**-24.
 
     Pickled it has apex's attributes: checkpoints of `FP16_Optimizer` hold this object.
     """
@@ -64,16 +65,16 @@ class LossScaler:
     @classmethod
     def of(cls, scaler: engine.Scaler, session: engine.Session) -> LossScaler:
         """The scaler of a session."""
-        made = cls.__new__(cls)
-        made._begin(scaler, weakref.ref(session))
-        return made
+        new = cls.__new__(cls)
+        new._begin(scaler, weakref.ref(session))
+        return new
 
     def _begin(self, scaler: Any, session: Callable[[], Any] = lambda: None) -> None:
         self._scaler = scaler
         self._session = session
         self._own_buffer: Tensor | None = None
-        self._given_buffer: Tensor | None = None  # by the script
-        self._was_told = False  # by the script, or by `update_scale`, of an overflow
+        self._script_buffer: Tensor | None = None  # by the script
+        self._overflow_set = False  # by the script, or by `update_scale`
         self._clean_steps = (0, -1)  # the script's number, and the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        """The scaler counts to below the interval; a script that counts by itself reaches it."""
+        """A script may set the interval itself, which the scaler's own count never reaches."""
         self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
         self._clean_steps = (value, self._scaler.generation)
 
@@ -126,18 +127,18 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._was_told or (self._given_buffer is None and self._blocks_overflowed())
+        return self._overflow_set or (self._script_buffer is None and self._blocks_overflowed())
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._was_told = bool(value)
+        self._overflow_set = bool(value)
         if not value and self.dynamic:
             self._scaler.forget_overflow()
 
     @property
     def _overflow_buf(self) -> Tensor:
-        if self._given_buffer is not None:
-            return self._given_buffer
+        if self._script_buffer is not None:
+            return self._script_buffer
         if self._own_buffer is None:
             self._own_buffer = torch.zeros(1, dtype=torch.int)
         if self._blocks_overflowed():
@@ -146,46 +147,46 @@ class LossScaler:
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
-        self._given_buffer = None if value is self._own_buffer else value
+        self._script_buffer = None if value is self._own_buffer else value
 
     def _blocks_overflowed(self) -> bool:
         return self.dynamic and self._scaler.has_overflow()
 
     def begin_block(self) -> None:
-        """A `scale_loss` block begins: as in apex, it notes its overflow anew."""
-        self._was_told = False
-        for buffer in (self._own_buffer, self._given_buffer):
+        """A `scale_loss` block begins: as in apex, earlier overflow is forgotten."""
+        self._overflow_set = False
+        for buffer in (self._own_buffer, self._script_buffer):
             if buffer is not None:
                 buffer.zero_()
 
     def clear_overflow_state(self) -> None:
-        """Forget what was noted."""
+        """Forget all overflow."""
         self.begin_block()
         self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """React to one step; returns whether the script is to leave it out.  Waits."""
+        """Update the scale after one step; returns whether the script is to skip it.  Waits."""
         if not self.dynamic:
             return False
-        self._was_told = self._has_overflow or bool(self._overflow_buf.item())
+        self._overflow_set = self._has_overflow or bool(self._overflow_buf.item())
         if self._scaler.has_reacted_unasked:  # the step came before this call
             self._scaler.has_reacted_unasked = False
-            return self._was_told
+            return self._overflow_set
         if (session := self._session()) is not None:
             engine.drop_findings(session, self._scaler)
-        self._scaler.update([self._was_told])
-        return self._was_told
+        self._scaler.update([self._overflow_set])
+        return self._overflow_set
 
     def decide(self, optimizers: Sequence[Any]) -> None:
-        """Have `update_scale`, which the script has replaced, say whether to skip the next step."""
+        """Call the script's own `update_scale`, and skip the next step if it returns True."""
         session: Any = self._session()
         engine.drop_findings(session, self._scaler)
         if self.update_scale():
             for managed in session.optimizers:
-                if any(managed.optimizer is one for one in optimizers):
-                    managed.gradients.note(True, self._scaler)
+                if any(managed.optimizer is optimizer for optimizer in optimizers):
+                    managed.gradients.record(True, self._scaler)
         if self.dynamic:
-            self._scaler.update([])  # has been done by the script
+            self._scaler.update([])  # the script has moved the scale
 
     def unscale(
         self,

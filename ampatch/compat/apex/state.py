@@ -1,8 +1,8 @@
 """apex.amp._amp_state: apex's private state for scripts that read and write it.
 
-As in apex entry 0 of `loss_scalers` is of the newest `initialize` with an optimizer; those of
-earlier sessions that are in use follow.  All else is a view of the session that `initialize` has
-opened last.  Attributes that apex sets there are missing before it, as `hasattr` is to say.
+As in apex, entry 0 of `loss_scalers` belongs to the newest `initialize` with an optimizer; those of
+earlier sessions in use follow.  All other attributes show the session opened last.  Attributes that
+apex's `initialize` sets are missing before it, because scripts ask `hasattr`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AmpState:
     def loss_scalers(self) -> list[LossScaler]:
         """One per loss; `_amp_state.loss_scalers[0]._loss_scale = 2.0**20` takes effect."""
         self._session("loss_scalers")
-        return [one for session in scaling_sessions() for one in scalers_of(session)]
+        return [scaler for session in scaling_sessions() for scaler in scalers_of(session)]
 
     @property
     def opt_properties(self) -> Properties:
@@ -62,7 +62,7 @@ class AmpState:
         sessions = engine.open_sessions()
         if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return ([one for one in sessions if one.handle is None] or sessions)[-1]
+        return ([session for session in sessions if session.handle is None] or sessions)[-1]
 
 
 _ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()` came after them
@@ -71,8 +71,8 @@ _ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()`
 def scaling_sessions() -> list[engine.Session]:
     """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
     sessions = engine.scaling_sessions()[::-1]
-    sessions = [one for one in sessions if one.handle is None or one.optimizers] or sessions
-    return [one for one in sessions if one is sessions[0] or one not in _ended]
+    sessions = [s for s in sessions if s.handle is None or s.optimizers] or sessions
+    return [s for s in sessions if s is sessions[0] or s not in _ended]
 
 
 _scalers: weakref.WeakKeyDictionary[engine.Session, dict[int, LossScaler]]
@@ -163,19 +163,19 @@ class Stash:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def begin_block(self) -> None:
-        """A `scale_loss` block begins: at O2 what a step has used is gone, as in apex.
+        """A `scale_loss` block begins: at O2 drop gradients that a step has used, as in apex.
 
         There each step dropped the gradients of masters, and the next block those of the model's
-        half weights.  FP32 ones, as of BatchNorm, accumulate.
+        half weights.  Gradients of FP32 weights, as of BatchNorm, accumulate.
         """
         session = engine.session_of(self._optimizer) if self.has_stepped else None
         self.has_stepped = False
         used = [param for param in self.all_fp32_from_fp32_params if param.grad is not None]
-        if session is None or not session.properties.lends_weights or not used:
+        if session is None or not session.properties.uses_half_copies or not used:
             return
         kept = BATCH_NORMS if session.properties.keep_batchnorm_fp32 else ()
-        modules = [module for one in session.models for module in one.model.modules()]
-        own = [one.parameters(recurse=False) for one in modules if not isinstance(one, kept)]
+        modules = [m for managed in session.models for m in managed.model.modules()]
+        own = [m.parameters(recurse=False) for m in modules if not isinstance(m, kept)]
         was_half = set(map(id, chain.from_iterable(own)))
         for param in used:
             if id(param) in was_half:

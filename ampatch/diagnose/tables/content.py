@@ -109,10 +109,10 @@ def _is_like(where: str, name: str, pattern: str | None) -> bool:
     """Whether a name contains `pattern`, or matches it if it has wildcards."""
     if pattern is None:
         return True
-    whole = f"{where}.{name}"
+    path = f"{where}.{name}"
     if any(sign in pattern for sign in "*?["):
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(whole, pattern)
-    return pattern in whole
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(path, pattern)
+    return pattern in path
 
 
 def is_missing(where: str, name: str) -> bool:

@@ -75,15 +75,15 @@ def from_apex(row: Row) -> str:
     """How apex treated the functions of a row differently, or nothing."""
     if row.native:
         return ""
-    found: dict[str, list[str]] = {}
+    names_by_difference: dict[str, list[str]] = {}
     for name in row.names:
         rule = None if row.where in _NEWER else _RULE_OF.get(name)
         if rule is not _plain(row.rule):
-            said = "left alone" if rule is None else f"under {rule.value}"
-            found.setdefault(said, []).append(name)
+            difference = "left alone" if rule is None else f"under {rule.value}"
+            names_by_difference.setdefault(difference, []).append(name)
     return "; ".join(
-        said if len(names) == len(row.names) else f"{said}: {' '.join(names)}"
-        for said, names in found.items()
+        difference if len(names) == len(row.names) else f"{difference}: {' '.join(names)}"
+        for difference, names in names_by_difference.items()
     )
 
 

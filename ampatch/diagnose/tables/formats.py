@@ -36,8 +36,8 @@ The first two tables have apex's names. This page is made by `ampatch tables --f
 """
 
 
-def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str:
-    """Blocks of lines at most 88 wide; `whole` adds what is patched beside the tables."""
+def write_text(entries: Iterable[Entry], missing: list[str], is_complete: bool) -> str:
+    """Blocks of lines at most 88 wide; `is_complete` adds what is patched beside the tables."""
     lines: list[str] = []
     shown = None
     for entry in entries:
@@ -45,7 +45,7 @@ def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str
             lines += [_fill(f"{entry.table}: {TITLES[entry.table]}", 0), ""]
             shown = entry.table
         lines += [_text(entry), ""]
-    if whole:
+    if is_complete:
         lines += ["BESIDE THE TABLES", ""]
         lines += [f"{where}.{name}\n{_fill(why, 2)}\n" for (where, name), why in PARTS.items()]
     lacks = ", ".join(missing) if missing else "nothing of these"
@@ -54,15 +54,15 @@ def write_text(entries: Iterable[Entry], missing: list[str], whole: bool) -> str
 
 def _text(entry: Entry) -> str:
     native = "; PyTorch does this itself" if entry.native else ""
-    parts = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
-    parts.append(_fill(entry.why, 2))
+    lines = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
+    lines.append(_fill(entry.why, 2))
     for other in ("autocast", "apex"):
-        said = getattr(entry, other)
-        if said:
-            parts.append(_fill(f"{other}: {said}", 2))
+        difference = getattr(entry, other)
+        if difference:
+            lines.append(_fill(f"{other}: {difference}", 2))
     if entry.missing:
-        parts.append(_fill(f"missing in this torch: {' '.join(entry.missing)}", 2))
-    return "\n".join(parts)
+        lines.append(_fill(f"missing in this torch: {' '.join(entry.missing)}", 2))
+    return "\n".join(lines)
 
 
 def _fill(text: str, indent: int) -> str:
@@ -73,24 +73,24 @@ def _fill(text: str, indent: int) -> str:
 
 
 def write_markdown(entries: Iterable[Entry]) -> str:
-    """The whole of `docs/op_tables.md`."""
+    """The text of `docs/op_tables.md`."""
     by_table: dict[str, list[Entry]] = {}
     for entry in entries:
         by_table.setdefault(entry.table, []).append(entry)
-    parts = [_HEAD]
-    parts.append("| rule | |\n|---|---|")
-    parts += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
+    lines = [_HEAD]
+    lines.append("| rule | |\n|---|---|")
+    lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
-        parts.append(f"\n## {table}\n\n{TITLES[table]}\n")
-        parts.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
+        lines.append(f"\n## {table}\n\n{TITLES[table]}\n")
+        lines.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
         groups: dict[tuple[str, str, str, str], list[Entry]] = {}
         for entry in rows:
             same = (entry.rule, entry.why, entry.autocast, entry.apex)
             groups.setdefault(same, []).append(entry)
-        parts += [_markdown(*same, group) for same, group in groups.items()]
-    parts.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
-    parts += [f"| `{where}.{name}` | {why} |" for (where, name), why in PARTS.items()]
-    return "\n".join(parts)
+        lines += [_markdown(*same, group) for same, group in groups.items()]
+    lines.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
+    lines += [f"| `{where}.{name}` | {why} |" for (where, name), why in PARTS.items()]
+    return "\n".join(lines)
 
 
 def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry]) -> str:
@@ -101,17 +101,17 @@ def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry])
         names = native + " ".join(f"`{name}`" for name in entry.names)
         where.setdefault(names, []).append(f"`{entry.where}`")
     functions = "; ".join(f"{names} of {', '.join(of)}" for names, of in where.items())
-    said = [text.replace("_", r"\_") for text in (why, autocast, apex)]
-    return f"| {' | '.join([rule, functions, *said])} |"
+    cells = [text.replace("_", r"\_") for text in (why, autocast, apex)]
+    return f"| {' | '.join([rule, functions, *cells])} |"
 
 
 def write_json(entries: Iterable[Entry], missing: list[str]) -> str:
     """An object: `torch` (version), `missing` (dotted names), `rows`, `beside`."""
     beside = [{"where": w, "name": n, "why": why} for (w, n), why in PARTS.items()]
-    found = {
+    content = {
         "torch": torch.__version__,
         "missing": missing,
         "rows": [dataclasses.asdict(entry) for entry in entries],
         "beside": beside,
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(content, indent=1)

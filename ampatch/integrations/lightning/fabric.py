@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wrapt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import ampatch
-
-from ..managed import Managed, checked
-from .packages import PACKAGES
-
-if TYPE_CHECKING:
-    import torch
-    from typing_extensions import Unpack
-
-    from ...types import HalfName, OptLevel, PluginSettings
+from .packages import PACKAGES, Plugin
 
 
-class AmpatchFabricPrecision(*(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
+class AmpatchFabricPrecision(Plugin, *(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
 
     Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.
@@ -35,22 +26,6 @@ class AmpatchFabricPrecision(*(each.fabric.plugins.Precision for each in PACKAGE
     Raises:
         TypeError, ValueError: a setting is unknown or wrong; the message names it.
     """
-
-    precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
-
-    def __init__(
-        self,
-        opt_level: OptLevel = "O1",
-        dtype: torch.dtype | HalfName = "float16",
-        **settings: Unpack[PluginSettings],
-    ) -> None:
-        super().__init__()
-        given = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._run = Managed(checked(type(self).__name__, given))
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
-        return f"{type(self).__name__}({given})"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage a module; its optimizers come when Fabric has set them up."""
@@ -66,26 +41,14 @@ class AmpatchFabricPrecision(*(each.fabric.plugins.Precision for each in PACKAGE
         with self._run.scaled(tensor) as scaled:
             scaled.backward(*args, **kwargs)
 
-    def main_params(self, optimizer: Any) -> Any:
-        """What the optimizer updates: its parameters."""
-        return ampatch.master_params(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scales."""
-        return self._run.scales
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with these loss scales."""
-        self._run.scales = state_dict
-
     def set_up(self, results: Any) -> None:
-        """Fabric has set these up: manage the optimizers among them."""
+        """Manage the optimizers among the results of Fabric's `setup`."""
         listed: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
-        wrapped: list[Any] = [one for one in listed if isinstance(one, Optimizer)]
-        self._run.add([one.optimizer for one in wrapped])
+        wrapped: list[Any] = [result for result in listed if isinstance(result, Optimizer)]
+        self._run.add([result.optimizer for result in wrapped])
 
 
-def _told(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _setup(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     results = original(*args, **kwargs)
     plugin = fabric.strategy.precision
     if isinstance(plugin, AmpatchFabricPrecision):
@@ -93,6 +56,6 @@ def _told(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) 
     return results
 
 
-for _package in PACKAGES:  # Fabric tells its plugin of modules only; it wraps optimizers silently
+for _package in PACKAGES:  # Fabric calls its plugin for modules only, not for optimizers
     for _name in ("setup", "setup_optimizers"):
-        wrapt.wrap_function_wrapper(_package.fabric.Fabric, _name, _told)
+        wrapt.wrap_function_wrapper(_package.fabric.Fabric, _name, _setup)

@@ -1,19 +1,29 @@
-"""Lightning's packages that are installed, and their base classes.
+"""Lightning's packages that are installed, their base classes, and what both plugins share.
 
 `lightning` and `pytorch_lightning` are the same code under two names, with separate classes: each
-Trainer takes plugins of its own package only.  A class that derives from the bases of both fits
-either.
+Trainer takes plugins of its own package only.  A class that derives from the bases of both works
+with either.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ampatch
+
+from ..managed import Managed, checked
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from ...types import HalfName, OptLevel, PluginSettings
 
 
 class Package(NamedTuple):
-    """The two modules of one of them."""
+    """The two modules of a package."""
 
     trainer: Any
     fabric: Any
@@ -21,7 +31,7 @@ class Package(NamedTuple):
 
 def installed() -> list[Package]:
     """The packages that are installed.  Raises `ImportError` if there is none."""
-    found = [
+    packages = [
         Package(importlib.import_module(trainer), importlib.import_module(fabric))
         for name, trainer, fabric in (
             ("lightning", "lightning.pytorch", "lightning.fabric"),
@@ -29,12 +39,44 @@ def installed() -> list[Package]:
         )
         if importlib.util.find_spec(name) is not None
     ]
-    if not found:
+    if not packages:
         raise ImportError(
             "ampatch.integrations.lightning: neither lightning nor pytorch_lightning is "
             'installed. Install one, version 2.2 or newer: pip install "ampatch[lightning]".'
         )
-    return found
+    return packages
 
 
 PACKAGES = installed()
+
+
+class Plugin:
+    """A precision plugin's settings, session and loss scales; stands before its base class."""
+
+    precision = "32-true"  # Lightning's name for the dtypes of models and optimizers seen outside
+
+    def __init__(
+        self,
+        opt_level: OptLevel = "O1",
+        dtype: torch.dtype | HalfName = "float16",
+        **settings: Unpack[PluginSettings],
+    ) -> None:
+        super().__init__()
+        options = {"opt_level": opt_level, "dtype": dtype, **settings}
+        self._run = Managed(checked(type(self).__name__, options))
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
+        return f"{type(self).__name__}({options})"
+
+    def main_params(self, optimizer: Any) -> Any:
+        """The parameters that the optimizer updates."""
+        return ampatch.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scales."""
+        return self._run.scales
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with these loss scales."""
+        self._run.scales = state_dict

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
-import ampatch
-
 from ...session import facade
-from ..managed import Managed, checked
-from .packages import PACKAGES
-
-if TYPE_CHECKING:
-    import torch
-    from typing_extensions import Unpack
-
-    from ...types import HalfName, OptLevel, PluginSettings
+from .packages import PACKAGES, Plugin
 
 
-class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
+class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains a LightningModule with ampatch: `Trainer(plugins=[AmpatchPrecision(opt_level="O2")])`.
 
     Args:
@@ -35,42 +26,27 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
         TypeError, ValueError: a setting is unknown or wrong; the message names it.
     """
 
-    precision = "32-true"  # Lightning's name of what model and optimizers look like from outside
-
-    def __init__(
-        self,
-        opt_level: OptLevel = "O1",
-        dtype: torch.dtype | HalfName = "float16",
-        **settings: Unpack[PluginSettings],
-    ) -> None:
-        super().__init__()
-        given = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._run = Managed(checked(type(self).__name__, given))
-        self._plain = PACKAGES[0].trainer.plugins.Precision
-        self._module: Any = None  # the managed one
-        self._is_compiled = False
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
-        return f"{type(self).__name__}({given})"
+    _plain = PACKAGES[0].trainer.plugins.Precision
+    _module: Any = None  # the managed one
+    _is_compiled = False
 
     # Begin and end
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage the LightningModule; its optimizers come with `connect`."""
-        found = [
+        packages = [
             package for package in PACKAGES if isinstance(module, package.trainer.LightningModule)
         ]
-        if not found or not _has_trainer(module):
+        if not packages or not _has_trainer(module):
             raise TypeError(
                 f"{self!r} was given to Fabric. It is for a Trainer. Write "
                 "Fabric(plugins=[AmpatchFabricPrecision(...)])."
             )
-        self._plain = found[0].trainer.plugins.Precision
+        self._plain = packages[0].trainer.plugins.Precision
         self._run.close()
         self._run.open(module)
         self._module = module
-        self._is_compiled = "training_step" in vars(module)  # what torch.compile made of it
+        self._is_compiled = "training_step" in vars(module)  # made by torch.compile
         return module
 
     def connect(
@@ -88,16 +64,16 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
     # Around one step
 
     def convert_input(self, data: Any) -> Any:
-        """The batch; in half for a half module that was compiled as a whole.
+        """The batch; in half for an O3 module whose `training_step` is compiled.
 
-        Elsewhere each part casts its own inputs, so that targets stay as they are.
+        Elsewhere each submodule casts its own inputs, so that targets stay unchanged.
         """
         if self._is_compiled:
             return apply_to_collection(data, Tensor, self._run.as_weights)
         return data
 
     def train_step_context(self) -> AbstractContextManager[None]:
-        """Around `training_step`: what it computes itself, as a loss, is outside the half model."""
+        """Around `training_step`, whose own code, such as the loss, is outside the half model."""
         if self._module is None:
             return nullcontext()
         return facade.in_step(self._module)
@@ -144,20 +120,6 @@ class AmpatchPrecision(*(each.trainer.plugins.Precision for each in PACKAGES)): 
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self._plain._clip_gradients(self, model, optimizer, *args, **kwargs)
-
-    def main_params(self, optimizer: Any) -> Any:
-        """What the optimizer updates: its parameters."""
-        return ampatch.master_params(optimizer)
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scales."""
-        return self._run.scales
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with these loss scales."""
-        self._run.scales = state_dict
 
 
 def _has_trainer(module: Any) -> bool:

@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the closure has the loss computed, and its gradients.
 
-torch's own optimizers, LBFGS apart, evaluate it once, before they move anything: what the closure
-and then `step()` do.  Other optimizers call it when and as often as they want, maybe at weights
-that they have moved, and could not go back after an overflow.  So they are refused under a dynamic
-loss scale, as by apex and `torch.amp.GradScaler`.
+torch's own optimizers except LBFGS evaluate the closure once, before they move a weight: the same
+as the closure and then `step()`.  Other optimizers call it when and as often as they want, maybe at
+weights that they have moved, and could not go back after an overflow.  So they are refused under a
+dynamic loss scale, as by apex and `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ def replaced(
     A closure is a callable first argument, a callable named `closure`, or any function, also in a
     dict of options.
     """
-    found: list[Callable] = []
+    closures: list[Callable] = []
 
-    def seen(value: Any, is_one: bool) -> Any:
-        if isinstance(value, _FUNCTIONS) or (is_one and callable(value)):
-            found.append(value)
+    def wrap(value: Any, is_closure: bool) -> Any:
+        if isinstance(value, _FUNCTIONS) or (is_closure and callable(value)):
+            closures.append(value)
             return around(value)
         if type(value) is dict:
-            return {key: seen(item, key == "closure") for key, item in value.items()}
+            return {key: wrap(item, key == "closure") for key, item in value.items()}
         return value
 
-    given = tuple(seen(value, index == 0) for index, value in enumerate(args))
-    return found, given, {key: seen(value, key == "closure") for key, value in kwargs.items()}
+    new_args = tuple(wrap(value, index == 0) for index, value in enumerate(args))
+    new_kwargs = {key: wrap(value, key == "closure") for key, value in kwargs.items()}
+    return closures, new_args, new_kwargs
 
 
 def evaluates_first(optimizer: Any) -> bool:

@@ -5,9 +5,9 @@
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
     optimizer.second_step(zero_grad=True)      # climbs down and steps
 
-An overflow in either half leaves out the whole step: `first_step` then moves nothing, and
-`second_step` puts back the weights from before the first.  The same where several calls of
-`first_step` climb.  Inside their own `step(closure)` the halves are parts of that one step.
+An overflow in either half skips the step: `first_step` then moves nothing, and `second_step` puts
+back the weights from before the first.  The same holds where several calls of `first_step` climb.
+Inside the optimizer's own `step(closure)` the halves belong to that step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Managed(Protocol):
     def before_step(self) -> None:
         """Bring gradients and scalers up to date."""
 
-    def note_step(self, skipped: bool | Tensor) -> None:
+    def record_step(self, skipped: bool | Tensor) -> None:
         """Record whether the step is left out."""
 
     def after_step(self) -> None:
-        """A step has ended that `note_step` has recorded."""
+        """A step has ended that `record_step` has recorded."""
 
 
 def has_two_steps(optimizer: Any) -> bool:
-    """Whether it has the halves of a step, under their usual names."""
+    """Whether an optimizer has `first_step` and `second_step`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
@@ -59,7 +59,7 @@ class TwoSteps:
         """Replaces `first_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
-        self._look()
+        self._check_overflow()
         if not (self._overflowed or self._before):
             weights = self._managed.parameters()
             self._before = [(weight, weight.detach().clone()) for weight in weights]
@@ -69,30 +69,30 @@ class TwoSteps:
         """Replaces `second_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
-        self._look()
+        self._check_overflow()
         if self._overflowed:
             with torch.no_grad():
                 for weight, value in self._before:
                     weight.copy_(value)
         self._before = []
         result = self._half(original, args, kwargs)
-        self._managed.note_step(self._overflowed)
+        self._managed.record_step(self._overflowed)
         self._overflowed = False
         self._managed.after_step()
         return result
 
-    def _look(self) -> None:
+    def _check_overflow(self) -> None:
         self._managed.before_step()
-        found = self._managed.gradients.take_found_inf()
-        self._overflowed |= found is not None and is_set(found)
+        found_inf = self._managed.gradients.take_found_inf()
+        self._overflowed |= found_inf is not None and is_set(found_inf)
 
     def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
             return self._managed.session.casts_off(original, *args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            if given.arguments["zero_grad"]:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["zero_grad"]:
                 self._managed.optimizer.zero_grad()
         return None

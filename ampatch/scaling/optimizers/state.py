@@ -17,7 +17,9 @@ def states_of(optimizer: Any) -> list[Any]:
         if state is not None:
             states[id(state)] = state
         for value in vars(holder).values():
-            holders += [one for one in _items(value) if _is_optimizer(one) and one not in holders]
+            holders += [
+                item for item in _items(value) if _is_optimizer(item) and item not in holders
+            ]
     return list(states.values())
 
 
@@ -31,20 +33,20 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-Replaced = list[tuple[Any, Any, Any]]  # container, key, what was there
+Replaced = list[tuple[Any, Any, Any]]  # container, key, the value before
 
 
 def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | None = None) -> None:
     """Give the state of parameters (ids) whose dtype has changed their new dtype.
 
-    What was there goes to `replaced`, for `put_back`.
+    The values before go to `replaced`, for `put_back`.
     """
-    noted: Replaced = [] if replaced is None else replaced
+    replaced_values: Replaced = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in states_of(optimizer) if changed else ():
         for param in params:
             if id(param) in changed and param in state:
-                _fit(state, param, param.dtype, noted)
+                _fit(state, param, param.dtype, replaced_values)
 
 
 def put_back(replaced: Replaced) -> None:
@@ -56,7 +58,7 @@ def put_back(replaced: Replaced) -> None:
 
 
 def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: Replaced) -> None:
-    """What an optimizer has for a parameter, in another dtype; steps are counted in their own."""
+    """Cast an optimizer's state of a parameter; the count of steps keeps its dtype."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:

@@ -56,11 +56,11 @@ class Methods:
         for slot in self._slots:
             slot.replacement = None
         own = vars(self._optimizer)
-        for name, (had_own, found, put) in self._put.items():
-            if own.get(name) is not put:
+        for name, (had_own, previous, method) in self._put.items():
+            if own.get(name) is not method:
                 continue
             if had_own:
-                own[name] = found
+                own[name] = previous
             else:
                 del own[name]
         self._slots.clear()

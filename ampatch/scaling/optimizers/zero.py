@@ -1,8 +1,8 @@
 """`ZeroRedundancyOptimizer`: what it shares with other ranks, and the memory of its parameters.
 
-Each rank steps its own part of the weights, and then sends them to the other ranks, by torch's own
-code.  A rank that left a step out alone would wait for ever.  DistributedDataParallel averages
-gradients, so that an inf on one rank is on all; but in `Join` some ranks have no gradients.
+Each rank steps its own shard of the weights, and then sends them to the other ranks, by torch's own
+code.  If one rank alone skipped a step, the others would wait for ever.  DistributedDataParallel
+averages gradients, so an inf on one rank is on all; but in `Join` some ranks have no gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def refuse_join(optimizer: Any) -> None:
 
 
 def rebuild_buckets(optimizer: Any) -> None:
-    """Parameters of the optimizer may have got other memory: have its buckets hold them again.
+    """Rebuild the optimizer's buckets, as its parameters may have new memory.
 
     Raises `AmpatchError` if buckets cannot hold them.
     """

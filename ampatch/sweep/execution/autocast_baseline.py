@@ -65,13 +65,13 @@ class AutocastBaseline:
 
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
         """Like `ampatch.initialize`, which opens a disabled session here."""
-        given = inspect.signature(self._initialize).bind(*args, **kwargs)
-        given.apply_defaults()
-        wanted = {**given.arguments, "enabled": False}
+        bound = inspect.signature(self._initialize).bind(*args, **kwargs)
+        bound.apply_defaults()
+        wanted = {**bound.arguments, "enabled": False}
         result = self._initialize(**wanted)
-        if given.arguments["enabled"]:
+        if bound.arguments["enabled"]:
             models, optimizers = wanted["models"], wanted["optimizers"]
-            self._start(_listed(models), _listed(optimizers), given.arguments)
+            self._start(_listed(models), _listed(optimizers), bound.arguments)
         return result
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,13 +104,13 @@ class AutocastBaseline:
 
     # Starting, stepping, scaling
 
-    def _start(self, models: list[Any], optimizers: list[Any], given: dict[str, Any]) -> None:
+    def _start(self, models: list[Any], optimizers: list[Any], arguments: dict[str, Any]) -> None:
         self._enabled = True
         self._device = next(
             (parameter.device.type for model in models for parameter in model.parameters()), "cpu"
         )
-        scaling = self._dtype is torch.float16 or given["loss_scale"] == "dynamic"
-        settings = {name: given[name] for name in _SCALER_SETTINGS}
+        scaling = self._dtype is torch.float16 or arguments["loss_scale"] == "dynamic"
+        settings = {name: arguments[name] for name in _SCALER_SETTINGS}
         self._scaler = torch.amp.GradScaler(self._device, enabled=scaling, **settings)
         for model in models:
             put_under_autocast(model, self._device, self._dtype)
@@ -125,8 +125,8 @@ class AutocastBaseline:
 
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
             if inside[0]:  # called by GradScaler.step: no overflow, or a fused kernel decides
-                found = getattr(optimizer, "found_inf", None)
-                self._last_skipped[id(optimizer)] = False if found is None else found.clone()
+                found_inf = getattr(optimizer, "found_inf", None)
+                self._last_skipped[id(optimizer)] = found_inf is not None and found_inf.clone()
                 return original(*args, **kwargs)
             self._last_skipped[id(optimizer)] = False
             inside[0] = True
@@ -199,7 +199,7 @@ def put_under_autocast(model: nn.Module, device: str, dtype: torch.dtype) -> Non
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         running.pop().__exit__(None, None, None)
-        return map_tensors(output, lambda one: one.float() if one.dtype in _HALVES else one)
+        return map_tensors(output, lambda x: x.float() if x.dtype in _HALVES else x)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

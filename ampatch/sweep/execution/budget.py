@@ -81,10 +81,10 @@ class Amounts:
     ) -> list[Trial]:
         """The trials in their order, without a second O0 in seeds of which one is over without."""
         every = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
-        last = max((one.round for one in begun if one.case != BASE), default=(0, 0))
-        is_over = last > (0, 0) and not any(one.again for one in begun)
+        last = max((trial.round for trial in begun if trial.case != BASE), default=(0, 0))
+        is_over = last > (0, 0) and not any(trial.again for trial in begun)
         late = {t for t in every if t.again and not t.repeat and (is_over or t.round < last)}
-        return [one for one in every if one in begun or one not in late]
+        return [trial for trial in every if trial in begun or trial not in late]
 
     def answers_all(self, wish: Amounts) -> bool:
         """Whether it has the seeds that a verdict on accuracy takes."""
@@ -103,6 +103,7 @@ class Facts:
     step: Mapping[Case, float]  # for rows that have run
     whole: Mapping[Case, float]  # a whole run of these
     lowest: Mapping[str, float]  # speed of each half type relative to FP32
+    failed: Sequence[Run]  # others of their rows may not be due
 
     @classmethod
     def of(cls, runs: Sequence[Run], lowest: Mapping[str, float]) -> Facts | None:
@@ -114,10 +115,11 @@ class Facts:
             return None
         trained = [run for run in runs if run.steps]
         good = [run for run in runs if not run.trial.short and status(run) == OK]
+        imports = bases[0].imports if len(trained) == 1 else 0.0  # the next ones have them
         return cls(
             spent=sum(run.seconds for run in runs),
-            start=min(map(_beside_steps, trained)),
-            beside=min(map(_beside_steps, good)),
+            start=min(map(_beside_steps, trained)) - imports,
+            beside=min(map(_beside_steps, good)) - imports,
             steps=bases[0].steps,
             short=short_steps(bases) or FEWEST_STEPS,
             step=_means((run.case, _step(run)) for run in trained if _step(run)),
@@ -127,6 +129,7 @@ class Facts:
                 if not run.trial.short and run is not bases[0]  # it started cold
             ),
             lowest=lowest,
+            failed=[run for run in runs if status(run) != OK],
         )
 
     def of_step(self, case: Case) -> float:
@@ -149,8 +152,9 @@ class Facts:
 
     def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
         """What the whole sweep will have taken, with what has run already."""
-        left = (one for one in plan.trials(rows, begun) if one not in begun)
-        return self.spent + sum(self.of_trial(one, not plan.seeds) for one in left)
+        left = (trial for trial in plan.trials(rows, begun) if trial not in begun)
+        due = (trial for trial in left if is_due(trial, self.failed))
+        return self.spent + sum(self.of_trial(trial, not plan.seeds) for trial in due)
 
     def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
         """The budget that a plan fits."""
@@ -187,21 +191,21 @@ def fitting(
     nothing.  The third follows on the second where it takes a quarter more than the budget at most:
     it would be there for nothing.
     """
-    whole = (one for one in begun if not one.short and one.case != BASE)
+    whole = (trial for trial in begun if not trial.short and trial.case != BASE)
     started = max((trial.seed + 1 for trial in whole), default=0)
     least = started if started > 1 else 0
-    possible = (dataclasses.replace(one, seeds=max(one.seeds, least)) for one in plans(wish))
-    times = {one: facts.of_plan(rows, one, begun) for one in possible}
+    possible = (dataclasses.replace(plan, seeds=max(plan.seeds, least)) for plan in plans(wish))
+    times = {plan: facts.of_plan(rows, plan, begun) for plan in possible}
     limit = max(_USABLE * 60 * minutes, _HARDLY * min(times.values()))
-    fit = next(one for one, taken in times.items() if taken <= limit)
+    fit = next(plan for plan, seconds in times.items() if seconds <= limit)
     if least > 1 and not fit.answers_all(wish):
-        with_answer = [one for one in times if one.answers_all(wish)]
+        with_answer = [plan for plan in times if plan.answers_all(wish)]
         if times[with_answer[-1]] <= _LITTLE_MORE * 60 * minutes:
             return with_answer[-1]
     return fit
 
 
-def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: float) -> str:
+def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, seconds: float) -> str:
     """What is planned, how long it takes, and what of it can be known then."""
     limit = "" if minutes is None else f" for --budget {minutes:g}"
     seeds = counted(max(1, plan.seeds), "seed")
@@ -210,14 +214,14 @@ def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, taken: 
     said = f"Planned{limit}: {seeds}{rounds if plan.rounds > plan.seeds else ''} of {names}"
     if not plan.seeds:
         said += f", in which all but O0 take {FEWEST_STEPS} steps"
-    said += f"; about {duration(taken)} in all."
-    if minutes is not None and taken > 60 * minutes:
+    said += f"; about {duration(seconds)} in all."
+    if minutes is not None and seconds > 60 * minutes:
         said += " No smaller plan says anything, so this one takes longer than its budget."
     return said
 
 
 def left_out(
-    wish: Amounts, plan: Amounts, has_again: bool, to_answer: int, to_have_all: int
+    wish: Amounts, plan: Amounts, has_o3: bool, has_again: bool, to_answer: int, to_have_all: int
 ) -> str:
     """What a budget has left out, and the budgets that have it; "" for nothing."""
     if not plan.answers_all(wish):
@@ -226,7 +230,7 @@ def left_out(
             f"are as accurate takes {TESTED}: --resume --budget {to_answer} answers both."
         )
     missing = {
-        "O3": not plan.all_rows,
+        "O3": not has_o3,
         "a second timing of O0": not has_again,
         counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
         "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
@@ -235,9 +239,9 @@ def left_out(
     return f"Left out: {names}. --resume --budget {to_have_all} has all." if names else ""
 
 
-def duration(taken: float) -> str:
+def duration(seconds: float) -> str:
     """`0:03:20`."""
-    return str(datetime.timedelta(seconds=round(taken)))
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _step(run: Run) -> float:

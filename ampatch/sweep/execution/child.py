@@ -234,7 +234,7 @@ def changes(before: Mapping[str, str]) -> dict[str, str]:
 
 def _installed() -> list[str]:
     """The modules that are imported from site-packages, in the order of their imports."""
-    modules = [(name, getattr(one, "__spec__", None)) for name, one in sys.modules.items()]
+    modules = [(name, getattr(module, "__spec__", None)) for name, module in sys.modules.items()]
     return [
         name
         for name, spec in modules

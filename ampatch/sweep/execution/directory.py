@@ -66,18 +66,13 @@ class RunFiles:
 
     def remove(self) -> None:
         """Delete what an earlier run of this trial left."""
-        self.run.unlink(missing_ok=True)
-        self.log.unlink(missing_ok=True)
-        remove_directory(self.directory)
-        remove_directory(self.copy)
-        self.remove_unfinished()
+        for path in vars(self).values():
+            _remove(path)
 
     def remove_unfinished(self) -> None:
         """Delete what is there while the trial runs."""
-        self.record.unlink(missing_ok=True)
-        self.progress.unlink(missing_ok=True)
-        self.imports.unlink(missing_ok=True)
-        remove_directory(self.ranks)
+        for path in (self.record, self.progress, self.imports, self.ranks):
+            _remove(path)
 
     @contextlib.contextmanager
     def own_directory(self) -> Iterator[None]:
@@ -90,10 +85,12 @@ class RunFiles:
                 self.directory.rmdir()
 
 
-def remove_directory(path: Path) -> None:
-    """Delete the directory and what is in it, if it is there."""
-    if path.exists():
+def _remove(path: Path) -> None:
+    """Delete the file, or the directory and what is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
@@ -140,14 +137,14 @@ def clear(path: Path) -> None:
         return
     for stem in record.trials:
         RunFiles.of(path / RUNS, stem).remove()
-        remove_directory(path / EVENTS / stem)
+        _remove(path / EVENTS / stem)
     for name in (*TABLES, REPORT, *DRAWN, *record.files):
-        (path / name).unlink(missing_ok=True)
+        _remove(path / name)
 
 
 def _is_free(path: Path) -> bool:
     """Whether there is no such folder, or nothing in it."""
-    return not path.is_dir() or all(one.name == _LOCK for one in path.iterdir())
+    return not path.is_dir() or all(file.name == _LOCK for file in path.iterdir())
 
 
 class Directory:
@@ -162,8 +159,8 @@ class Directory:
         self._lock = _held(self, path)
         try:
             with _explained(path):
-                found = record_of(path, options.files)
-                self.earlier = None if options.overwrite else found
+                record = record_of(path, options.files)
+                self.earlier = None if options.overwrite else record
                 if self.earlier is None:
                     clear(path)
                 else:
@@ -240,7 +237,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     names = [n for n in names if not (n in GROWING and _grown(before.get(n), now.get(n)))]
     texts = ((name, _text(before, name), _text(now, name)) for name in names)
-    return "; ".join(f"{name} before: {one}, now: {other}" for name, one, other in texts)
+    return "; ".join(f"{name} before: {earlier}, now: {other}" for name, earlier, other in texts)
 
 
 def _grown(before: Any, now: Any) -> bool:

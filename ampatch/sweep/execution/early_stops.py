@@ -32,11 +32,11 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     said = status(run)
     if run.case == BASE and LATE in said:
         return f"{script}: {said}"
-    others = [one for one in earlier if one.steps and status(one) == OK]
+    others = [other for other in earlier if other.steps and status(other) == OK]
     if said.startswith(NO_STEP) and run.case != BASE and others:
         return ""
     if said.startswith(("no training", NO_STEP)) and not run.steps:
-        kind = next((one.measured.kind for one in earlier if one.measured), UNKNOWN)
+        kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return _no_integration(script, kind)
         return f"{script}: {said} ({run.trial.label}).{_hint(run, kind)}"

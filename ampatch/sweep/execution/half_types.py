@@ -25,8 +25,8 @@ def measured() -> HalfTypes:
 
     Raises `ValueError` if an accelerator does not answer.
     """
-    found = _of_accelerator() if accelerator() else half_types("cpu")
-    return dataclasses.replace(found, fast=found.fast or NONE_IS_FAST)
+    types = _of_accelerator() if accelerator() else half_types("cpu")
+    return dataclasses.replace(types, fast=types.fast or NONE_IS_FAST)
 
 
 def _of_accelerator() -> HalfTypes:

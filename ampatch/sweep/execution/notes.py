@@ -91,10 +91,10 @@ def tune_note(
         return ""
     program = ["-m", script] if options.module else [script]
     level = ["--opt-level", row.opt_level, "--dtype", row.dtype]
-    given = ["--", *arguments] if arguments else []
+    after_script = ["--", *arguments] if arguments else []
     return (
         f"{row.name} does not train as O0 does. To find the modules that need FP32, if any: "
-        f"ampatch tune {shlex.join([*program, *level, *given])}"
+        f"ampatch tune {shlex.join([*program, *level, *after_script])}"
     )
 
 
@@ -140,7 +140,7 @@ def _seed_note(
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     """Where the script enters torch.autocast beside its `initialize`."""
     measured = (run.measured for run in runs if run.measured is not None)
-    lines = list(dict.fromkeys(line for one in measured for line in one.autocast_off))
+    lines = list(dict.fromkeys(line for record in measured for line in record.autocast_off))
     if not lines or kind.is_foreign:
         return ""
     return (
@@ -199,12 +199,12 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
     if not good or any(run.measured.metrics for run in good):
         return ""
     log = RunFiles.of(logs, good[0].trial).log
-    found = hint(log, log.stat().st_size) if log.exists() else None
-    if found is None:
+    number = hint(log, log.stat().st_size) if log.exists() else None
+    if number is None:
         return ""
     return (
-        f'The output has "{found[0]}", and no metric was given, so the last loss is compared. '
-        f"--resume --metric {shlex.quote(found[1])} compares it too, and runs nothing again."
+        f'The output has "{number[0]}", and no metric was given, so the last loss is compared. '
+        f"--resume --metric {shlex.quote(number[1])} compares it too, and runs nothing again."
     )
 
 

@@ -30,13 +30,13 @@ class Outcome:
         program: Program,
         arguments: Sequence[str],
         options: SweepOptions,
-        given: dict[str, Any],
+        recorded: dict[str, Any],
         plan: Plan,
         held: Directory,
     ) -> None:
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
-        self._options, self._given, self._margin = options, given, Margin.of(options.margin)
+        self._options, self._recorded, self._margin = options, recorded, Margin.of(options.margin)
         self._plan, self._held = plan, held
         self._stems = dict.fromkeys(held.earlier.trials if held.earlier else ())
         if held.earlier is None:
@@ -95,7 +95,7 @@ class Outcome:
             notes=[note for note in said if note],
             provenance={**self._provenance, **machine.devices(runs)},
             plan=plan.made_of(),
-            options=self._given,
+            options=self._recorded,
             trials=list(self._stems),
             files=[*options.files],
         )

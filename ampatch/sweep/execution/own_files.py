@@ -16,16 +16,16 @@ _OURS = ("ampatch-sweep", "ampatch-tune", "__pycache__")
 
 def listed(folders: Sequence[Path], without: Path) -> dict[str, int]:
     """Times of change by file, as seen from here; hidden folders and `without` are left out."""
-    own = {(one.st_dev, one.st_ino) for one in map(os.fstat, _open_streams())}
-    found = {}
+    own = {(stream.st_dev, stream.st_ino) for stream in map(os.fstat, _open_streams())}
+    times = {}
     for path in _files(folders, without):
         with contextlib.suppress(OSError):  # it is gone again
             state = os.stat(path)
             if (state.st_dev, state.st_ino) not in own:
-                found[os.path.relpath(path)] = state.st_mtime_ns
-        if len(found) == MOST:
+                times[os.path.relpath(path)] = state.st_mtime_ns
+        if len(times) == MOST:
             break
-    return found
+    return times
 
 
 def changed(before: dict[str, int], now: dict[str, int]) -> list[str]:

@@ -41,7 +41,7 @@ def watch_unscaled(recorder: Recorder) -> None:
 
 
 class PlainTraining:
-    """Reports backward passes and steps to `recorder`, from `start` to `stop`.
+    """Reports backward passes and steps to `recorder`, from `start` on.
 
     `name` is what the training is called in the record.  `first_step` is called before the first.
     """
@@ -54,7 +54,7 @@ class PlainTraining:
         self._is_over = False
         self._hooks: list[Any] = []
         self._steps = 0
-        self._given: Any = None
+        self._loss_inside: Any = None
         self._waiting = 0  # scaled losses without a backward pass since the last step
         self._scale: Any = None  # set by the last GradScaler that scaled
 
@@ -71,20 +71,15 @@ class PlainTraining:
     @contextlib.contextmanager
     def inside(self, loss: Any) -> Iterator[None]:
         """A backward pass of this loss, which a framework divides or scales first."""
-        self._given = loss
+        self._loss_inside = loss
         try:
             yield
         finally:
-            self._given = None
+            self._loss_inside = None
 
     def watch_losses(self) -> None:
         """Report the backward passes alone."""
         self._patches.replace(torch.autograd, "backward", self._reporting)
-
-    def stop(self) -> None:
-        """Report nothing more, and put back what was there before."""
-        self.mute()
-        self._patches.undo()
 
     def mute(self) -> None:
         """Report nothing more; the patches stay, as a session may have put its own around them."""
@@ -104,8 +99,8 @@ class PlainTraining:
 
     def _before_scaling(self, root: Any) -> Any:
         """The loss of which `root` was made."""
-        if self._given is not None:
-            return self._given
+        if self._loss_inside is not None:
+            return self._loss_inside
         if not self._waiting:
             return root
         self._waiting -= 1
@@ -149,5 +144,5 @@ class PlainTraining:
         self._waiting = 0
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
-        self._recorder.on_step(optimizer, False if found is None else found.clone())
+        found_inf = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
+        self._recorder.on_step(optimizer, found_inf is not None and found_inf.clone())

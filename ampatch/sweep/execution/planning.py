@@ -20,6 +20,7 @@ from ampatch.sweep.execution.budget import (
     Facts,
     fitting,
     in_words,
+    is_due,
     left_out,
     plans,
     short_steps,
@@ -83,8 +84,8 @@ class Plan:
         is_part = self._options.rows is not None or self._options.side_by_side
         if self._facts is None or is_part or len(self.cases) == 1:
             return ""
-        taken = self._facts.of_plan(self.cases, self.amounts, self._ended)
-        said = in_words(self.cases, self.amounts, self._minutes, taken)
+        seconds = self._facts.of_plan(self.cases, self.amounts, self._ended)
+        said = in_words(self.cases, self.amounts, self._minutes, seconds)
         return f"{said} {self.left_out()}".strip()
 
     def left_out(self) -> str:
@@ -92,10 +93,13 @@ class Plan:
         if not self.has_budget or self._facts is None:
             return ""
         answers, complete = (
-            self._facts.minutes(self.cases, one, self._ended) for one in (self._enough, self.wish)
+            self._facts.minutes(self.cases, plan, self._ended) for plan in (self._enough, self.wish)
         )
+        whole = dataclasses.replace(self.amounts, all_rows=True).trials(self.cases)
+        out = [trial for trial in whole if not trial.short and trial not in self.trials]
+        has_o3 = not any(is_due(trial, self._facts.failed) for trial in out)
         has_again = any(trial.again for trial in self.trials)
-        return left_out(self.wish, self.amounts, has_again, answers, complete)
+        return left_out(self.wish, self.amounts, has_o3, has_again, answers, complete)
 
     def way_on(self) -> str:
         """The options that answer what the plan does not."""
@@ -129,8 +133,8 @@ class Plan:
         few = short_steps(runs) if self.amounts.seeds else FEWEST_STEPS
         return min(filter(None, (self._options.steps, few)), default=None)
 
-    def is_over(self, taken: float) -> bool:
-        return self._minutes is not None and taken > 60 * self._minutes
+    def is_over(self, seconds: float) -> bool:
+        return self._minutes is not None and seconds > 60 * self._minutes
 
     def recognize(self, kind: Kind) -> bool:
         """Whether a run shows the kind for the first time: then the plan is another one.
@@ -224,7 +228,7 @@ class Plan:
         self.cases = self._rows()
         planned = self._trials(self.amounts)
         others = plans(self.wish) if self.has_budget else ()
-        more = (trial for one in others for trial in self._trials(one))
+        more = (trial for amounts in others for trial in self._trials(amounts))
         self.possible = list(dict.fromkeys([*planned, *more]))
         dropped = [trial for trial in self._ended if trial not in planned]
         self.trials = [*dropped, *planned]

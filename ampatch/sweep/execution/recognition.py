@@ -51,7 +51,7 @@ class Recognition:
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):
             self._name = AMPATCH
-            modules = {name: [one.integration] for name, one in FRAMEWORKS.items()}
+            modules = {name: [framework.integration] for name, framework in FRAMEWORKS.items()}
             self._framework = _running(sys._getframe(), modules)
             self._plain.mute()
             watch_unscaled(self._recorder)
@@ -62,7 +62,7 @@ class Recognition:
         )
 
     def _first_step(self, optimizer: Any) -> None:
-        modules = {name: one.modules for name, one in FRAMEWORKS.items()}
+        modules = {name: framework.modules for name, framework in FRAMEWORKS.items()}
         self._framework = _running(sys._getframe(), modules)
         has_integration = self._framework and FRAMEWORKS[self._framework].integration
         self._name = FRAMEWORK if has_integration else NO_AMP

@@ -67,8 +67,8 @@ class Watch:
     def look(self, progress: Path) -> None:
         """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
         self.check()
-        found = read_json(progress)
-        reach = None if found is None else restored(Reach, found)
+        data = read_json(progress)
+        reach = None if data is None else restored(Reach, data)
         if reach not in (None, self._last):
             self._last = reach
             self._reached(reach)
@@ -105,7 +105,7 @@ class Runner:
         before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
         copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
         with copy, files.own_directory(), self._child(trial, files, slot, watch) as child:
-            started = time.monotonic()
+            started, clock = time.monotonic(), time.time()
             in_time = _watch(child, files, started, self.timeout, watch)
             if not in_time:
                 _end(child, watch)
@@ -120,6 +120,7 @@ class Runner:
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
             alone=slot.alone,
+            imports=_imports(child, clock, measured) if watch.warm else 0.0,
             host=socket.gethostname(),
             devices=slot.devices,
             wrote=own_files.changed(before, own_files.listed(folders, ours)) if before else [],
@@ -193,6 +194,12 @@ class Runner:
         return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(order))]
 
 
+def _imports(child: object, clock: float, measured: Measured | None) -> float:
+    """How long a process that began at this time of day took to import torch; of a fork 0."""
+    began = measured.machine.get("began") if measured else None
+    return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)
+
+
 def _watch(
     child: subprocess.Popen[bytes] | Forked,
     files: RunFiles,
@@ -261,8 +268,8 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
 
 def python_path(environment: Mapping[str, str]) -> str | None:
     """The PYTHONPATH with which a new process finds ampatch."""
-    given = environment.get("PYTHONPATH")
+    path = environment.get("PYTHONPATH")
     if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return given
+        return path
     # Not installed: found through the path of this process, which the child does not have.
-    return os.pathsep.join(filter(None, [given, PACKAGE_ROOT]))
+    return os.pathsep.join(filter(None, [path, PACKAGE_ROOT]))

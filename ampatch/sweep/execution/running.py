@@ -74,7 +74,7 @@ class Course:
             if isinstance(event, Ended) and self._plan.has_budget:
                 schedule.plan(*self._by_turn())  # nothing else has been submitted, and waits
         if self._lost:
-            labels = ", ".join(f"{one.trial.label} ({one.reason})" for one in self._lost)
+            labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
 
     def _by_turn(self) -> tuple[list[Trial], list[Trial]]:

@@ -47,10 +47,10 @@ def drawn() -> int | None:
 
     None where they are too many, or where another generator has moved.
     """
-    found = _states()
+    states = _states()
     seed_everything(0)
     for count in range(_MOST):
-        if _states() == found:
+        if _states() == states:
             return count
         draw(1)
     return None
@@ -88,12 +88,12 @@ class OwnSeeds:
     def _seeding(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            given = next(iter([*args, *kwargs.values()]), None)  # None: of the system's choice
-            if given is None or self._is_inside or os.getpid() != self._process:
+            seed = next(iter([*args, *kwargs.values()]), None)  # None: of the system's choice
+            if seed is None or self._is_inside or os.getpid() != self._process:
                 return original(*args, **kwargs)
             self._is_inside = True  # what torch calls of its own is not the script's
             try:
-                seed = self._noted(name, given)
+                seed = self._noted(name, seed)
                 if args:
                     return original(seed, *args[1:], **kwargs)
                 return original(**{**kwargs, next(iter(kwargs)): seed})
@@ -102,15 +102,15 @@ class OwnSeeds:
 
         return seeded
 
-    def _noted(self, name: str, given: Any) -> Any:
+    def _noted(self, name: str, seed: Any) -> Any:
         """The seed to set, after that of the script has been noted."""
-        if not self.first_call and repr(given) != repr(self._seed):
+        if not self.first_call and repr(seed) != repr(self._seed):
             line = own_line(sys._getframe(1)) or "a library"
-            self.first_call = f"{name}({repr(given)[:40]}) at {line}"
-        return self.of_trial(given) if self._override else given
+            self.first_call = f"{name}({repr(seed)[:40]}) at {line}"
+        return self.of_trial(seed) if self._override else seed
 
-    def of_trial(self, given: Any) -> int:
-        """The seed of this trial in the place of `given`, a number, an array or a text."""
-        given = given.tolist() if hasattr(given, "tolist") else given
-        digest = hashlib.sha256(f"{self._seed} {given!r}".encode()).digest()
+    def of_trial(self, seed: Any) -> int:
+        """The seed of this trial in the place of `seed`, a number, an array or a text."""
+        seed = seed.tolist() if hasattr(seed, "tolist") else seed
+        digest = hashlib.sha256(f"{self._seed} {seed!r}".encode()).digest()
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits

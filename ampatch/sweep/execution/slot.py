@@ -65,7 +65,7 @@ def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str
         return {}
     name = VISIBLE[devices[0].partition(":")[0]]
     numbers = [device.partition(":")[2] for device in devices]
-    visible = [one.strip() for one in environment.get(name, "").split(",") if one.strip()]
+    visible = [device.strip() for device in environment.get(name, "").split(",") if device.strip()]
     if visible:
         numbers = [visible[int(number)] for number in numbers]
     return {name: ",".join(numbers)}

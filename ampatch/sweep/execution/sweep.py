@@ -16,7 +16,7 @@ from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.progress import Progress, Silent
+from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.execution.slot import device_groups
@@ -53,14 +53,14 @@ class Sweep:
         self._file = self._program.file()
         self.script = str(self._program)
         path = choose(asked.out, self._program.title, asked.resume or asked.overwrite)
-        found = record_of(path, asked.files)
-        earlier = found if asked.resume else None
+        record = record_of(path, asked.files)
+        earlier = record if asked.resume else None
         if asked.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
         self.arguments = list(map(str, arguments))
-        self._kept, given = "", asked.given(options)
+        self._kept, recorded = "", asked.given(options)
         if earlier is not None:
-            self._kept, given, options = going_on(earlier, options, given, self.arguments)
+            self._kept, recorded, options = going_on(earlier, options, recorded, self.arguments)
             self.arguments = self.arguments or earlier.arguments
             asked = SweepOptions(**options)
         self._options = asked
@@ -72,7 +72,7 @@ class Sweep:
         self._plan = Plan(asked, earlier)
         self._held = Directory(path, self._settings(), asked)
         held, plan = self._held, self._plan
-        self._outcome = Outcome(self._program, self.arguments, asked, given, plan, held)
+        self._outcome = Outcome(self._program, self.arguments, asked, recorded, plan, held)
         self._course = Course(self._program, asked, plan, self._outcome, held)
         try:
             self._course.resume()
@@ -145,7 +145,7 @@ class Sweep:
             in_copy=self._options.copies,
         )
         try:
-            shown, engine = progress or Silent(), engines.make(self._options)
+            shown, engine = progress or Progress(), engines.make(self._options)
             with shown, engine:
                 if self._kept:
                     shown.said(self._kept)

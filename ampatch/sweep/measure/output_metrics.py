@@ -15,8 +15,10 @@ _OF_VALIDATION = r"(?:val|valid|validation|test|testing|eval|evaluation|dev|held
 _VALIDATION = re.compile(rf"{_OF_VALIDATION}(?![a-z])", re.IGNORECASE)
 _COUNTED = re.compile("time|sec|duration|speed|step|epoch|batch|size|count|lr", re.IGNORECASE)
 _NAMED = re.compile(
-    rf"((?:\b{_OF_VALIDATION}[ /_:-]+)?\b[A-Za-z][\w@/-]*)(\s*[:=] *| +)\d+\.?\d*", re.IGNORECASE
+    rf"((?:\b{_OF_VALIDATION}[ /_:-]+)?\b[A-Za-z][\w@/-]*)([\"']?\s*[:=|] *| +)\d+\.?\d*",
+    re.IGNORECASE,
 )
+_SENTENCE = re.compile(r"\b([A-Za-z]+)( [^\n:=|,;{}]{1,60}[:=] *)\d+\.?\d*")
 
 
 def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
@@ -28,11 +30,11 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
     not a number.
     """
     text = log.read_bytes().decode("utf-8", "replace")
-    found = {
+    numbers = {
         name: [_number(match, name, log) for match in re.finditer(pattern, text, re.MULTILINE)]
         for name, pattern in patterns.items()
     }
-    return {name: Series([*range(len(one))], one) for name, one in found.items() if one}
+    return {name: Series([*range(len(of))], of) for name, of in numbers.items() if of}
 
 
 @functools.cache
@@ -41,20 +43,26 @@ def hint(log: Path, size: int) -> tuple[str, str] | None:
 
     `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None where there is none.  A name that is
     better when higher looks so, any that speaks of validation but a time or a count, and no loss of
-    training.  `size` is that of the file now.
+    training; also the first word of a sentence.  `size` is that of the file now.
     """
     text = log.read_bytes().decode("utf-8", "replace")
-    for is_wanted in (_is_score, _is_of_validation):
-        for match in _NAMED.finditer(text):
+    forms = ((_NAMED, _is_score), (_SENTENCE, _begins_with_score), (_NAMED, _is_of_validation))
+    for form, is_wanted in forms:
+        for match in form.finditer(text):
             name, between = match.groups()
             if is_wanted(name, match[0]):
-                said = re.escape(name + between).replace("\\ ", " ")
+                said = re.escape(re.sub("[\"']", ".", name + between)).replace("\\ ", " ")
+                said = said.replace("\\.", ".")
                 return match[0], rf"{'_'.join(name.split())}={said}([\d.]+)"
     return None
 
 
 def _is_score(name: str, _: str) -> bool:
     return direction(name) == "higher"
+
+
+def _begins_with_score(name: str, shown: str) -> bool:
+    return _is_score(name, shown) and not _COUNTED.search(shown)
 
 
 def _is_of_validation(name: str, shown: str) -> bool:

@@ -73,6 +73,7 @@ class Run:
     ended_by: str = ""  # why the parent ended it, if it did
     timeout: float | None = None  # seconds, as it was when the run was made
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
+    imports: float = 0.0  # seconds of a cold start that those after it do not need
     host: str = ""
     devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
     wrote: list[str] = field(default_factory=list)  # O0's first: files in the user's folder

@@ -63,10 +63,10 @@ class StepTimes:
         own = [number for number, end in enumerate(self._ends) if end.optimizer == optimizer]
         wall: list[float | None] = [None]
         cpu: list[float | None] = [None]
-        for one, later in itertools.pairwise(own):
-            before, after = self._ends[one], self._ends[later]
+        for earlier, later in itertools.pairwise(own):
+            before, after = self._ends[earlier], self._ends[later]
             paused = before.pauses != after.pauses
-            wall.append(None if paused else round(sum(self._seconds[one:later]), 9))
+            wall.append(None if paused else round(sum(self._seconds[earlier:later]), 9))
             cpu.append(None if paused else after.cpu_seconds - before.cpu_seconds)
         return {"step_seconds": wall, "cpu_seconds": cpu if is_owned_by_host(self._device) else []}
 

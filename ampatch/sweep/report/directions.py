@@ -57,12 +57,12 @@ def direction(name: str) -> str | None:
     words = _NLL.sub("nll", _words(name))
     if _REST_OF_ONE.match(name) or _ABOUT.search(words):
         return None
-    found = [match.lastgroup for match in _LISTED.finditer(words)]
-    found = [way for way in found if way != "generic"] or ["higher" for way in found]
-    if len(set(found)) > 1:
-        is_said = found[-1] == "lower" and "@" not in name and _BETWEEN.isdisjoint(words.split())
+    ways = [match.lastgroup for match in _LISTED.finditer(words)]
+    ways = [way for way in ways if way != "generic"] or ["higher" for way in ways]
+    if len(set(ways)) > 1:
+        is_said = ways[-1] == "lower" and "@" not in name and _BETWEEN.isdisjoint(words.split())
         return "lower" if is_said else None
-    return found[0] if found else None
+    return ways[0] if ways else None
 
 
 def option(name: str) -> str:

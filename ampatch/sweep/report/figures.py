@@ -109,7 +109,7 @@ def status(run: Run) -> str:
     if measured.properties.get("enabled") == "False":
         return "no training: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
-        return f"{NO_STEP}: of an optimizer that was given to ampatch.initialize"
+        return f"{NO_STEP}: the optimizer that ampatch.initialize was given never stepped"
     if measured.opt_level != run.case.opt_level:
         return f"other level: ran at {measured.opt_level}, not at {run.case.opt_level}"
     return divergence(measured) or OK

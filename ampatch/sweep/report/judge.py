@@ -52,26 +52,26 @@ def compare(
         for name, way in directions(names, better).items()
     ]
     return [
-        dataclasses.replace(one, matters=matters.beside(one.base_mean, is_judged=number == 0))
-        for number, one in enumerate(compared)
+        dataclasses.replace(quantity, matters=matters.beside(quantity.base_mean, number == 0))
+        for number, quantity in enumerate(compared)
     ]
 
 
-def directions(names: Iterable[str], given: Mapping[str, str]) -> dict[str, str | None]:
-    """The direction of each of these quantities: as `given`, else as its name says."""
-    return {name: given.get(name) or direction(name) for name in names}
+def directions(names: Iterable[str], asked: Mapping[str, str]) -> dict[str, str | None]:
+    """The direction of each of these quantities: as `asked`, else as its name says."""
+    return {name: asked.get(name) or direction(name) for name in names}
 
 
 def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]]:
     """The comparisons of all rows, with each quantity's p corrected over the rows, and outcomes."""
     tested = DataFrame(
-        [(id(one), one.name, one.p) for one in itertools.chain(*compared) if one.p is not None],
+        [(id(quantity), quantity.name, quantity.p) for quantity in itertools.chain(*compared)],
         columns=["id", "name", "p"],
     ).set_index("id")
-    by_name = tested.groupby("name").p
+    by_name = tested.astype({"p": float}).dropna().groupby("name").p
     p, rows = by_name.transform(holm), by_name.transform("size")
     return [
-        [_judged(one, p[id(one)], rows[id(one)]) if id(one) in p else one for one in of_row]
+        [_judged(q, p[id(q)], rows[id(q)]) if id(q) in p else q for q in of_row]
         for of_row in compared
     ]
 
@@ -98,10 +98,10 @@ def _compared(name: str, pair: DataFrame, better: str | None, seeds_matter: bool
         lost = all(map(math.isfinite, theirs)) and not all(map(math.isfinite, ours))
         outcome = "worse" if lost else "untested"
         return dataclasses.replace(plain, untested=untested, outcome=outcome)
-    found = paired(ours, theirs)
+    test = paired(ours, theirs)
     return dataclasses.replace(
-        plain, difference=found.difference, scatter=found.sd, p=found.p,
-        low=found.low, high=found.high,
+        plain, difference=test.difference, scatter=test.sd, p=test.p,
+        low=test.low, high=test.high,
     )  # fmt: skip
 
 
@@ -110,18 +110,18 @@ def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> st
         return "not all values are finite"
     factors = pair.steps / pair.steps_of_base
     if name == LOSS and not factors.between(1 / UNEVEN, UNEVEN).all():
-        steps, of_base = pair.steps.mean(), pair.steps_of_base.mean()
+        steps, of_base = pair.steps.median(), pair.steps_of_base.median()
         return f"it took {steps:.0f} steps and O0 {of_base:.0f}"
     if len(pair) < 2:
         return ONE_SEED
     return "" if seeds_matter else SAME_SEEDS
 
 
-def _judged(one: Comparison, p: float, rows: int) -> Comparison:
+def _judged(quantity: Comparison, p: float, rows: int) -> Comparison:
     """A comparison with its corrected p, what it would have seen, and its outcome."""
-    smallest = smallest_seen(one.scatter, one.n, rows) if one.scatter else None
-    outcome = margin.outcome(one, p)
-    return dataclasses.replace(one, corrected_p=float(p), smallest=smallest, outcome=outcome)
+    smallest = smallest_seen(quantity.scatter, quantity.n, rows) if quantity.scatter else None
+    outcome = margin.outcome(quantity, p)
+    return dataclasses.replace(quantity, corrected_p=float(p), smallest=smallest, outcome=outcome)
 
 
 def _quality(row: Row) -> str:
@@ -135,7 +135,11 @@ def _quality(row: Row) -> str:
         return row.status + (f" ({bad} of {row.runs} runs)" if row.runs > 1 else "")
     if not row.comparisons:
         return "accuracy not compared"
-    loss = [one for one in row.comparisons[1:] if one.name == LOSS and one.outcome == "worse"]
+    loss = [
+        quantity
+        for quantity in row.comparisons[1:]
+        if quantity.name == LOSS and quantity.outcome == "worse"
+    ]
     return "; ".join(map(quality_text, [row.comparisons[0], *loss]))
 
 
@@ -148,24 +152,26 @@ _OUTCOMES = {
 }
 
 
-def quality_text(one: Comparison) -> str:
+def quality_text(quantity: Comparison) -> str:
     """How a quantity compares with that of O0, in words."""
-    against = f"{one.title} {one.mean:.4g} against {one.base_mean:.4g}"
-    if one.p is None:
-        return f"{against}, not tested ({one.untested})"
-    if not one.difference and not one.scatter:
-        return f"equal to O0 with each of {one.n} seeds: {one.title} {one.mean:.4g}"
-    way = f"{one.better} is better" if one.better else "no direction"
-    return f"{_OUTCOMES[one.outcome]}: {against}, difference {difference_text(one)} ({way})"
+    against = f"{quantity.title} {quantity.mean:.4g} against {quantity.base_mean:.4g}"
+    if quantity.p is None:
+        return f"{against}, not tested ({quantity.untested})"
+    if not quantity.difference and not quantity.scatter:
+        return f"equal to O0 with each of {quantity.n} seeds: {quantity.title} {quantity.mean:.4g}"
+    way = f"{quantity.better} is better" if quantity.better else "no direction"
+    difference = difference_text(quantity)
+    return f"{_OUTCOMES[quantity.outcome]}: {against}, difference {difference} ({way})"
 
 
-def difference_text(one: Comparison) -> str:
+def difference_text(quantity: Comparison) -> str:
     """The difference to O0 with its interval: `+0.003 [-0.004, +0.009]`; "" if not tested."""
-    if one.p is None:
+    if quantity.p is None:
         return ""
-    if not one.scatter:
-        return f"{one.difference:+.2g} with each seed" if one.difference else "0 with each seed"
-    return f"{one.difference:+.2g} [{one.low:+.2g}, {one.high:+.2g}]"
+    if not quantity.scatter:
+        same = f"{quantity.difference:+.2g}" if quantity.difference else "0"
+        return f"{same} with each seed"
+    return f"{quantity.difference:+.2g} [{quantity.low:+.2g}, {quantity.high:+.2g}]"
 
 
 def _sd(values: Series) -> float | None:

@@ -54,48 +54,50 @@ class Margin:
 ONE_PERCENT = Margin()
 
 
-def outcome(one: Comparison, p: float) -> str:
+def outcome(quantity: Comparison, p: float) -> str:
     """How a tested quantity stands with this corrected p: "within", "better", "worse", "small"
     (worse by less than matters), or "different" where it has no direction.
     """
     if p >= LEVEL:
         return "within"
-    if one.better is None:
+    if quantity.better is None:
         return "different"
-    if (one.difference > 0) == (one.better == "higher"):
+    if (quantity.difference > 0) == (quantity.better == "higher"):
         return "better"
-    return "small" if is_shown(one) else "worse"
+    return "small" if is_shown(quantity) else "worse"
 
 
-def is_shown(one: Comparison) -> bool:
+def is_shown(quantity: Comparison) -> bool:
     """Whether the interval of a tested quantity shows that it is not worse by what matters."""
-    return at_worst(one) <= one.matters
+    return at_worst(quantity) <= quantity.matters
 
 
-def at_worst(one: Comparison) -> float:
+def at_worst(quantity: Comparison) -> float:
     """How much worse the quantity is at the end of its interval; of one number, by that.
 
     Below 0 where the whole interval is better.  Raises `ValueError` where that is unknown.
     """
-    if one.has_no_verdict:
-        raise ValueError(f"{one.name}: expected a direction, as it differs from O0's.")
-    ends = (one.low, one.high) if one.scatter else (one.difference, one.difference)
-    return ends[1] if one.better == "lower" else -ends[0]
+    if quantity.has_no_verdict:
+        raise ValueError(f"{quantity.name}: expected a direction, as it differs from O0's.")
+    low, high = quantity.low, quantity.high
+    if not quantity.scatter:
+        low = high = quantity.difference
+    return high if quantity.better == "lower" else -low
 
 
-def margin_text(one: Comparison) -> str:
+def margin_text(quantity: Comparison) -> str:
     """What matters: `1 %` where it is a round part of O0's value, else in units of the quantity."""
-    percent = 100 * one.matters / abs(one.base_mean or math.inf)
+    percent = 100 * quantity.matters / abs(quantity.base_mean or math.inf)
     is_round = math.isclose(percent, float(f"{percent:.2g}"), rel_tol=1e-9)
-    return f"{percent:.2g} %" if is_round and percent else f"{one.matters:.2g}"
+    return f"{percent:.2g} %" if is_round and percent else f"{quantity.matters:.2g}"
 
 
 def weighed(row: Row) -> list[Comparison]:
     """What decides about a row: the judged quantity, and the last loss after as many steps."""
-    others = [one for one in row.comparisons[1:] if one.name == LOSS and not one.is_uneven]
-    return [*row.comparisons[:1], *others]
+    loss = (q for q in row.comparisons[1:] if q.name == LOSS and not q.is_uneven)
+    return [*row.comparisons[:1], *loss]
 
 
 def worse(row: Row) -> list[Comparison]:
     """What decides against a row: what is worse, by a test or because it is no number."""
-    return [one for one in weighed(row) if one.outcome == "worse"]
+    return [quantity for quantity in weighed(row) if quantity.outcome == "worse"]

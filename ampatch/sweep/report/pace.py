@@ -56,10 +56,10 @@ def _told(speeds: Spread | None, reach: float | None) -> str:
 def told_apart(faster: Row, other: Row) -> bool:
     """Whether one row is surely faster than another, as `pace_of` says it beside O0."""
     if faster.by_cpu or other.by_cpu:
-        one, two, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
+        ours, two, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
     else:
-        one, two, reach = faster.speeds, other.speeds, faster.reach
-    return None not in (one, two, reach) and one.low > two.high * reach
+        ours, two, reach = faster.speeds, other.speeds, faster.reach
+    return None not in (ours, two, reach) and ours.low > two.high * reach
 
 
 def in_words(row: Row) -> str:

@@ -13,7 +13,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas
 from matplotlib import style
@@ -71,79 +71,67 @@ class Picture:
 def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
     """The pictures that have something to draw."""
     losses = losses_of(runs)
-    made = (_by_step(results, losses), _by_time(results, losses), _speed(results))
-    return [picture for picture in made if picture is not None]
+    drawn = (_by_step(results, losses), _by_time(results, losses), _speed(results))
+    return [picture for picture in drawn if picture is not None]
 
 
-def _by_step(results: Results, found: DataFrame) -> Picture | None:
-    lines, apart = lines_of(found), lines_of(differences(found))
+def _by_step(results: Results, losses: DataFrame) -> Picture | None:
+    lines, apart = lines_of(losses), lines_of(differences(losses))
     if not lines:
         return None
-
-    def draw(panels: list[Any]) -> None:
-        _draw_lines(panels[0], results, lines, "training loss")
-        if len(panels) > 1:
-            _draw_differences(panels[1], results, apart)
-        panels[-1].set_xlabel("optimizer step")
-
-    has_others = bool(apart.keys() - {BASE.label})
-    caption = "Training loss by step" + (
-        "; below, the difference from O0 at the same step and seed (grey: O0's own seeds)."
-        if has_others
-        else "."
-    )
-    heights = [_with_legend(lines), *([1.5] if has_others else [])]
-    return _picture("loss-by-step", caption, results, heights, draw)
+    panels, caption = [_losses_of(lines)], "Training loss by step"
+    if apart.keys() - {BASE.label}:
+        panels.append(_Panel(1.5, _draw_differences, apart))
+        caption += (
+            "; below, the difference from O0 at the same step and seed (grey: O0's own seeds)"
+        )
+    return _picture("loss-by-step", f"{caption}.", "optimizer step", results, panels)
 
 
-def _by_time(results: Results, found: DataFrame) -> Picture | None:
-    lines = lines_of(found, "seconds")
+def _by_time(results: Results, losses: DataFrame) -> Picture | None:
+    lines = lines_of(losses, "seconds")
     if len(lines) < 2:  # one line is the same by step
         return None
-
-    def draw(panels: list[Any]) -> None:
-        _draw_lines(panels[0], results, lines, "training loss")
-        panels[0].set_xlabel("time since the first loss (s)")
-
-    heights = [_with_legend(lines)]
-    return _picture("loss-by-time", "Training loss by time.", results, heights, draw)
-
-
-def _with_legend(lines: dict[str, Any]) -> float:
-    """Inches for one panel and the legend."""
-    return 2.7 + 0.19 * math.ceil(len(lines) / 2)
+    along, panels = "time since the first loss (s)", [_losses_of(lines)]
+    return _picture("loss-by-time", "Training loss by time.", along, results, panels)
 
 
 def _speed(results: Results) -> Picture | None:
     timed = [row for row in results.rows if row.speeds is not None and row.label != BASE.label]
     if not timed:
         return None
-
-    def draw(panels: list[Any]) -> None:
-        _draw_bars(panels[0], results, timed)
-        panels[0].set_xlabel("speed relative to O0 (times; larger is faster)")
-
     caption = (
         "Speed relative to O0 in the same round, and the median time of a step; grey: what O0 "
         "itself differed by."
     )
-    names = [textwrap.fill(row.name, NAME) for row in timed]
-    height = 0.9 + sum(0.12 + 0.17 * (name.count("\n") + 1) for name in names)
-    return _picture("speed", caption, results, [height], draw)
+    lines = sum(textwrap.fill(row.name, NAME).count("\n") + 1 for row in timed)
+    panels = [_Panel(0.9 + 0.12 * len(timed) + 0.17 * lines, _draw_bars, timed)]
+    along = "speed relative to O0 (times; larger is faster)"
+    return _picture("speed", caption, along, results, panels)
+
+
+class _Panel(NamedTuple):
+    height: float  # inches
+    draw: Callable[[Any, Results, Any], None]  # on axes
+    what: Any
+
+
+def _losses_of(lines: dict[str, DataFrame]) -> _Panel:
+    """The panel above the legend."""
+    return _Panel(2.7 + 0.19 * math.ceil(len(lines) / 2), _draw_lines, lines)
 
 
 def _picture(
-    name: str,
-    caption: str,
-    results: Results,
-    heights: Sequence[float],
-    draw: Callable[[list[Any]], None],
+    name: str, caption: str, along: str, results: Results, panels: Sequence[_Panel]
 ) -> Picture:
-    """What `draw` draws on panels of these heights in inches; lines get a legend."""
+    """The panels, one below the other, with `along` under the last; lines get a legend."""
     with style.context(["default", STYLE]):  # not the user's style
+        heights = [panel.height for panel in panels]
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
-        draw([axes for (axes,) in grid])
+        for panel, (axes,) in zip(panels, grid):
+            panel.draw(axes, results, panel.what)
+        axes.set_xlabel(along)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         if labels:
             columns = 1 if max(map(len, labels)) > 28 else 2
@@ -163,7 +151,9 @@ def _picture(
     return Picture(name, caption, files)
 
 
-def _draw_lines(axes: Any, results: Results, lines: dict[str, DataFrame], title: str) -> None:
+def _draw_lines(
+    axes: Any, results: Results, lines: dict[str, DataFrame], title: str = "training loss"
+) -> None:
     drawn = [row for row in results.rows if row.label in lines]
     for number, row in enumerate(drawn):
         line, look = lines[row.label], _look(results, row)
@@ -249,18 +239,18 @@ def losses_of(runs: Iterable[Run]) -> DataFrame:
         part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
         parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
     columns = ["row", "seed", "n", "step", "seconds", "loss"]
-    found = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
-    return found.replace([math.inf, -math.inf], math.nan)[columns]
+    losses = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
+    return losses.replace([math.inf, -math.inf], math.nan)[columns]
 
 
-def differences(found: DataFrame) -> DataFrame:
+def differences(losses: DataFrame) -> DataFrame:
     """`losses_of` less O0's at the same step of the same seed; O0's own seeds less their mean.
 
     In percent of O0's.  Without O0 there are none, and without a second seed none of O0's own.
     """
     at = ["seed", "n", "step"]
-    base = found[found.row == BASE.label]
-    both = found.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    base = losses[losses.row == BASE.label]
+    both = losses.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
     own = both.row == BASE.label
     both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
     reference = both.reference.abs().replace(0, math.nan)
@@ -268,13 +258,13 @@ def differences(found: DataFrame) -> DataFrame:
     return both if base.seed.nunique() > 1 else both[~own]
 
 
-def lines_of(found: DataFrame, along: str = "step") -> dict[str, DataFrame]:
+def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:
     """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
 
     Rows without a number are left out.
     """
-    size = max(1, math.ceil((found.n.max() + 1) / POINTS)) if len(found) else 1
-    seeds = found.groupby(["row", "seed", found.n // size])[[along, "loss"]].mean()
+    size = max(1, math.ceil((losses.n.max() + 1) / POINTS)) if len(losses) else 1
+    seeds = losses.groupby(["row", "seed", losses.n // size])[[along, "loss"]].mean()
     rows = seeds.groupby(level=["row", "n"], sort=False)
     y = rows["loss"]
     line = rows[[along]].mean().set_axis(["x"], axis=1)

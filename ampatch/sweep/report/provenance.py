@@ -58,7 +58,7 @@ def machine_state(runs: Sequence[Run]) -> dict[str, str]:
         return {}
     cores, loads = _range(states, "cores"), _range(states, "load_at_start", "load_at_end")
     state = {"threads": f"{_range(states, 'threads')} on {cores} cores", "load average": loads}
-    native = {one["native"] for one in states if one.get("native") is not None}
+    native = {state["native"] for state in states if state.get("native") is not None}
     if native:
         state["native part"] = "in force" if native == {True} else "not in force"
     if len(native) > 1:

@@ -76,7 +76,7 @@ def not_shown(row: Row) -> tuple[str, str]:
     if judged.has_no_verdict:
         seeds = f"--seeds {TESTED} " if judged.untested == ONE_SEED else ""
         return no_direction(row), seeds + option(judged.name)
-    untested = next((one for one in weighed(row) if one.outcome == "untested"), None)
+    untested = next((quantity for quantity in weighed(row) if quantity.outcome == "untested"), None)
     if untested is not None:
         cure = f"--seeds {TESTED}" if untested.untested == ONE_SEED else ""
         return f"its {untested.title} is not tested ({untested.untested}){_hint(untested)}", cure
@@ -103,10 +103,10 @@ def no_direction(row: Row) -> str:
     """How the judged metric differs from O0's, if it has no direction; else ""."""
     if not (row.comparisons and row.comparisons[0].has_no_verdict):
         return ""
-    one = row.comparisons[0]
-    difference = difference_text(one) or f"{one.difference:+.2g}"
+    judged = row.comparisons[0]
+    difference = difference_text(judged) or f"{judged.difference:+.2g}"
     return (
-        f"its {one.title} differs from O0's by {difference}, and the name does not say whether "
+        f"its {judged.title} differs from O0's by {difference}, and the name does not say whether "
         "lower or higher is better"
     )
 
@@ -145,41 +145,41 @@ def _none_faster(rows: Sequence[Row], base: Row) -> str:
     return said + _smaller([row for row in rows if not worse(row) and not no_direction(row)], base)
 
 
-def _accuracy(one: Comparison) -> str:
+def _accuracy(judged: Comparison) -> str:
     """The accuracy beside O0's: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
-    if not one.scatter and not one.difference:
-        return f"{one.title} the same with each of {one.n} seeds"
-    if at_worst(one) <= 0:
-        return f"{one.title} {difference_text(one)}, no worse than O0's"
-    return f"{one.title} {difference_text(one)}, below the {margin_text(one)} that matters"
+    if not judged.scatter and not judged.difference:
+        return f"{judged.title} the same with each of {judged.n} seeds"
+    if at_worst(judged) <= 0:
+        return f"{judged.title} {difference_text(judged)}, no worse than O0's"
+    return f"{judged.title} {difference_text(judged)}, below the {margin_text(judged)} that matters"
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
     """A sentence: all rows that may be faster are worse; and the fastest one's difference."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
-    said = filter(None, (pace.in_words(row), *(quality_text(one) for one in worse(row))))
+    said = filter(None, (pace.in_words(row), *(quality_text(quantity) for quantity in worse(row))))
     return (
         f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {'; '.join(said)}."
     )
 
 
-def _hint(one: Comparison) -> str:
+def _hint(quantity: Comparison) -> str:
     """How an untested quantity can be tested, where no option of the sweep does it."""
-    if one.is_uneven:
+    if quantity.is_uneven:
         return ": have the script report a metric, by log_metrics or --metric"
-    if one.untested == SAME_SEEDS:
+    if quantity.untested == SAME_SEEDS:
         return ": have the seed reach the script, by {seed} among its arguments or --override-seeds"
     return ""
 
 
-def _seeds_for(one: Comparison) -> int | None:
+def _seeds_for(judged: Comparison) -> int | None:
     """With how many seeds the interval of such differences ends within the margin.
 
     It does so as likely as a test finds a difference of what is left of the margin.
     """
-    room = one.matters - (one.difference if one.better == "lower" else -one.difference)
-    numbers = range(one.n + 1, MOST_SEEDS + 1)
-    return next((n for n in numbers if smallest_seen(one.scatter, n) <= room), None)
+    room = judged.matters - (judged.difference if judged.better == "lower" else -judged.difference)
+    numbers = range(judged.n + 1, MOST_SEEDS + 1)
+    return next((n for n in numbers if smallest_seen(judged.scatter, n) <= room), None)
 
 
 def _with_most_fp32(shown: Sequence[Row], kind: Kind) -> tuple[Row, list[Row]]:

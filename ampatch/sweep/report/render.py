@@ -19,7 +19,7 @@ from ampatch.sweep.report.provenance import called, facts
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.summary_files import filled, write_tables
-from ampatch.sweep.report.table import Table, by_row, columns, notes
+from ampatch.sweep.report.table import notes, table
 
 
 def write_report(directory: str | Path) -> None:
@@ -50,7 +50,7 @@ def as_html(results: Results, drawn: Sequence[Picture]) -> str:
         called=called(results),
         results=results,
         is_compared=anything_compared(rows),
-        figures=Table.of(by_row(columns(rows)), rows),
+        figures=table(rows),
         explained=notes(rows),
         drawn=drawn,
         looks=LOOKS,

@@ -149,9 +149,9 @@ class Row:
     @property
     def decisive(self) -> Spread:
         """The speeds that decided on the pace of a row that has one."""
-        found = self.cpu_speeds if self.by_cpu else self.speeds
-        assert found is not None
-        return found
+        speeds = self.cpu_speeds if self.by_cpu else self.speeds
+        assert speeds is not None
+        return speeds
 
 
 @dataclass
@@ -220,7 +220,8 @@ def read_results(directory: str | Path) -> Results | None:
 
 
 def _names_its_own(data: dict) -> bool:  # --overwrite deletes what a record names
-    return all(Path(one).name == one for one in (*data.get("trials", ()), *data.get("files", ())))
+    names = (*data.get("trials", ()), *data.get("files", ()))
+    return all(Path(name).name == name for name in names)
 
 
 def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:

@@ -39,8 +39,8 @@ def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
         if run.measured is not None:
             by_seed.setdefault(run.trial.seed, []).append(run)
     compared = ((run, first) for first, *others in by_seed.values() for run in others)
-    found = [(run, _difference(run, first)) for run, first in compared]
-    return [(run, difference) for run, difference in found if difference]
+    starts = [(run, _difference(run, first)) for run, first in compared]
+    return [(run, difference) for run, difference in starts if difference]
 
 
 def note(script: str, starts: Sequence[tuple[Run, str]]) -> str:

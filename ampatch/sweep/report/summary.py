@@ -58,17 +58,17 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base, values, given = by_case.get(BASE, []), values_of(runs), better or {}
+    base, values, ways = by_case.get(BASE, []), values_of(runs), better or {}
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
     of_rounds: Counter[tuple[int, int]] = Counter()
     for run in runs:
         of_rounds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, of_case, base, of_rounds, means, samples, starts.get(case, ""), given)
+        _row(case, of_case, base, of_rounds, means, samples, starts.get(case, ""), ways)
         for case, of_case in by_case.items()
     ]
-    how = judged, given, seeds_matter(base), margin
+    how = judged, ways, seeds_matter(base), margin
     compared = [
         [] if case == BASE or case in starts else compare(samples, case.label, *how)
         for case in by_case
@@ -192,7 +192,7 @@ def _row(
             if of.value.nunique() > 1 and all(map(math.isfinite, of.value))
         },
         better=directions(names, better),
-        steps=int(_median(len(m.skipped) for m in measured) or 0),
+        steps=round(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
         loss_scale=measured[0].loss_scale if measured else None,
@@ -226,7 +226,7 @@ def _pairs(
 
     For O0 those of its second runs; where rounds lack one, also those of each round with the next.
     """
-    of_round = {one.trial.round: one for one in base if not one.trial.again and status(one) == OK}
+    of_round = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
     timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
     compared = [run for run in runs if run.trial.short or run.trial.round not in timed]
     compared = [run for run in runs if run.trial.again] if case == BASE else compared
@@ -243,7 +243,7 @@ def _pairs(
 
 def _apart(run: Run, other: Run) -> float:
     """Seconds between the beginnings of two runs; 0 where these are not known."""
-    began = [one.measured.machine.get("began") for one in (run, other)]
+    began = [trained.measured.machine.get("began") for trained in (run, other)]
     return 0.0 if None in began else abs(began[0] - began[1])
 
 
@@ -256,8 +256,8 @@ def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
 def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
     """One run's speed relative to another's; a short run is compared over as many steps."""
     both = run, base
-    is_short = any(one.trial.short for one in both)
-    first = min(len(one.measured.step_seconds) for one in both) if is_short else None
+    is_short = any(timed.trial.short for timed in both)
+    first = min(len(timed.measured.step_seconds) for timed in both) if is_short else None
     own, of_base = ms(run.measured, first), ms(base.measured, first)
     return of_base / own if own and of_base else None
 

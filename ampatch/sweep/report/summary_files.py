@@ -16,7 +16,7 @@ from ampatch.sweep.json_files import plain, write_json, write_whole
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
-from ampatch.sweep.report.table import Table, by_row, columns, mark_notes, notes
+from ampatch.sweep.report.table import mark_notes, notes, table
 
 _PLAIN = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
@@ -30,8 +30,6 @@ _JUDGED = (
 )  # fmt: skip
 _IN_LATEX = str.maketrans(
     {
-        **{letter: f"\\{letter}" for letter in "{}$&#%_"},
-        "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
         "\N{PLUS-MINUS SIGN}": r"$\pm$",
         "\N{DOWNWARDS ARROW}": r"$\downarrow$", "\N{UPWARDS ARROW}": r"$\uparrow$",
@@ -89,7 +87,7 @@ def as_markdown(results: Results) -> str:
         seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
         runs=counted(results.planned, "run"),
         results=results,
-        figures=Table.of(columns(rows), rows),
+        figures=table(rows),
         explained=" ".join(notes(rows)),
         facts=provenance.facts(results),
     )
@@ -97,15 +95,11 @@ def as_markdown(results: Results) -> str:
 
 def as_latex(results: Results) -> str:
     """The main columns as a `tabular` environment; comments say where they come from."""
-    main = [column for column in by_row(columns(results.rows)) if column.main]
-    table = Table.of(main, results.rows)
-    lines = DataFrame(table.lines, columns=[column.title for column in table.columns], dtype=str)
-    sides = "".join("r" if column.right else "l" for column in table.columns)
-    shown = lines.map(latex).rename(columns=latex)
+    shown = table(results.rows, main=True)
+    sides = f"@{{}}l{'r' * (shown.shape[1] - 1)}@{{}}"
     origin = [*provenance.lines(results), *mark_notes(results.rows), r"needs \usepackage{booktabs}"]
-    return "".join(f"% {line}\n" for line in origin) + shown.to_latex(
-        index=False, escape=False, column_format=f"@{{}}{sides}@{{}}"
-    )
+    text = shown.to_latex(index=False, escape=True, column_format=sides).translate(_IN_LATEX)
+    return "".join(f"% {line}\n" for line in origin) + text
 
 
 def filled(name: str, **shown: Any) -> str:
@@ -130,8 +124,3 @@ def _for_markdown(value: Any) -> Any:
     if hasattr(value, "__html__"):
         return value
     return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
-def latex(text: str) -> str:
-    """`text` as LaTeX shows it, also in a table."""
-    return text.translate(_IN_LATEX)

@@ -1,13 +1,14 @@
-"""Tables as titles and texts, and the table of a sweep's rows: its columns and what they mean.
+"""The table of a sweep's rows as texts: its columns and what they mean.
 
 `terminal.py`, `render.py` and `summary_files.py` show the same columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pandas import DataFrame
 
 from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.figures import OK, brief
@@ -35,57 +36,25 @@ class Column:
     """A column; `main` ones are in the table of a paper, where all would be too many."""
 
     title: str
-    text: Callable[[Any], str]  # takes the line's object, most often a `Row`
-    right: bool = True
+    text: Callable[[Row], str]
     main: bool = True
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns, and a line of texts for each thing that they show."""
-
-    columns: Sequence[Column]
-    lines: list[list[str]]
-
-    @classmethod
-    def of(cls, columns: Sequence[Column], shown: Sequence[Any]) -> Table:
-        """The table of these columns, a line for each of `shown`; of those that are not empty."""
-        told = [
-            column
-            for column in columns
-            if not shown or any(column.text(one) != MISSING for one in shown)
-        ]
-        return cls(told, [[column.text(one) for column in told] for one in shown])
-
-    def part(self, numbers: Sequence[int]) -> Table:
-        lines = [[line[number] for number in numbers] for line in self.lines]
-        return Table([self.columns[number] for number in numbers], lines)
-
-    def __str__(self) -> str:
-        """Aligned text, one line for each of the table's."""
-        cells = [[column.title for column in self.columns], *self.lines]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        cells.insert(1, ["-" * width for width in widths])
-        return "".join("  ".join(self._padded(line, widths)).rstrip() + "\n" for line in cells)
-
-    def _padded(self, line: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
-        for column, text, width in zip(self.columns, line, widths):
-            yield text.rjust(width) if column.right else text.ljust(width)
+def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
+    """The texts of all columns or of the `main` ones, a line for each row; no empty column."""
+    shown = [column for column in _columns(rows) if column.main or not main]
+    texts = [[column.text(row) for column in shown] for row in rows]
+    every = DataFrame(texts, columns=[column.title for column in shown], dtype=str)
+    return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
 
 
-NAMES = (
-    Column("level", lambda row: row.opt_level, right=False),
-    Column("dtype", lambda row: row.dtype, right=False),
-)
-
-
-def columns(rows: Sequence[Row]) -> list[Column]:
+def _columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
-    status = Column("status", lambda row: brief(row.status), right=False, main=False)
+    status = Column("status", lambda row: brief(row.status), main=False)
     return [
-        *NAMES,
+        Column("row", lambda row: row.name),
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", _speed),
@@ -107,13 +76,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 def _are_uneven(rows: Sequence[Row]) -> bool:
     """Whether rows that went well took different numbers of steps, as their losses say."""
     steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
-    is_said = any(one.is_uneven for row in rows for one in row.comparisons)
+    is_said = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
     return is_said or (bool(steps) and max(steps) > UNEVEN * min(steps))
-
-
-def by_row(shown: Sequence[Column]) -> list[Column]:
-    """These columns with one for the names of the rows in the place of `NAMES`."""
-    return [Column("row", lambda row: row.name, right=False), *shown[len(NAMES) :]]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -128,7 +92,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "losses: those of scale_loss with loss_id 0, or of all backward() calls, as divided for "
         "accumulation": any(row.last_loss is not None for row in rows),
     }
-    of_columns = [one for one, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
+    of_columns = [text for text, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)
     first = [f"{text[0].upper()}{text[1:]}."] if text else []
     return [*first, *_unknown_note(rows), *mark_notes(rows)]
@@ -143,13 +107,13 @@ def speed_mark(row: Row) -> str:
 
 def quality_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's."""
-    outcome = next((one.outcome for one in row.comparisons if one.name == name), "")
+    outcome = next((quantity.outcome for quantity in row.comparisons if quantity.name == name), "")
     return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
     """What the marks in a table of these rows mean, those that are there."""
-    differs = any(quality_mark(row, one.name) for row in rows for one in row.comparisons)
+    differs = any(quality_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
     there = {NOT_TOLD_APART: any(map(speed_mark, rows)), DIFFERS: differs}
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
 
@@ -196,7 +160,7 @@ def _skips(row: Row) -> str:
 def _difference(rows: Sequence[Row]) -> list[Column]:
     """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
     judged = [row.comparisons[0] for row in rows if row.comparisons]
-    name = next((one.name for one in judged if one.p is not None), None)
+    name = next((quantity.name for quantity in judged if quantity.p is not None), None)
     if name is None:
         return []
 

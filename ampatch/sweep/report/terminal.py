@@ -15,9 +15,7 @@ from typing import TextIO
 from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.table import NAMES, Table, columns, notes
-
-GAP = 2  # spaces between columns
+from ampatch.sweep.report.table import notes, table
 
 
 def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) -> None:
@@ -43,25 +41,11 @@ def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Write the table, on a terminal in parts that fit it, and what its columns are."""
-    table = Table.of(columns(rows), rows)
-    for number, part in enumerate(_parts(table) if stream.isatty() else [table]):
-        stream.write(("\n" if number else "") + str(part))
+    shown = table(rows).set_index("row").rename_axis(index=None, columns="row")
+    lines = shown.to_string(line_width=_width() if stream.isatty() else None).splitlines()
+    stream.writelines(line.rstrip(" \\") + "\n" for line in lines)  # pandas marks parts by it
     for note in notes(rows):
         _say(note, stream)
-
-
-def _parts(table: Table) -> list[Table]:
-    """The columns in parts that fit on the terminal."""
-    names = len(NAMES)
-    texts = [[column.title, *cells] for column, *cells in zip(table.columns, *table.lines)]
-    widths = [max(map(len, cells)) + GAP for cells in texts]
-    room = _width() + GAP - sum(widths[:names])
-    parts: list[list[int]] = [[]]
-    for number in range(names, len(widths)):
-        if parts[-1] and sum(widths[one] for one in [*parts[-1], number]) > room:
-            parts.append([])
-        parts[-1].append(number)
-    return [table.part([*range(names), *part]) for part in parts]
 
 
 def _say(text: str, stream: TextIO) -> None:

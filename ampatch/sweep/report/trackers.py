@@ -37,12 +37,12 @@ class Point(NamedTuple):
 def points(run: Run) -> Iterator[Point]:
     """`loss`, `loss scale`, `metrics/NAME`, `step ms`, `skipped`; other losses: `loss/ID`."""
     measured = run.measured or Measured()
-    series = {f"metrics/{name}": one for name, one in measured.metrics.items()}
+    series = {f"metrics/{name}": values for name, values in measured.metrics.items()}
     for tag, table in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
-        series |= {tag if name == "0" else f"{tag}/{name}": one for name, one in table.items()}
-    for tag, one in series.items():
-        seconds = one.seconds or [None] * len(one.values)
-        yield from map(Point, itertools.repeat(tag), one.steps, one.values, seconds)
+        series |= {tag if name == "0" else f"{tag}/{name}": of for name, of in table.items()}
+    for tag, of in series.items():
+        seconds = of.seconds or [None] * len(of.values)
+        yield from map(Point, itertools.repeat(tag), of.steps, of.values, seconds)
     for step, duration in enumerate(measured.step_seconds):
         if duration is not None:
             yield Point("step ms", step, duration * 1000, None)

@@ -124,7 +124,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the model's gradients to the FP32 copies, without unscaling."""
     if flat_master:
-        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in model_params]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = flatten(grads).detach().float()
         return
     for param, master in zip(model_params, master_params, strict=True):

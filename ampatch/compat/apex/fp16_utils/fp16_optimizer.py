@@ -36,19 +36,19 @@ class FP16_Optimizer:  # apex's name
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
                                    dynamic_loss_scale=True)
         optimizer.zero_grad()
-        optimizer.backward(loss)        # in the place of loss.backward()
+        optimizer.backward(loss)        # instead of loss.backward()
         optimizer.step()
 
     `param_groups` hold the FP32 copies.  To accumulate gradients call
     `backward(loss, update_master_grads=False)`, and `update_master_grads()` before the step.
 
     A dynamic scale moves in `backward`, or in `update_master_grads`, as in apex's last version.
-    After an overflow `overflow` is set until the next look, the FP32 copies have gradients that are
-    not finite, and `step` does nothing: a loop may call it or not.
+    After an overflow `overflow` is set until the next check, the FP32 copies have gradients that
+    are not finite, and `step` does nothing: a loop may call it or not.
 
     Args:
         init_optimizer: a `torch.optim.Optimizer`.
-        static_loss_scale: the loss scale; not looked at where that is dynamic.
+        static_loss_scale: the loss scale; ignored with `dynamic_loss_scale`.
         dynamic_loss_scale: start at 2**16 and look for overflow.
         dynamic_loss_args: arguments of `apex.amp.scaler.LossScaler`, such as `init_scale`.
         verbose: print skipped steps.
@@ -149,7 +149,7 @@ class FP16_Optimizer:  # apex's name
                 for half, master in self._pairs():
                     half.copy_(master)
         elif self.verbose:
-            print(f"Overflow, step left out. The loss scale is {self.loss_scale} now.")
+            print(f"Overflow, step skipped. The loss scale is {self.loss_scale} now.")
 
     # Parts
 
@@ -176,7 +176,9 @@ class FP16_Optimizer:  # apex's name
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict`, apex's too.  Load the model first."""
         saved, mine = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
-        shapes = [[[tensor.shape for tensor in group] for group in one] for one in (saved, mine)]
+        shapes = [
+            [[tensor.shape for tensor in group] for group in groups] for groups in (saved, mine)
+        ]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
@@ -209,9 +211,9 @@ def _todays(saved: Any) -> scaler.LossScaler:
     """A scaler from a checkpoint; that of an older apex is one of `fp16_utils.loss_scaler`."""
     if isinstance(saved, DynamicLossScaler):
         rule = saved.cur_scale, saved.scale_factor, saved.scale_window
-        made = scaler.LossScaler("dynamic", *rule, max_loss_scale=max(saved.cur_scale, 2.0**32))
-        made._unskipped = max(saved.cur_iter - saved.last_overflow_iter - 1, 0) % saved.scale_window
-        return made
+        new = scaler.LossScaler("dynamic", *rule, max_loss_scale=max(saved.cur_scale, 2.0**32))
+        new._unskipped = max(saved.cur_iter - saved.last_overflow_iter - 1, 0) % saved.scale_window
+        return new
     return scaler.LossScaler(saved.cur_scale) if isinstance(saved, LossScaler) else saved
 
 

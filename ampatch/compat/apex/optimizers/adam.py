@@ -1,4 +1,4 @@
-"""FusedAdam: torch's Adam with apex's defaults, and what apex had beside them."""
+"""FusedAdam: torch's Adam with apex's defaults and apex's further options."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 torch.nn.utils.clip_grad_norm_(group["params"], limit)
         step = torch.optim.Adam.step
         if self._is_plain():
-            self._step_of_torch(step, decays_apart=False)
+            self._step_of_torch(step, decouples_decay=False)
             return
         groups = self.param_groups
         corrected = [group for group in groups if group.get("bias_correction", True)]
@@ -98,7 +98,7 @@ class FusedAdam(Fused, torch.optim.Adam):
                 self._update_uncorrected(group)
         self.param_groups = corrected
         try:
-            self._step_of_torch(step, decays_apart=False)
+            self._step_of_torch(step, decouples_decay=False)
         finally:
             self.param_groups = groups
 

@@ -1,4 +1,4 @@
-"""What apex's optimizers have in common: `step`, `zero_grad`, checkpoints, weight decay."""
+"""Shared code of apex's optimizers: `step`, `zero_grad`, checkpoints, weight decay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSED = {
     "amsgrad": "the optimizer without amsgrad",
     "eps_inside_sqrt": "the optimizer without eps_inside_sqrt",
 }
-"""What to use in the place of arguments that are not available."""
+"""What to use instead of arguments that are not available."""
 
 
 class Fused:
@@ -78,15 +78,15 @@ class Fused:
     def _update(self) -> None:
         raise NotImplementedError
 
-    def _step_of_torch(self, step: Callable, decays_apart: bool) -> None:
-        """Run the `step` of torch's class; with `decays_apart` weight decay is no gradient."""
+    def _step_of_torch(self, step: Callable, decouples_decay: bool) -> None:
+        """Run the `step` of torch's class; `decouples_decay`: weight decay is no gradient."""
         # The wrapper by which torch runs step hooks is around the `step` of this class too.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 params = with_grads(group)
-                if decays_apart and decay:
+                if decouples_decay and decay:
                     group["weight_decay"] = 0.0
                     if params:
                         foreach.mul_(params, 1 - group["lr"] * decay)

@@ -42,17 +42,17 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
         """apex keeps the running norms in the group: a tensor for half, one for FP32 parameters."""
-        parts = [part for part in group.pop("exp_avg_sq", []) if part.numel()]
-        if not parts:
+        norms = [norm for norm in group.pop("exp_avg_sq", []) if norm.numel()]
+        if not norms:
             return
-        if len(parts) > 1 or parts[0].numel() != len(group["params"]):
+        if len(norms) > 1 or norms[0].numel() != len(group["params"]):
             raise ValueError(
                 "FusedNovoGrad.load_state_dict(state_dict): the running norms of this checkpoint "
                 "cannot be told apart. Expected one for each parameter, all of one dtype, as "
                 "apex saves them at O1 and O2."
             )
-        for key, norm in zip(group["params"], parts[0].reshape(-1), strict=True):
-            state.setdefault(key, {})["exp_avg_sq"] = norm.clone()
+        for key, value in zip(group["params"], norms[0].reshape(-1), strict=True):
+            state.setdefault(key, {})["exp_avg_sq"] = value.clone()
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -80,7 +80,7 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         param.sub_(group["lr"] * update)
 
     def _running_norm(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """The second moment, brought up to date: a norm, not its square."""
+        """Update the second moment: a norm, not its square."""
         infinite = group["norm_type"] == 0
         norm = torch.linalg.vector_norm(param.grad, float("inf") if infinite else 2)
         state, beta2 = self.state[param], group["betas"][1]

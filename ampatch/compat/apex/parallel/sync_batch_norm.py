@@ -61,7 +61,7 @@ class SyncBatchNorm(BATCH_NORMS[0]):
         sums, squares, count = total.split([self.num_features, self.num_features, 1])
         mean = sums / count
         variance = squares / count - mean.square()
-        self._note(mean, variance * count / (count - 1))
+        self._update_statistics(mean, variance * count / (count - 1))
         shape = [1, -1, *[1] * (input.dim() - 2)]
         output = (values - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
@@ -69,7 +69,7 @@ class SyncBatchNorm(BATCH_NORMS[0]):
         return output.to(input.dtype)
 
     @torch.no_grad()
-    def _note(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         if not self.track_running_stats:
             return
         self.num_batches_tracked.add_(1)
@@ -85,7 +85,7 @@ for _name, _check in SYNC_BATCH_NORM_CHECKS.items():
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """The model with a `SyncBatchNorm` in the place of every BatchNorm, weights shared.
+    """The model with every BatchNorm replaced by a `SyncBatchNorm`, weights shared.
 
     Submodules are replaced in place; a module that is a BatchNorm itself is
     replaced in what is returned.

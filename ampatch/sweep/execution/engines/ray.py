@@ -95,13 +95,13 @@ class RayEngine:
 
     def events(self, seconds: float) -> Iterable[Event]:
         ready, _ = ray.wait(list(self._running), timeout=seconds)
-        found = self._news()
+        events = self._news()
         for reference in ready:
             runner, trial = self._running.pop(reference)
             if trial not in self._started:
-                found.append(Started(trial))
-            found.append(_outcome(reference, runner, trial))
-        return found
+                events.append(Started(trial))
+            events.append(_outcome(reference, runner, trial))
+        return events
 
     def _news(self) -> list[Event]:
         """What the board knows of running trials; a retried one has started long ago."""

@@ -13,8 +13,8 @@ from frames import frames
 from torch import nn
 
 import ampatch
+from ampatch.session.object_registry import ObjectRegistry
 from ampatch.session.session import registry
-from ampatch.session.table import Table
 
 SETTINGS = {"dtype": torch.bfloat16, "verbosity": 0}
 
@@ -27,35 +27,35 @@ def pair():
 def test_what_a_disabled_session_was_given_comes_back_after_a_failed_initialize(monkeypatch):
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    found = registry.table.find(optimizer)
+    found = registry.objects.find(optimizer)
     monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ampatch.initialize(model, optimizer, **SETTINGS)
-    assert registry.table.find(optimizer) == found
+    assert registry.objects.find(optimizer) == found
 
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
     model, optimizer = pair()
     ampatch.initialize(*pair(), **SETTINGS)
-    assert registry.table.find(optimizer) is registry.table.session_of(model) is None
+    assert registry.objects.find(optimizer) is registry.objects.session_of(model) is None
     ampatch.deactivate()
     for enabled, level in [(True, "O1"), (False, "O1"), (True, "O2"), (True, "O0")]:
         ampatch.initialize(model, optimizer, enabled=enabled, opt_level=level, **SETTINGS)
-        session, managed = registry.table.find(optimizer)
+        session, managed = registry.objects.find(optimizer)
         assert session is registry.sessions[-1] and (managed is not None) is enabled
-        assert (registry.table.session_of(model) is session) is enabled
-        assert len(registry.table) == 1 + enabled and len(registry.sessions) == 1
+        assert (registry.objects.session_of(model) is session) is enabled
+        assert len(registry.objects) == 1 + enabled and len(registry.sessions) == 1
     ampatch.deactivate()
-    assert registry.table.find(optimizer) is None and len(registry.table) == 0
+    assert registry.objects.find(optimizer) is None and len(registry.objects) == 0
 
 
 def test_part_of_a_session_leaves_it():
     (first, one), (second, other) = pair(), pair()
     ampatch.initialize([first, second], [one, other], **SETTINGS)
-    old = registry.table.session_of(one)
+    old = registry.objects.session_of(one)
     ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
-    assert registry.table.session_of(one) is registry.table.session_of(first) is old
-    assert registry.table.session_of(other) is registry.table.session_of(second) is not old
+    assert registry.objects.session_of(one) is registry.objects.session_of(first) is old
+    assert registry.objects.session_of(other) is registry.objects.session_of(second) is not old
     assert [managed.model for managed in old.models] == [first]
     assert [managed.optimizer for managed in old.optimizers] == [one]
 
@@ -66,8 +66,8 @@ def test_what_stands_for_an_optimizer_has_its_groups():
         types.SimpleNamespace(optimizer=optimizer, param_groups=groups)
         for groups in (list(optimizer.param_groups), optimizer.param_groups)
     )
-    assert registry.table.optimizer_behind(shared) is optimizer
-    assert registry.table.optimizer_behind(own) is own
+    assert registry.objects.optimizer_behind(shared) is optimizer
+    assert registry.objects.optimizer_behind(own) is own
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -77,8 +77,8 @@ def test_the_dead_are_forgotten(enabled):
     kept, optimizer = pair()
     ampatch.initialize(kept, optimizer, enabled=enabled, **SETTINGS)
     gc.collect()
-    assert len(registry.table) == 1 + enabled
-    assert registry.table.session_of(optimizer) is registry.sessions[-1]
+    assert len(registry.objects) == 1 + enabled
+    assert registry.objects.session_of(optimizer) is registry.sessions[-1]
 
 
 class Thing:
@@ -92,7 +92,7 @@ class Counterpart:
 
 
 def test_an_id_used_again_finds_nothing():
-    things, session = Table(), object()
+    things, session = ObjectRegistry(), object()
     for _ in range(5):  # the next has the id of the last, or soon will
         thing = Thing()
         assert things.find(thing) is None
@@ -105,7 +105,7 @@ def test_an_id_used_again_finds_nothing():
 
 def test_an_old_counterpart_that_dies_late_removes_no_new_row():
     """Another thread may be looking at the old row while the new one is put."""
-    things, thing, first, second = Table(), Thing(), object(), object()
+    things, thing, first, second = ObjectRegistry(), Thing(), object(), object()
     old, new = Counterpart(thing), Counterpart(thing)
     held = things.put(thing, first, old)
     things.put(thing, second, new)

@@ -1,0 +1,100 @@
+"""Who manages this module, or this optimizer?  The registry of the process that answers it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+from ..models.managed_model import ManagedModel
+
+Session = TypeVar("Session")
+Managed = TypeVar("Managed")
+Entries = dict[int, "weakref.ref[Managed]"]
+"""Managed counterparts by the ids of the user's objects; in a disabled session the objects."""
+
+
+class ObjectRegistry(Generic[Session]):
+    """The session and the managed counterpart of each object that `initialize` was given.
+
+    An object keeps its counterpart alive (by its hooks or methods), and the counterpart holds the
+    object.  The registry holds the counterpart weakly: when the user's code drops the object, both
+    are collected, and the entry goes.  In a disabled session an object is its own counterpart.  An
+    object is in one session at a time: the one that put it last.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Session, weakref.ref]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, obj: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
+        """Record that `obj` is in `session`; returns a weak reference to its counterpart."""
+        key, entries = id(obj), self._entries
+
+        def collected(counterpart: weakref.ref) -> None:
+            entry = entries.get(key)
+            if entry is not None and entry[1] is counterpart:
+                del entries[key]
+
+        ref = weakref.ref(managed, collected)
+        entries[key] = (session, ref)
+        return ref
+
+    def remove(self, key: int, session: Session) -> None:
+        """Forget an object (its id) that has left `session`, if no other session has it by now."""
+        entry = self._entries.get(key)
+        if entry is not None and entry[0] is session:
+            del self._entries[key]
+
+    def find(self, obj: Any) -> tuple[Session, Any] | None:
+        """`(session, managed counterpart or None)`; None for an object in no session."""
+        entry = self._entries.get(id(obj))
+        if entry is None:
+            return None
+        managed = entry[1]()
+        if managed is None:  # collected, and not gone yet
+            return None
+        return entry[0], None if managed is obj else managed
+
+    def find_optimizer(self, optimizer: Any) -> tuple[Session, Any] | None:
+        """As `find`, for an optimizer, or for an object of a framework that stands for one."""
+        entry = self.find(optimizer)
+        if entry is None:
+            entry = self.find(self.optimizer_behind(optimizer))
+        return None if entry is None or isinstance(entry[1], ManagedModel) else entry
+
+    def optimizer_behind(self, optimizer: Any) -> Any:
+        """The optimizer of a session that `optimizer` stands for, else `optimizer` itself.
+
+        accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer
+        as `.optimizer` and share its `param_groups`.  A scheduler does not share them.
+        """
+        candidate, tried = optimizer, set()
+        while self.find(candidate) is None:
+            tried.add(id(candidate))
+            inner = getattr(candidate, "optimizer", None)
+            groups = getattr(candidate, "param_groups", None)
+            if inner is None or groups is None or id(inner) in tried:
+                return optimizer
+            if groups is not getattr(inner, "param_groups", None):
+                return optimizer
+            candidate = inner
+        return candidate
+
+    def session_of(self, obj: Any) -> Session | None:
+        """The session that an object is in, or None."""
+        entry = self.find(obj)
+        return None if entry is None else entry[0]
+
+    def managed(self, obj: Any) -> Any:
+        """The managed counterpart of an object, or None."""
+        entry = self.find(obj)
+        return None if entry is None else entry[1]
+
+
+def alive(*entries: Entries[Managed]) -> list[Managed]:
+    """The counterparts that are still in use."""
+    return [
+        managed for each in entries for ref in list(each.values()) if (managed := ref()) is not None
+    ]
