@@ -286,7 +286,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     if len(sessions) > 1:
         raise AmpatchError(
             "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "
-            f"{len(found)} calls of initialize. Make one optimizer for the models of each call, "
+            f"{len(sessions)} calls of initialize. Make one optimizer for the models of each call, "
             "and add them one by one."
         )
     return next(iter(sessions), latest)

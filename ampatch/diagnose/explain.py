@@ -113,8 +113,8 @@ class CastReport:
             for (source, target), bounce in pairs[:SHOWN]
         ]
         if self.modules and not self.used:
-            found.append(f"Nothing ran in half precision, because {self._why_nothing()}.")
-        return found
+            tips.append(f"Nothing ran in half precision, because {self._why_nothing()}.")
+        return tips
 
     def _why_nothing(self) -> str:
         levels = self._levels | _open_levels()
@@ -164,7 +164,7 @@ def _open_levels() -> set[str]:
 
 def _functions(report: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
-    if not found.functions:
+    if not report.functions:
         return ["No function that ampatch casts was called."]
     rows = [
         (name, calls.calls, calls.casts, calls.cached, calls.bytes,

@@ -86,8 +86,8 @@ class Report:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
         return f"step {self.step}{scale}: {self.value} {self._maker()}"
 
-    def _made(self) -> str:
-        made = (
+    def _maker(self) -> str:
+        maker = (
             f"made by {self.operator}" if self.operator else "made where operators are not visible"
         )
         module = f"in {self.module or 'the model'} ({self.module_class})"

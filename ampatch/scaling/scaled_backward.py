@@ -244,7 +244,7 @@ class ScaledBackward:
         for gradients, block in blocks:
             if gradients.block is not block:
                 raise AmpatchError(
-                    f"ampatch.scale_loss(..., <{type(one.optimizer).__name__}>): another "
+                    f"ampatch.scale_loss(..., <{type(gradients.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer began inside this block, so the "
                     "gradients of this block were dropped. End a block before the next one "
                     "begins; gradients of several blocks add up until the step."

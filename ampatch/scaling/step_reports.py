@@ -149,7 +149,7 @@ class StepReports:
                     "has no FP32 master weight any more, so small updates are lost. Give that "
                     "code FP32 inputs (embeddings.float()), or let it compute with "
                     "weight.to(x.dtype).",
-                    *(self._name, names.get(id(param), place), tuple(param.shape), param.dtype),
+                    *(self._name, names.get(id(param), path), tuple(param.shape), param.dtype),
                 )
 
     def _newly_half(self) -> list[tuple[str, Tensor]]:

@@ -45,11 +45,8 @@ RULES = {
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
 }
 PARTS = {
-    (
-        "torch.nn.RNNBase",
-        "check_input",
-    ): "It refuses an input whose dtype is not the "
-    "weights', before the casts that make them equal.",
+    ("torch.nn.RNNBase", "check_input"): "It refuses inputs in another dtype than the weights, "
+    "before the casts that make the dtypes equal.",
     ("torch.backends.mha", "get_fastpath_enabled"): "It returns False where calls are cast: "
     "MultiheadAttention and TransformerEncoderLayer then skip their fused kernels.",
     ("torch.nn.functional", "multi_head_attention_forward"): "torch.compile records it as one "
