@@ -17,7 +17,7 @@ TITLES = {
     "BLACKLIST": "Cast to FP32.",
     "PROMOTE": "Cast to the widest floating dtype among the inputs.",
     "BANNED": "Unsafe in half: run in FP32 with a warning, or refused (`allow_banned=False`).",
-    "BEYOND": "PyTorch refuses them in half or in mixed dtypes, and autocast has no rule.",
+    "BEYOND": "PyTorch refuses them in half or in mixed dtypes.",
     "EVERY_LEVEL": "PyTorch computes them wrongly in half: at every level they run in FP32 "
     "internally and return half; if only the gradient is wrong, only in graphs. Most are "
     "sums: a bfloat16 sum stops growing at 256 times an addend.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from .content import PARTS, RULES, TITLES, Entry
 
 _WIDTH = 88
+OTHERS = ("autocast", "apex")
+"""Systems that an entry is compared with: `torch.autocast` for CUDA, and apex."""
 
 _HEAD = """\
 # What is cast: the operator tables
@@ -30,7 +33,8 @@ torch lacks.
   write values into a tensor (`index_add_`). Code that got a function before the patches:
   [functions bound early](early_names.md).
 - **What is not cast.** Calls with `out=`, and float64, complex, integer and bool tensors.
-- **The last two columns** say where `torch.autocast` for CUDA and apex differ. Empty: they agree.
+- **The last column** says where `torch.autocast` for CUDA and apex differ. Empty: they agree, or do
+  what stands above the table.
 
 The first two tables have apex's names. This page is made by `ampatch tables --format markdown`.
 """
@@ -56,7 +60,7 @@ def _text(entry: Entry) -> str:
     native = "; PyTorch does this itself" if entry.native else ""
     lines = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
     lines.append(_fill(entry.why, 2))
-    for other in ("autocast", "apex"):
+    for other in OTHERS:
         difference = getattr(entry, other)
         if difference:
             lines.append(_fill(f"{other}: {difference}", 2))
@@ -81,11 +85,18 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     lines.append("| rule | |\n|---|---|")
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
-        lines.append(f"\n## {table}\n\n{TITLES[table]}\n")
-        lines.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
-        groups: dict[tuple[str, str, str, str], list[Entry]] = {}
+        usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}
+        said = f" Elsewhere:{_elsewhere(usual)}" if any(usual.values()) else ""
+        lines.append(f"\n## {table}\n\n{TITLES[table]}{said}\n")
+        lines.append("| rule | functions | why | elsewhere |\n|---|---|---|---|")
+        groups: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in rows:
-            same = (entry.rule, entry.why, entry.autocast, entry.apex)
+            unlike = {
+                name: getattr(entry, name) or "the same"
+                for name in OTHERS
+                if getattr(entry, name) != usual[name]
+            }
+            same = (entry.rule, entry.why, _elsewhere(unlike).strip())
             groups.setdefault(same, []).append(entry)
         lines += [_markdown(*same, group) for same, group in groups.items()]
     lines.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
@@ -93,7 +104,17 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     return "\n".join(lines)
 
 
-def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry]) -> str:
+def _usual(texts: Iterable[str]) -> str:
+    """What most rows of a table say of another system."""
+    return Counter(texts).most_common(1)[0][0]
+
+
+def _elsewhere(texts: dict[str, str]) -> str:
+    """What other systems do, by their names, for those that differ."""
+    return "".join(f" {name}: {text.rstrip('.')}." for name, text in texts.items() if text)
+
+
+def _markdown(rule: str, why: str, elsewhere: str, group: list[Entry]) -> str:
     """One line for the rows that differ in where alone."""
     where: dict[str, list[str]] = {}
     for entry in group:
@@ -101,7 +122,7 @@ def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry])
         names = native + " ".join(f"`{name}`" for name in entry.names)
         where.setdefault(names, []).append(f"`{entry.where}`")
     functions = "; ".join(f"{names} of {', '.join(of)}" for names, of in where.items())
-    cells = [text.replace("_", r"\_") for text in (why, autocast, apex)]
+    cells = [text.replace("_", r"\_") for text in (why, elsewhere)]
     return f"| {' | '.join([rule, functions, *cells])} |"
 
 
