@@ -4,9 +4,9 @@
 
 A page says between two comments what belongs there, and keeps the rest of its text:
 
-    <!-- reference ampatch.initialize -->   a function, or a class with all public members
-    <!-- reference ampatch.Case: label -->  a class with these members, or, without names, with none
-    <!-- commands -->                       the options of each command
+    <!--reference ampatch.initialize-->   a function, or a class with all public members
+    <!--reference ampatch.Case: label-->  a class with these members, or, without names, with none
+    <!--commands-->                       the options of each command
 
 Functions and classes are read from the source, and commands from their parsers, so that the text is
 the same for every version of Python and torch.
@@ -25,8 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/reference"
-PART = re.compile(r"(<!-- (reference (?P<name>[\w.]+)(?P<members>:[\w ]*)?|commands) -->\n).*?"
-                  r"(<!-- end of (?:reference|commands) -->)", re.DOTALL)  # fmt: skip
+PART = re.compile(r"(<!--(reference (?P<name>[\w.]+)(?P<members>:[\w ]*)?|commands)-->\n).*?"
+                  r"(<!--end-->)", re.DOTALL)  # fmt: skip
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 ITEM = re.compile(r"    (\*{0,2}\w[\w, .]*): (.*)")
 CODE = re.compile(r"(`[^`]*`)|[*<]")
