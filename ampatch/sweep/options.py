@@ -62,32 +62,32 @@ class SweepOptions:
             start(text, off, writes), where `writes` is true on the first rank
         files: names of files that the caller adds to the folder of the sweep
         tuning: the options of `ampatch tune` if it runs the sweep, for the record
-        levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
-        dtypes: float16,bfloat16 (default: the fast ones here)
+        levels: some of O0,O1,O2,O3 (default: all for SCRIPT)
+        dtypes: float16,bfloat16 (default: those fast here)
         seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: plan for so long (default: 10; none with --seeds)
-        metrics: a number in the output: 'accuracy=acc: (\S+)'
+        budget: time for all (default: 10; none with --seeds)
+        metrics: find it in the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
-        resume: go on with the sweep in the folder, as it was
+        resume: continue the sweep in the folder
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
-        autocast: with or without rows of torch.autocast
-        override_seeds: make the script's own seeds depend on the trial's
-        rounds: measure speed in N rounds at least (default: 3)
+        autocast: leave out the rows of torch.autocast
+        override_seeds: derive the script's own seeds from the trial's
+        rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
-        judge: what is compared (default: the first metric)
-        better: lower or higher (default: as its name says)
-        timeout: end a run that takes longer, and go on
-        devices: run a trial on each of these at a time
+        judge: the metric to compare (default: the first one)
+        better: lower or higher (default: by its name)
+        timeout: end a run that takes longer, and continue
+        devices: run one trial at a time on each device
         jobs: run N trials at a time, for accuracy
-        nproc_per_node: start each trial by torchrun
-        in_copy: run each in a copy of the folder, or not
-        cold: import everything anew in each trial
-        engine: where trials run: on this machine, on Ray
-        address: of a Ray cluster; auto finds one that runs
-        gpus_per_trial: asked of Ray (default: 1 a process)
-        cpus_per_trial: asked of Ray (default: all of a node)
+        nproc_per_node: start each trial with torchrun
+        in_copy: run trials in copies of the folder, or not
+        cold: import all modules anew in each trial
+        engine: run trials on this machine, or on Ray
+        address: of a Ray cluster; auto finds a running one
+        gpus_per_trial: on Ray (default: 1 a process)
+        cpus_per_trial: on Ray (default: all of a node)
     """
 
     module: bool = False
