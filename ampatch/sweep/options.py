@@ -65,7 +65,7 @@ class SweepOptions:
         levels: some of O0,O1,O2,O3 (default: all for SCRIPT)
         dtypes: float16,bfloat16 (default: those fast here)
         seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: for the whole sweep (default: 10; none with --seeds)
+        budget: for the sweep (default: 10; none with --seeds)
         metrics: search the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
