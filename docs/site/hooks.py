@@ -17,7 +17,7 @@ REPOSITORY = "https://github.com/ampatch/ampatch/blob/main"
 ADVICE = re.compile(r"<table>\s*<thead>(?:(?!</thead>).)*<th>what to do</th>.*?</table>", re.DOTALL)
 """A table of sentences, which site.css shows one below the other on a phone."""
 DIAGRAM = re.compile(r"```mermaid\n(.*?)```\n", re.DOTALL)
-PICTURE = "images/o2_step.svg"
+PICTURE = "site/o2_step.svg"
 """The diagram of design.md, drawn by `diagram.py`: Material would fetch the code that draws."""
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 ASKS_GITHUB = ' data-md-component="source"'
