@@ -245,9 +245,9 @@ class ScaledBackward:
             if gradients.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(gradients.optimizer).__name__}>): another "
-                    "scale_loss block of this optimizer has begun inside this one, so its "
-                    "gradients were dropped. Leave a block before the next one; the gradients of "
-                    "several blocks add up until the step."
+                    "scale_loss block of this optimizer began inside this block, so the "
+                    "gradients of this block were dropped. End a block before the next one "
+                    "begins; gradients of several blocks add up until the step."
                 )
         if self._delay_unscale:
             for gradients, block in blocks:
