@@ -77,7 +77,6 @@ def advice(results):
 
 
 KINDS = {
-    "plain": (AMPATCH, ["--rounds", "1"]),
     "auto": (NO_AMP, ["--rounds", "1"]),
     "with rows": (AMPATCH, ["--rounds", "1", "--with", "O2 loss_scale=128", "--no-autocast"]),
     "with a budget": (AMPATCH, ["--budget", "0.8"]),
