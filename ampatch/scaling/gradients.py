@@ -160,16 +160,16 @@ class Gradients:
 
     # A block
 
-    def gather(self) -> list[Tensor]:
-        """A block begins: report gradients left scaled, and check used ones again.
-
-        Returns the parameters that have a gradient.
-        """
+    def gather(self) -> None:
+        """A block begins: report gradients left scaled, and check used ones again."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.is_used:
             self.recheck()
+
+    def with_gradients(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin(

@@ -141,11 +141,11 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
-            earlier = []
             for gradients in self._gradients:
                 if gradients.state is State.SCALED:
                     settle(gradients, self._scaler)
-                earlier.append(gradients.gather())
+                gradients.gather()
+            earlier = [gradients.with_gradients() for gradients in self._gradients]
             unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
