@@ -86,7 +86,7 @@ class Lookup(dict):
         if attributes.get(PARAMETERS) is self:
             if self.copy_made is None:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [copy] = half_copies([self.parameter], self.dtype)
+                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=True)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
                 self.copy_made = copy

@@ -70,4 +70,4 @@ def test_twins_in_python_and_cpp_name_each_other():
             in_cpp.add((path, function, header, name))
     assert in_python == in_cpp
     exported = set(re.findall(r'^    {"(\w+)"', sources["native.cpp"], re.MULTILINE))
-    assert exported - {name for *_, name in in_cpp} == {"set_observers"}  # it takes a list of observers
+    assert exported - {name for *_, name in in_cpp} == {"set_observers"}
