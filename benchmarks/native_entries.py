@@ -35,9 +35,7 @@ Place = tuple[ModuleType, str, Any]
 def twins() -> dict[str, list[Place]]:
     """By the name of a native function: where ampatch has it, and what stands there without."""
     functions = {id(value): name for name, value in vars(native.part).items() if callable(value)}
-    modules = [
-        module for title, module in list(sys.modules.items()) if title.startswith("ampatch.")
-    ]
+    modules = [m for title, m in list(sys.modules.items()) if title.startswith("ampatch.")]
     places_of: dict[str, list[Place]] = {}
     for module in modules:
         names = [name for name, value in vars(module).items() if id(value) in functions]

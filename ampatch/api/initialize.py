@@ -283,15 +283,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 def _session_of(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
-    params = {
-        id(p)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    sessions = {
-        optimizer for optimizer in registry.sessions if not params.isdisjoint(optimizer.names())
-    }
+    params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    sessions = {s for s in registry.sessions if not params.isdisjoint(s.names())}
     managing = map(registry.objects.session_of, optimizers)
     sessions |= {session for session in managing if session is not None}
     if len(sessions) > 1:
@@ -374,8 +367,7 @@ def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
     Whether more is better follows from the name (`accuracy`: higher, `val_loss`: lower); for others
     pass `ampatch sweep --better NAME=higher`.
 
-    Raises `TypeError` for a value that is neither a number nor a tensor of one element, or that has
-    no name.
+    Raises `TypeError` for a value without a name, or that is no number or tensor of one element.
     """
     if unnamed:
         raise TypeError(

@@ -27,7 +27,7 @@ from .graph import OtherGradients, leaves
 
 
 class _Plan(NamedTuple):
-    """The tensors that a pass gives gradients to, as far as known, and their optimizers."""
+    """The tensors known to get gradients from a pass, and their optimizers."""
 
     reached: list[Tensor]
     optimizers: list[ManagedOptimizer]
@@ -41,10 +41,10 @@ class Passes:
         self._scaler = session.scalers[0]
         self._one_at_a_time = threading.RLock()
         self._warned = False
-        self._has_told = False  # that nothing is cast
+        self._has_warned_without_casts = False
         self._others: OtherGradients | None = None
-        self.scale: Any = None  # where the running pass is scaled
-        self.later: list[Callable[[], None]] = []  # what waits for its unscaled gradients
+        self.scale: Any = None  # of the running pass; None: it is not scaled
+        self.later: list[Callable[[], None]] = []  # hooks that wait for its unscaled gradients
 
     def around(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
@@ -52,7 +52,7 @@ class Passes:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            self._warn_uncast()
+            self._warn_without_casts()
             if is_dynamo_compiling() or self._scaler.is_one or not self._session.is_open:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
@@ -73,16 +73,16 @@ class Passes:
 
         @functools.wraps(original)
         def grad(*args: Any, **kwargs: Any) -> Any:
-            self._warn_uncast()
+            self._warn_without_casts()
             return original(*args, **kwargs)
 
         return grad
 
-    def _warn_uncast(self) -> None:
-        """Say once that a backward pass begins, and that nothing has been cast before it."""
-        if self._has_told or self._forwards.has_cast or is_dynamo_compiling():
+    def _warn_without_casts(self) -> None:
+        """Warn once that a backward pass begins before anything has been cast."""
+        if self._has_warned_without_casts or self._forwards.has_cast or is_dynamo_compiling():
             return
-        self._has_told = True
+        self._has_warned_without_casts = True
         logger.warning(
             "ampatch run --auto: a backward pass begins, and nothing is cast so far. Casts begin "
             "where an nn.Module that has parameters is called; a script that trains bare tensors "
@@ -90,7 +90,7 @@ class Passes:
         )
 
     def _plan(self, arguments: dict, roots: list[Any]) -> _Plan | None:
-        """What a scaled pass needs to know; None if the pass must not be scaled."""
+        """The plan of a scaled pass; None if the pass must not be scaled."""
         if arguments.get("create_graph") or not all(map(_is_loss, roots)):
             return None
         inputs = arguments.get("inputs")
@@ -116,9 +116,7 @@ class Passes:
             )
 
     def _held(self) -> set[int]:
-        return {
-            id(param) for optimizer in self._session.optimizers for param in optimizer.parameters()
-        }
+        return {id(param) for o in self._session.optimizers for param in o.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
         roots = _listed(bound.arguments["tensors"])
@@ -141,7 +139,7 @@ class Passes:
                 call()
 
     def _nested(self, arguments: dict, roots: list[Any]) -> None:
-        """A pass within a pass: it continues the outer one's gradients, or starts from a loss."""
+        """A pass inside another: it continues the gradients of that one, or starts from a loss."""
         if self._others is None:
             return
         inputs = arguments.get("inputs")

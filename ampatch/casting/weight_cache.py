@@ -215,10 +215,7 @@ class WeightCache:
     def _make(
         self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A new copy of `weight`.
-
-        In C++: `cast_here` of `call.h`.
-        """
+        """A new copy of `weight`.  In C++: `cast_here` of `call.h`."""
         self.misses += 1
         if not self._may_keep(forward, weight):
             return _observed([weight.to(dtype)])[0]

@@ -109,10 +109,7 @@ def call_in(
     kwargs: dict,
     policy: Policy,
 ) -> Any:
-    """Call `original` with its arguments cast to `to`; None: as they are.
-
-    In C++: `call_cast` of `call.h`.
-    """
+    """Call `original` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
     if to is None:
         return original(*args, **kwargs)
     cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)

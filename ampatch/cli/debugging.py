@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ampatch.sweep.report.numbers import counted
+
 if TYPE_CHECKING:
     from ampatch.diagnose.nonfinite import Debugger
     from ampatch.types import StopAt
@@ -36,15 +38,15 @@ def _lines(debugger: Debugger) -> Iterator[str]:
     if passed:
         yield (
             f"ampatch: passed over, because the dynamic loss scale absorbs them: overflows in "
-            f"{_steps(len(passed))} (--stop-at any stops there)."
+            f"{counted(len(passed), 'step')} (--stop-at any stops there)."
         )
         yield from (f"  {report.in_short()}" for report in passed[:SHOWN])
         if len(passed) > SHOWN:
             yield f"  ... and {len(passed) - SHOWN} more"
     if unseen:
         yield (
-            f"ampatch: skipped {_steps(unseen)} because of an inf or NaN that no backward pass "
-            "made: look at what the script writes to .grad."
+            f"ampatch: skipped {counted(unseen, 'step')} because of an inf or NaN that no backward "
+            "pass made: look at what the script writes to .grad."
         )
     if debugger.report is not None:
         yield f"ampatch: {debugger.report}"
@@ -57,7 +59,3 @@ def _lines(debugger: Debugger) -> Iterator[str]:
         "optimizer steps. Where training goes wrong all the same, gradients may be too small for "
         "float16: ampatch gradients SCRIPT shows what is lost of them."
     )
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' if count > 1 else ''}"

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     print(_SPEEDS)
     for device, speeds in _measured().items():
         for speed in sorted(speeds, key=lambda speed: _ORDER.index(speed.name)):
-            is_base = speed.name == "float32"
+            is_base = speed.name == _ORDER[-1]
             said = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
             print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{said}")
         print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half type'}.")

@@ -7,12 +7,10 @@ from typing import Any
 
 from ampatch.cli.script_options import WATCHED, add_script_command, print_answer, run_watched
 
-OPTIONS = WATCHED
-
 
 def add_parser(commands: Any) -> None:
     add_script_command(
-        commands, "explain", OPTIONS,
+        commands, "explain", WATCHED,
         help="what is cast in a script, and where time could be won",
         description="Runs SCRIPT for some optimizer steps and prints, per function, its calls, the "
         "casts made for it, those served from cached copies of weights and the bytes they wrote; "

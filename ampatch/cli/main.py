@@ -27,7 +27,7 @@ from ampatch.cli import (
     tune,
 )
 from ampatch.cli.ending import end_quietly
-from ampatch.cli.script_options import split
+from ampatch.cli.script_options import WATCHED, split
 from ampatch.errors import did_you_mean
 
 # in the order of --help; each file has the name of its command
@@ -35,7 +35,7 @@ SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, 
 NAMES = tuple(module.__name__.rpartition(".")[2].replace("_", "-") for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and those of the script."""
-WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": explain.OPTIONS}
+WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": WATCHED}
 """Subcommands that give the script all that follows it, and their options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.cli.ending import cause
-from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
 
 
 def add_parser(commands: Any) -> None:
@@ -24,18 +24,15 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ampatch.sweep.report.results import read_results
+    from ampatch.sweep.report.results import read_sweep
     from ampatch.sweep.report.terminal import write_results
 
-    trackers = check_trackers(options)
+    trackers = check_installed(options)
     directory = Path(options.directory)
-    parser: argparse.ArgumentParser = options.parser
     try:
-        results = read_results(directory)
+        results = read_sweep(directory).results
     except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if results is None:
-        parser.error(f"{directory}: there are no results of a sweep in this directory.")
+        options.parser.error(str(error))
     write_results(results, sys.stdout)
     try:
         write_shown(directory, trackers)

@@ -15,7 +15,7 @@ from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
-from ampatch.cli.sweep_output import add_trackers, check_trackers, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    trackers = check_trackers(options)
+    trackers = check_installed(options)
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.sweep.json_files import plain
@@ -93,7 +93,7 @@ def report(
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1
     if stopped is not None:
-        missing = f"{results.done} of {results.planned} runs have ended."
-        print(*filter(None, (stopped, missing)), sep="\n", file=sys.stderr)
+        ended = f"Runs that have ended: {results.done}."
+        print(*filter(None, (stopped, ended)), sep="\n", file=sys.stderr)
         return 0
     return 0 if any(row.good_runs for row in results.rows) else 1

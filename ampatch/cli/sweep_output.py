@@ -19,27 +19,18 @@ def add_trackers(parser: Any) -> None:
         parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
-def check_extra(options: argparse.Namespace) -> None:
-    """End the command if the extra `sweep` is not installed."""
-    from ampatch import sweep
-
-    try:
-        sweep.check_extra()
-    except ImportError as error:
-        options.parser.error(str(error))
-
-
-def check_trackers(options: argparse.Namespace) -> list[str]:
-    """The trackers that are asked for; ends the command if a library is missing."""
-    check_extra(options)
+def check_installed(options: argparse.Namespace) -> list[str]:
+    """The trackers that are asked for; ends the command if the extra or a library is missing."""
+    from ampatch.sweep import check_extra
     from ampatch.sweep.report.trackers import check
 
-    chosen = [name for name in _TRACKERS if getattr(options, name)]
-    for name in chosen:
-        try:
+    chosen = [name for name in _TRACKERS if getattr(options, name, False)]
+    try:
+        check_extra()
+        for name in chosen:
             check(name)
-        except ImportError as error:
-            options.parser.error(f"--{name}: {error}")
+    except ImportError as error:
+        options.parser.error(str(error))
     return chosen
 
 

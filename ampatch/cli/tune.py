@@ -11,7 +11,7 @@ from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
-from ampatch.cli.sweep_output import check_extra
+from ampatch.cli.sweep_output import check_installed
 from ampatch.sweep.options import SHORT_DTYPES
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_extra(options)
+    check_installed(options)
     from ampatch.sweep import SweepError
     from ampatch.sweep.execution.progress import Lines
     from ampatch.tune import TuneError, Tuning

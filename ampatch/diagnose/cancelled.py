@@ -46,7 +46,7 @@ def _sizes_of_rows(name: str, grads: Mapping[str, Tensor]) -> Tensor | None:
     own = [grads.get(f"{before}weight{after}")]
     if own == [None]:  # nn.MultiheadAttention whose keys have another size
         before = before.removesuffix("in_proj_")
-        own = [grads.get(f"{before}{weight}") for weight in _OF_THREE]
+        own = [grads.get(f"{before}{suffix}") for suffix in _OF_THREE]
     if not is_bias or any(weight is None or weight.is_sparse or weight.dim() < 2 for weight in own):
         return None
     sides = [weight.float().flatten(1) for weight in own if weight is not None]

@@ -61,9 +61,7 @@ class Managed:
         A new session begins with the loss scales that were loaded, or with those of the last one.
         """
         session = self.session
-        new = [
-            model for model in models if session is None or facade.session_of(model) is not session
-        ]
+        new = [m for m in models if session is None or facade.session_of(m) is not session]
         if not new:
             return
         if session is None:
@@ -89,9 +87,7 @@ class Managed:
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers; only those whose gradients overflow skip."""
         session = self.session
-        optimizers = (
-            [] if session is None else [managed.optimizer for managed in session.optimizers]
-        )
+        optimizers = [] if session is None else [m.optimizer for m in session.optimizers]
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
 
     def as_weights(self, value: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ def end_gloo_at_exit() -> None:
     then reports a ChildFailedError, after all results have been written.
     """
     if dist.is_available() and dist.is_initialized():
-        atexit.unregister(_end_group)  # once, however often this is asked for
+        atexit.unregister(_end_group)  # so that it runs once
         atexit.register(_end_group)
 
 
 def _end_group() -> None:
-    failed = hasattr(sys, "last_type")  # other ranks may be waited for, and would be in vain
+    failed = hasattr(sys, "last_type")  # other ranks may have ended, and would be waited for
     if dist.is_initialized() and dist.get_backend() == "gloo" and not failed:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""timm: `AmpatchScaler` in the place of `NativeScaler` in timm's train.py.
+"""timm: `AmpatchScaler` instead of `NativeScaler` in timm's train.py.
 
 Start train.py without `--amp`, so that its `amp_autocast` does nothing.  After its blocks for
 `--amp` come these lines:
@@ -11,7 +11,7 @@ Start train.py without `--amp`, so that its `amp_autocast` does nothing.  After 
 
 `resume_checkpoint`, `ModelEmaV3`, DistributedDataParallel and `torch.compile` follow, as train.py
 has them.  Its calls of `loss_scaler`, `CheckpointSaver(amp_scaler=loss_scaler)` and
-`resume_checkpoint(loss_scaler=loss_scaler)` stay as they are.
+`resume_checkpoint(loss_scaler=loss_scaler)` stay unchanged.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AmpatchScaler:
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-    """These parameters; without any, all that the step updates."""
+    """These parameters; None: all that the step updates."""
     if parameters is None:
         return list(ampatch.master_params(optimizer))
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

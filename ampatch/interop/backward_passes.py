@@ -35,9 +35,7 @@ def replacements(
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        if record_request(
-            [leaf for leaf in map(_leaf, _items(inputs)) if isinstance(leaf, Tensor)]
-        ):
+        if record_request([t for t in map(_leaf, _items(inputs)) if isinstance(t, Tensor)]):
             return not any(map(leads_to_compiled, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
 

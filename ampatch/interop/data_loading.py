@@ -13,12 +13,10 @@ from ..torch_private.data_loading import PREPARING
 
 def replacements(state: CastState) -> list[Replacement]:
     """The replacements.  A managed model that a dataset calls still casts."""
-    return [
-        (owner, name, lambda original: _without_casts(original, state)) for owner, name in PREPARING
-    ]
+    return [(owner, name, lambda fn: _casts_off(fn, state)) for owner, name in PREPARING]
 
 
-def _without_casts(original: Callable, state: CastState) -> Callable:
+def _casts_off(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
         return state.casts_off(original, *args, **kwargs)

@@ -100,15 +100,15 @@ class Update:
     def __init__(self, scaler: DynamicScaler, together: bool) -> None:
         self.scaler = scaler
         self._together = together
-        self._optimizers: list[Gradients] = []
+        self._members: list[Gradients] = []
         self._found_inf: Flag | None = None  # None: nothing was checked
         self._delayed: list[tuple[Gradients, Check]] | None = None
 
     def join(self, optimizers: Sequence[Gradients]) -> None:
         """Wait for the first step of these optimizers as well."""
         for gradients in optimizers:
-            if gradients not in self._optimizers:
-                self._optimizers.append(gradients)
+            if gradients not in self._members:
+                self._members.append(gradients)
                 gradients.pending_updates.append(self)
 
     def add(self, flags: list[Flag]) -> None:
@@ -128,16 +128,16 @@ class Update:
     def recheck(self) -> None:
         """Check all gradients for overflow once more, before the first step."""
         self._release()
-        flags = [flag for g in self._optimizers if (flag := g.recheck()) is not None]
+        flags = [flag for g in self._members if (flag := g.recheck()) is not None]
         self.add(flags)
         if self._together:
-            _skip_together(self._optimizers, self.scaler, flags)
+            _skip_together(self._members, self.scaler, flags)
 
     def make(self) -> None:
         """Update the scaler by the flags: the first optimizer steps."""
         self._release()
-        for gradients in self._optimizers:
-            gradients.pending_updates = [up for up in gradients.pending_updates if up is not self]
+        for gradients in self._members:
+            gradients.pending_updates = [u for u in gradients.pending_updates if u is not self]
         self.scaler.update([] if self._found_inf is None else [self._found_inf])
         self.scaler.has_reacted_unasked = self._delayed is not None
 
@@ -163,7 +163,7 @@ def update(
     """
     if together:
         _skip_together(optimizers, scaler, flags)
-    existing = [up for g in optimizers for up in g.pending_updates if up.scaler is scaler]
+    existing = [u for g in optimizers for u in g.pending_updates if u.scaler is scaler]
     waits = delayed is not None or trains_with_others()
     if not (existing or waits):
         scaler.update(flags)
@@ -215,6 +215,4 @@ def drop_findings(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:
     overflow in other blocks skips it.
     """
     for gradients in optimizers:
-        gradients.pending_updates = [
-            waiting for waiting in gradients.pending_updates if waiting.scaler is not scaler
-        ]
+        gradients.pending_updates = [u for u in gradients.pending_updates if u.scaler is not scaler]

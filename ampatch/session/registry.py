@@ -80,9 +80,7 @@ class Registry(Generic[Session]):
 
     def remove(self, session: Session) -> None:
         """A session closes."""
-        self.sessions = [
-            open_session for open_session in self.sessions if open_session is not session
-        ]
+        self.sessions = [known for known in self.sessions if known is not session]
         self.refresh()
 
     def close_empty(self) -> None:
@@ -107,17 +105,14 @@ class Registry(Generic[Session]):
 
         Raises `AmpatchError` when none is open.
         """
-        latest_session = next(
-            (open_session for open_session in reversed(self.sessions) if open_session.is_alive()),
-            None,
-        )
-        if latest_session is None:
+        session = next((known for known in reversed(self.sessions) if known.is_alive()), None)
+        if session is None:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
                 "and optimizers are gone."
             )
-        return latest_session
+        return session
 
     def scaling_sessions(self) -> list[Session]:
         """The sessions whose loss scales are in use, newest last: those that have optimizers."""
@@ -211,9 +206,7 @@ class Registry(Generic[Session]):
             if has_tables:
                 self.user_functions.put_all()
         self.state.process = self._outside(casting)
-        by_init = [
-            session.policies.mixed_dtypes for session, _ in casting if session.handle is not None
-        ]
+        by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
         self.state.in_half_models = by_init[-1] if by_init else None
         for managed in self.models() if has_rows else ():
             managed.held.put_in(installed.replacements)
@@ -226,9 +219,7 @@ class Registry(Generic[Session]):
         The session opened last decides whether every call of the process is cast.  If it has
         another scope, or casts nothing, only calls on half tensors and on parameters are cast.
         """
-        casting = [
-            (each, policy) for each, policy in casting if policy.condition is not has_mixed_dtypes
-        ]
+        casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
             return None
         session, policy = casting[-1]

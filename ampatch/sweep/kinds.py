@@ -109,17 +109,17 @@ class Kind:
     @property
     def needs(self) -> str:
         """Why such a script has no O2 and O3, and what has to be written for them."""
-        lacking = "O2 and O3" if self.places else "O2, O3 and the row autocast"
+        lacking = "O2 and O3" if self.places else "O2, O3 or the row autocast"
         more = (
-            ", and in the place of create_supervised_trainer: "
+            ", and instead of create_supervised_trainer: "
             "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
             "model, optimizer, loss_fn))"
         )
         return (
-            "Without a call of initialize nothing says which module is the model: O0 and O1 are "
-            f"applied from outside, {lacking} cannot be. To add them, import ampatch, and write "
-            "behind model and optimizer: model, optimizer = ampatch.initialize(model, optimizer); "
-            "and for loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
+            "Without a call of initialize ampatch does not know which module is the model: it can "
+            f"run O0 and O1, but not {lacking}. To have them, import ampatch, and write after the "
+            "model and the optimizer: model, optimizer = ampatch.initialize(model, optimizer); and "
+            "instead of loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
             "scaled_loss.backward()" + more * (self.framework == "ignite")
         )
 
@@ -132,8 +132,8 @@ class Kind:
         if not self.places:
             return f"has no mixed precision of its own{loop}"
         return (
-            f"uses torch.amp ({', '.join(self.places)}){loop}: the row autocast is the script "
-            "as it is, in all others its regions and its GradScaler are off"
+            f"uses torch.amp ({', '.join(self.places)}){loop}: the row autocast runs it unchanged; "
+            "in all other rows its autocast regions and its GradScaler are off"
         )
 
 

@@ -64,17 +64,17 @@ class SweepOptions:
         tuning: the options of the tuning that the sweep is part of, for the record
         levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
         dtypes: float16,bfloat16 (default: the fast ones here)
-        seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: plan for so long (default: 10; none with --seeds)
+        seeds: run seeds 0 to N-1 (default: as time allows)
+        budget: how long it may take (default: 10)
         metrics: a number in the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
-        resume: go on with the sweep in the folder, as it was
+        resume: go on with the sweep in the folder
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
-        autocast: with or without rows of torch.autocast
+        autocast: rows of torch.autocast, or none
         override_seeds: make the script's own seeds depend on the trial's
-        rounds: measure speed in N rounds at least (default: 3)
+        rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
         judge: what is compared (default: the first metric)
         better: lower or higher (default: as its name says)
@@ -83,7 +83,7 @@ class SweepOptions:
         jobs: run N trials at a time, for accuracy
         nproc_per_node: start each trial by torchrun
         in_copy: run each in a copy of the folder, or not
-        cold: import everything anew in each trial
+        cold: start each trial without prepared imports
         engine: where trials run: on this machine, on Ray
         address: of a Ray cluster; auto finds one that runs
         gpus_per_trial: asked of Ray (default: 1 a process)

@@ -57,9 +57,7 @@ def list_weights(rnn: nn.RNNBase) -> None:
     weights = [table[name] if name in table else getattr(rnn, name, None) for name in names]
     own[FLAT_WEIGHTS] = weights
     if "_flat_weight_refs" in own:
-        own["_flat_weight_refs"] = [
-            None if weight is None else weakref.ref(weight) for weight in weights
-        ]
+        own["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:

@@ -26,7 +26,7 @@ def summary(answer: Answer) -> list[str]:
     if answer.outcome == PASSES:
         return [f"{level} passes as it is: no module needs FP32.{_seen(answer)}"]
     if answer.outcome == NO_CURE:
-        return [f"{level} does not come back to O0, {_left_in_half(answer)}"]
+        return [f"{level} does not train as O0 does, {_left_in_half(answer)}"]
     if answer.not_shown and not answer.needed:
         return [f"Not known yet whether {level} trains as O0 does: {answer.not_shown}"]
     if not answer.needed:
@@ -40,8 +40,8 @@ def summary(answer: Answer) -> list[str]:
         lines.append(f"Not known yet whether this is enough: {answer.not_shown}")
     if modules:
         count = f"{len(modules)} module{'s' * (len(modules) > 1)}"
-        comes = "may come" if answer.not_shown else "comes"
-        lines.append(f"{level} {comes} back to O0 with {count} in FP32: {', '.join(modules)}.")
+        trains = "may train" if answer.not_shown else "trains"
+        lines.append(f"{level} {trains} as O0 does with {count} in FP32: {', '.join(modules)}.")
     for name in answer.settings:
         cause = "Another cause" if modules else "The cause is no module, it"
         lines.append(f"{cause} is {WHY[name]}: {name}={answer.settings[name]!r}.")

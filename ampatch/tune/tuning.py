@@ -161,9 +161,10 @@ class Tuning:
         return remedies.case(self._level, chosen, self._paths)
 
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
-        names = ", ".join(sorted(map(str, chosen))[:4]) + (", ..." if len(chosen) > 4 else "")
+        more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+        names = ", ".join(sorted(map(str, chosen))[:4]) + more
         self._tried += 1
-        label = f"Candidate {self._tried}, {len(chosen)} in place ({names})"
+        label = f"Candidate {self._tried} ({names})"
         self._task.say(f"{label}: started")
         case = self._case(chosen)
         row = self._trials.confirmed(case, label) if self._confirms else self._trials.row(case)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-from small_training import Made, managed
-from torch import nn
 
 import ampatch
-from ampatch.casting.calls import here
 
 X = torch.randn(4, 4)
 H = torch.bfloat16
@@ -61,27 +56,3 @@ def test_blocks_are_decorators_and_reenter(o1):
 
 
 # Scope
-
-
-@pytest.mark.parametrize("way_on", ["scale_loss", "step", "deactivate"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_ctrl_c_in_a_forward_leaves_no_policy_behind(level, way_on):
-    """torch runs no hooks on KeyboardInterrupt; the model's policy must not outlive it."""
-    plain = now()
-    ampatch.initialize(nn.Linear(2, 2), verbosity=0)
-    model = Made(mock.Mock(side_effect=KeyboardInterrupt), layer=nn.Linear(4, 4))
-    scope = "process" if level != "O1" else "model"
-    _, optimizer = managed(model, level, patch_scope=scope)
-    outside = now()
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1, 4))
-    if way_on == "scale_loss":
-        with ampatch.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer):
-            assert now() == outside
-    elif way_on == "step":
-        optimizer.step()
-    else:
-        ampatch.deactivate()
-        outside = plain
-    assert now() == outside
-    assert not here.stack

@@ -11,6 +11,7 @@ from torch_snapshot import changes, snapshot
 from warm_python import python
 
 import ampatch
+from ampatch.session.facade import open_sessions
 
 MISSING_WITH = r"'with ampatch.scale_loss\(loss, .*\) as scaled_loss: scaled_loss.backward\(\)'"
 
@@ -279,7 +280,7 @@ def test_what_is_no_optimizer_and_no_process_group_is_named():
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"process_group='gloo'.*torch\.distributed\.group\.WORLD"):
         ampatch.initialize(model, process_group="gloo")
-    assert not ampatch.session.session.registry.sessions
+    assert not open_sessions()
 
 
 def test_a_removed_name_says_what_does_its_work():

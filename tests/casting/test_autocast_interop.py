@@ -11,17 +11,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from engine import nothing_runs
 from small_training import Made, in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.calls import here
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(3, 4)
 NOTHING = contextlib.nullcontext
-STATE = ampatch.session.session.registry.state
 
 
 def o1(function=lambda layer, x: layer(x), level="O1", **options):
@@ -84,7 +83,7 @@ def test_no_cast_in_a_disabled_region(title, scope):
         assert model(X) == expected
         assert model.layer(X).dtype is F.linear(X, model.layer.weight).dtype is FP32
     assert region()(lambda: model.layer(X).dtype)() is FP32
-    assert model.layer(X).dtype is H and not STATE.per_thread
+    assert model.layer(X).dtype is H and nothing_runs()
 
 
 AROUND = {
@@ -220,7 +219,7 @@ def test_the_users_blocks_hold_in_models_and_say_more_than_regions(scope):
         assert len(around) < 3 or found == of_torch == (H, FP16)
     with ampatch.disable_casts(), on():
         assert torch.mm(X, X.t()).dtype is H
-    assert model(X)[0] is H and not here.stack
+    assert model(X)[0] is H and nothing_runs()
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -239,27 +238,6 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     o1(patch_scope=scope)
     found = train(weight.clone().requires_grad_())
     assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
-
-
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_what_ctrl_c_left_is_gone_when_the_next_forward_begins(scope):
-    """It skips the hooks that would end the forward, of a model in a region, of a part at O2."""
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    model, half = o1(interrupted, patch_scope=scope), o1(level="O2", patch_scope=scope)
-    before, hook = (X @ X.T).dtype, half.layer.register_forward_pre_hook(interrupted)
-    with fp16(), pytest.raises(KeyboardInterrupt):
-        model(X)
-    with pytest.raises(KeyboardInterrupt):
-        half.layer(X)
-    hook.remove()
-    model.function = half.function
-    assert half(X).dtype is FP32 and model(X).dtype is H
-    assert not here.stack and (X @ X.T).dtype is before
-    with fp16():
-        assert model(X).dtype is FP16
 
 
 def test_a_region_belongs_to_its_thread():
@@ -283,14 +261,14 @@ def test_regions_around_sessions():
     with off():
         ampatch.deactivate()
         assert model(X).dtype is FP32
-    assert not STATE.per_thread and not here.stack
+    assert nothing_runs()
     with fp16():
         model = o1(patch_scope="process")
         assert model(X).dtype is FP16
         ampatch.deactivate()  # one that outlives its session is one in the next
         model = o1(patch_scope="process")
         assert model(X).dtype is torch.mm(X, X.t()).dtype is FP16
-    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and not here.stack
+    assert model(X).dtype is torch.mm(X, X.t()).dtype is H and nothing_runs()
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -301,7 +279,7 @@ def test_a_region_entered_by_hand_ends_with_its_session(region, scope):
     region = region()
     region.__enter__()
     ampatch.deactivate()
-    assert not here.stack
+    assert nothing_runs()
     region.__exit__(None, None, None)
     model = o1(patch_scope=scope)
     assert model(X).dtype is F.linear(X, model.layer.weight).dtype is H
@@ -339,7 +317,7 @@ def test_a_recomputation_runs_as_its_forward(reentrant):
     with ampatch.disable_casts(), on():
         output = model(X.clone().requires_grad_())
     output.float().sum().backward()
-    assert seen == [H] * 2 and not here.stack
+    assert seen == [H] * 2 and nothing_runs()
 
 
 def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):
@@ -482,4 +460,4 @@ def test_a_region_in_a_compiled_model(backend):
         with around:
             found = compiled(X)
         assert [y.dtype for y in found] == [y.dtype for y in expected]
-    assert not STATE.per_thread and not here.stack
+    assert nothing_runs()

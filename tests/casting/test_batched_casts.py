@@ -153,11 +153,12 @@ def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
     assert len(found[0]) == 8
 
 
-def test_gradients_arrive_while_earlier_layers_are_computed():
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_arrive_while_earlier_layers_are_computed(level):
     """A node made as the forward begins would run last, and half gradients would wait for it."""
     torch.manual_seed(0)
     model, there = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80))), []  # several buckets
-    managed(model)
+    ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
     loss_of(model).backward()
     model.zero_grad()
     model[1].register_forward_hook(

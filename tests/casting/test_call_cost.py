@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine import STATE
 from operators import Operators
 from torch import nn
 
@@ -80,7 +81,7 @@ def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
 def test_outside_a_model_the_gate_is_what_it_costs_more():
     """`patch_scope="model"`: the condition looks at every argument, and there is no more to it."""
     start(patch_scope="model")
-    condition = calls(ampatch.session.session.registry.state.process.condition, (X, X), {})
+    condition = calls(STATE.process.condition, (X, X), {})
     found = calls(torch.mm, X, X)
     assert found[-1] == MM and len(found) == 1 + len(condition) + 1
     assert 1 <= len(condition) <= 20

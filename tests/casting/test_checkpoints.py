@@ -11,13 +11,13 @@ import inspect
 
 import pytest
 import torch
+from engine import STATE
 from small_training import in_threads, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.casting import context_propagation
-from ampatch.session.session import registry
 from ampatch.torch_private import checkpoints
 
 H, FP32 = torch.bfloat16, torch.float32
@@ -228,7 +228,7 @@ def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword)
     def contexts():
         return "the forward's", recompute()
 
-    [(_, _, replacing), _] = context_propagation.checkpoints(registry.state)
+    [(_, _, replacing), _] = context_propagation.checkpoints(STATE)
     replaced = replacing(named if is_keyword else placed)
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     if is_keyword:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from engine import STATE
 from small_training import in_threads
 from torch import nn
 from torch.masked import masked_tensor
@@ -16,7 +17,6 @@ import ampatch
 
 H = torch.bfloat16
 X, FIRST = torch.randn(3, 4), torch.tensor([0])
-STATE = ampatch.session.session.registry.state
 
 
 def o1(level: str = "O1", **options) -> nn.Module:

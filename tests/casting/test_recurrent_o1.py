@@ -214,10 +214,10 @@ def blocks_in(calls: list[Any]) -> list[int]:
     found = []
     for args in calls:
         [weights] = [arg for arg in args if isinstance(arg, list)]
-        assert len(weights) == 16 and {one.dtype for one in weights} == {torch.float16}
-        [block] = {one.untyped_storage().data_ptr() for one in weights}
-        places = [0, *itertools.accumulate(one.numel() for one in weights)][:-1]
-        assert [one.storage_offset() for one in weights] == places
+        assert len(weights) == 16 and {weight.dtype for weight in weights} == {torch.float16}
+        [block] = {weight.untyped_storage().data_ptr() for weight in weights}
+        places = [0, *itertools.accumulate(weight.numel() for weight in weights)][:-1]
+        assert [weight.storage_offset() for weight in weights] == places
         found.append(block)
     return found
 
@@ -275,4 +275,4 @@ def test_weights_that_are_views_of_one_tensor_for_other_reasons():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda copy: copy):
         model(torch.ones(3, 1, 8))
         torch.linalg.multi_dot([first, last])
-    assert 0 < max(sizes) <= 2 * sum(one.numel() for one in model.parameters())
+    assert 0 < max(sizes) <= 2 * sum(param.numel() for param in model.parameters())

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ampatch
+from ampatch.session.facade import session_of
 
 H, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.randn(4, 4)
@@ -98,7 +99,7 @@ def test_a_newer_session_without_casts_ends_those_of_the_process(level):
     outputs = newer(X)
     assert (outputs @ outputs.t()).dtype is product() is FP32
     assert older(X).dtype is F.linear(X, older.weight).dtype is H
-    ampatch.session.session.registry.objects.session_of(newer).close()
+    session_of(newer).close()
     assert product() is H
 
 
@@ -113,7 +114,7 @@ def test_a_handle_s_casts_end_too():
     assert torch.mm(X, X).dtype is FP16
     model = start("O0")
     assert product() is FP32
-    ampatch.session.session.registry.objects.session_of(model).close()
+    session_of(model).close()
     assert torch.mm(X, X).dtype is FP16
 
 

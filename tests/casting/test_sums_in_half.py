@@ -41,13 +41,15 @@ def session(request):
         ampatch.initialize([], opt_level="O1", patch_scope="process", verbosity=0)
     else:
         ampatch.initialize(nn.Linear(1, 1), opt_level=request.param, verbosity=0)
+    return request.param
 
 
-@pytest.mark.parametrize("with_graph", [True, False])
-def test_what_pytorch_adds_up_in_half_is_right(session, half, with_graph):
-    with torch.set_grad_enabled(with_graph):
-        found = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
-    assert {name: error for name, error in found.items() if not error <= 1} == {}
+def test_what_pytorch_adds_up_in_half_is_right(session, half):
+    """Where only a gradient is wrong in half, a call without a graph is left as it is."""
+    for with_graph in (True, False) if session == "O1" else (True,):
+        with torch.set_grad_enabled(with_graph):
+            found = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
+        assert {name: error for name, error in found.items() if not error <= 1} == {}
 
 
 def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):

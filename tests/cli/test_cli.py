@@ -43,9 +43,9 @@ def test_a_piped_sweep_writes_plain_lines(script, here, warm_trials):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()]
-    assert rows[0][:2] == ["level", "dtype"] and "accuracy" in rows[0] and rows[0][-1] == "scale"
-    assert [row[:2] for row in rows[2:4]] == [["O0", "float32"], ["O1", "bfloat16"]]
-    assert rows[2][-3:] == ["0.7500", "0/10", "1"]
+    assert rows[0][0] == "row" and "accuracy" in rows[0] and rows[0][-1] == "scale"
+    assert [row[:2] for row in rows[1:3]] == [["O0", "float32"], ["O1", "bfloat16"]]
+    assert rows[1][-3:] == ["0.7500", "0/10", "1"]
     assert "Recommendation: " in done.stdout
     assert "Written to ampatch-sweep/train: report.html, " in done.stdout.splitlines()[-1]
     assert done.stderr.splitlines()[0] == "[1/2] O0 seed 0: started"

@@ -38,7 +38,7 @@ def test_adam_is_adamw_or_adam(mode):
 
 def test_max_grad_norm_of_the_first_version_clips_each_group():
     ours, theirs = parameters(), parameters()
-    groups = [[{"params": [one]} for one in params] for params in (ours, theirs)]
+    groups = [[{"params": [param]} for param in params] for params in (ours, theirs)]
     optimizer = optimizers.FusedAdam(groups[0], lr=0.1, max_grad_norm=0.5)
     peer = torch.optim.AdamW(groups[1], lr=0.1, weight_decay=0)
     for step in range(3):

@@ -129,7 +129,7 @@ def test_an_overflow_in_one_optimizer_skips_both_as_in_apex(amp, fused):
             models[0].weight.grad[0, 0] = float("inf")
         for optimizer in optimizers:
             optimizer.step()
-        assert [ampatch.step_was_skipped(one) for one in optimizers] == expected
+        assert [ampatch.step_was_skipped(optimizer) for optimizer in optimizers] == expected
         moved = [not torch.equal(a, b) for a, b in zip(before, weights(*models), strict=True)]
         assert moved == [False, False, not expected[1], not expected[1]]
         assert ampatch.loss_scale() == 2.0**15

@@ -316,7 +316,7 @@ def test_models_without_an_optimizer_add_no_scaler(amp, order, caplog):
     ampatch.set_loss_scale(4096.0)
     assert scale_in_use(amp, model, optimizer) == 4096
     assert ampatch.loss_scale() == 4096 == ampatch.state_dict()["loss_scaler0"]["loss_scale"]
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [4096]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4096]
     assert amp.state_dict() == ampatch.state_dict()
     for package, scale in ((amp, 128.0), (ampatch, 256.0)):
         package.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 5}})
@@ -341,7 +341,7 @@ def test_several_sessions_with_optimizers_are_one_list_the_newest_first(amp, cap
     # apex's list has the scalers of one initialize, for all optimizers
     old = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
     amp.load_state_dict(old)
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [8, 8, 4]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [8, 8, 4]
     with pytest.raises(ValueError, match="loss_scaler7"):
         amp.load_state_dict({"loss_scaler7": old["loss_scaler0"]})
 
@@ -350,10 +350,10 @@ def test_three_sessions_are_listed_from_the_newest_to_the_oldest(amp):
     sessions = [session(amp, True) for _ in range(3)]
     for number, scaler in enumerate(amp._amp_state.loss_scalers):
         scaler._loss_scale = 2.0**number
-    assert [scale_in_use(amp, *one) for one in sessions] == [4, 2, 1]
+    assert [scale_in_use(amp, *session) for session in sessions] == [4, 2, 1]
     del sessions[1], scaler  # the session ends with its model and optimizer
     gc.collect()
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [1, 4]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [1, 4]
 
 
 @pytest.mark.parametrize("deactivates", [True, False])
@@ -383,10 +383,10 @@ def test_deactivate_ends_the_entries_of_all_sessions_before_but_the_newest(amp):
     amp._amp_state.loss_scalers[1]._loss_scale = 8.0
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
     amp._amp_state.handle._deactivate()
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [4]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4]
     assert scale_in_use(amp, *last) == 4 and scale_in_use(amp, *first) == 8  # both go on
     third = session(amp, True)
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [2.0**16]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [2.0**16]
     assert scale_in_use(amp, *third) == 2**16
 
 
@@ -460,7 +460,7 @@ def test_update_scale_forgets_what_delayed_blocks_of_its_scaler_left_and_nothing
     assert scaler_of(amp).update_scale() is False
     optimizer.step()
     assert not moved(model, before)  # loss 1 has decided
-    assert [one.loss_scale() for one in amp._amp_state.loss_scalers] == [2.0**16, 2.0**15]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [2.0**16, 2.0**15]
 
 
 def test_update_scale_after_a_usual_block_does_not_take_its_skip_back(amp):

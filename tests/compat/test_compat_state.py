@@ -12,6 +12,7 @@ from torch import nn
 import ampatch
 from ampatch.compat import apex as compat
 from ampatch.compat.apex import lists
+from ampatch.session.facade import open_sessions
 
 HALF = torch.full((2, 2), 0.5, dtype=torch.float16)
 SINGLE = torch.full((2, 2), 0.5)
@@ -132,7 +133,7 @@ def test_wrong_edits_are_refused_before_anything_changes(amp):
     amp.lists.functional_overrides.BANNED_FUNCS.append(("relu", "because"))
     with pytest.raises(ampatch.AmpatchError, match="FP32_FUNCS"):
         start()
-    assert not ampatch.session.session.registry.sessions
+    assert not open_sessions()
 
 
 def test_registered_functions_of_torch_win_over_the_tables(amp):

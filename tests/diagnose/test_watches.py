@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from engine import registry
 from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -27,7 +28,7 @@ def kind(request):
 def in_place(model: nn.Module) -> list:
     """Hooks, modes and observers that a watch may put in."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    modules, registry = nn.modules.module, ampatch.session.session.registry
+    modules = nn.modules.module
     return [
         *(list(vars(module)) for module in model.modules()),
         *(len(getattr(module, table)) for module in model.modules() for table in tables),

@@ -16,7 +16,7 @@ import ampatch
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
-SNIPPETS = [one for one in pages.snippets(ROOT / "README.md") if one.language == "bash"]
+SNIPPETS = [snippet for snippet in pages.snippets(ROOT / "README.md") if snippet.language == "bash"]
 COMMANDS = [command.split() for one in SNIPPETS for command in pages.commands(one)]
 
 
@@ -66,5 +66,7 @@ def test_version_and_date_of_the_release_are_the_same_everywhere():
 
 
 def test_help_of_the_package_has_the_first_example():
-    first = next(one for one in pages.snippets(ROOT / "README.md") if one.language == "python")
+    first = next(
+        snippet for snippet in pages.snippets(ROOT / "README.md") if snippet.language == "python"
+    )
     assert first.text.strip() in inspect.getdoc(ampatch).replace("\n    ", "\n")

@@ -21,7 +21,6 @@ ALLOWED = {
     "_parameters": "nn.Module's own dictionary, for subclasses and kept in pickles",
     "_buffers": "as _parameters",
     "_growth_tracker": "a key of the state dict of torch.amp.GradScaler, in files",
-    "_optimizers": "accelerate's list of what it has prepared, for classes derived from it",
     "_amp_state": "apex's, for scripts that reach for it",
     "_amp_stash": "apex's, for scripts that reach for it",
     "_lazy_init_maybe_master_weights": "apex's, for scripts that reach for it",

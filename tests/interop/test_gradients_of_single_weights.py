@@ -201,7 +201,7 @@ def grad_norm(model: Net, x) -> torch.Tensor:
     weights = torch.ones(2, requires_grad=True)
     losses = weights[0] * of(head - x), weights[1] * of(side)
     shared = model.trunk[-1].weight
-    norms = [torch.autograd.grad(one, shared, create_graph=True)[0].norm() for one in losses]
+    norms = [torch.autograd.grad(loss, shared, create_graph=True)[0].norm() for loss in losses]
     target = sum(norms).detach() / 2
     (found,) = torch.autograd.grad(sum((norm - target).abs() for norm in norms), weights)
     return sum(one * factor for one, factor in zip(losses, 1 + found, strict=True))

@@ -13,6 +13,7 @@ from torch import nn
 
 import ampatch
 from ampatch.interop import torchscript
+from ampatch.session.facade import open_sessions
 
 X = torch.randn(4, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -199,7 +200,7 @@ def test_weights_in_torchscript_are_refused_at_o2_and_nothing_is_done(make, plac
     before = dict(vars(model))
     with pytest.raises(ampatch.AmpatchError, match=f"^{place} is TorchScript.*'O2' needs it unsc"):
         ampatch.initialize([other, model], optimizer, opt_level="O2", verbosity=0)
-    assert vars(model) == before and not ampatch.session.session.registry.sessions
+    assert vars(model) == before and not open_sessions()
     assert not other._forward_hooks and "step" not in vars(optimizer)
     assert managed("O1", model)(X) is not None
 
@@ -213,7 +214,7 @@ def test_a_scripted_model_is_refused_by_torch_and_nothing_is_left():
             ampatch.initialize(scripted, optimizer, opt_level=level)
         assert {param.dtype for param in scripted.parameters()} == {FP32}
         assert F.linear(X, X).dtype is FP32 and "step" not in vars(optimizer)
-    assert not ampatch.session.session.registry.sessions
+    assert not open_sessions()
     assert managed("O1", nn.Sequential(scripted))(X)[0].dtype is FP32
 
 

@@ -29,6 +29,23 @@ def a_managed_model_that_another_one_calls(amp, case):
     plain_loop(amp, student, optimizer)
 
 
+@situation(**CLOSE_TO_FP32)
+def a_submodule_of_another_model_that_a_forward_calls(amp):
+    teacher = mlp(1)
+    student = Made(lambda self, x: self.head(teacher[0](x)), head=nn.Linear(8, 2))
+    (student, _), (optimizer, _) = amp.start([student, teacher], [PLAIN, None])
+    plain_loop(amp, student, optimizer)
+
+
+@situation(**CLOSE_TO_FP32)
+def a_managed_model_that_a_float_submodule_of_another_one_calls(amp):
+    teacher = mlp(1)
+    body = Made(lambda self, x: self.layer(teacher(x)), layer=nn.Linear(2, 2))
+    student = Made(lambda self, x: self.body(x), body=body)
+    (_, (optimizer, _)) = amp.start([student, teacher], [PLAIN, None], overrides={"body": "float"})
+    plain_loop(amp, student, optimizer)
+
+
 PUT = {
     "by_a_container": lambda model, layer: model.insert(1, layer),
     "in_the_table": lambda model, layer: model._modules.update({"1": layer}),

@@ -1,4 +1,7 @@
-"""Situations: optimizers, closures, schedulers, groups, and optimizers of optimizers."""
+"""Situations: optimizers, closures, schedulers, groups, and optimizers of optimizers.
+
+Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,6 @@ import torch
 from drivers import SGD
 from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
 from torch import nn
-
-KINDS = {
-    "adam": partial(torch.optim.Adam, lr=0.01, foreach=False),
-    "adamw_foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
-    "adamw_fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "radam": partial(torch.optim.RAdam, lr=0.1),
-    "nadam": partial(torch.optim.NAdam, lr=0.01),
-    "rprop": partial(torch.optim.Rprop, lr=0.01),
-    "asgd": partial(torch.optim.ASGD, lr=0.1),
-    "adafactor": torch.optim.Adafactor,
-}
-
-
-@situation("O2", halves="fp16", cases=KINDS)  # without a scale their steps are left alone
-def torch_optim(amp, case):
-    trained(amp, make=case, count=5)
 
 
 @situation()

@@ -82,7 +82,7 @@ def of_each_kind(kinds):
     """The model with all layers, and a small one with the first kind."""
     return pytest.mark.parametrize(
         ("model", "kind", "options"),
-        [*((Attention, *one) for one in kinds), (mlp, *kinds[0])],
+        [*((Attention, *kind) for kind in kinds), (mlp, *kinds[0])],
     )
 
 

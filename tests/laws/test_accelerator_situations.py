@@ -11,6 +11,7 @@ import pytest
 import situations
 import test_situations
 from fake_accelerator import NAME, Counts, counted
+from situations_lookups import READERS
 from test_situations import MODULES, ROWS, UNSCALED, check, everything
 
 pytestmark = pytest.mark.accelerator
@@ -20,6 +21,8 @@ NOT_THERE = {
     "writes_while_a_graph_waits_by_numpy": "NumPy has memory of the host alone",
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
+    "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",
+    **dict.fromkeys((f"an_embedding_is_read_by_{name}" for name in READERS), "so these"),
 }
 MOVES_ITSELF = {
     "averaged_submodule": "torch copies the average's counter to the device",

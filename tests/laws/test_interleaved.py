@@ -10,6 +10,7 @@ from small_training import step
 from torch import nn
 
 import ampatch
+from ampatch.session.facade import session_of
 
 FP16, H, FP32 = torch.float16, torch.bfloat16, torch.float32
 PLANS = (("O1", FP16), ("O1", H), ("O2", FP16), ("O3", H), ("O0", H), (None, FP32))
@@ -95,7 +96,7 @@ def test_closing_one_leaves_the_others(closed):
     trainings = [Training(seed, plan, "model") for seed, plan in enumerate(PLANS)]
     found = [[training.step(), training.step()] for training in trainings]
     model = trainings[closed].model
-    ampatch.session.session.registry.objects.session_of(model).close()
+    session_of(model).close()
     for index, training in enumerate(trainings):
         if index != closed:
             found[index] += [training.step(), training.step()]

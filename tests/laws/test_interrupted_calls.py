@@ -7,17 +7,19 @@ ended, as with torch's own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import strikes
 import torch
+from engine import STATE, here, nothing_runs
 from small_training import data
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.calls import FOLLOW, here
 from ampatch.torch_private import autocast as torch_autocast
 
 HALF = torch.bfloat16
@@ -34,7 +36,6 @@ FILES = (
 )
 WITH_BLOCKS = ("autocast_interop.py", "policy.py")
 MOMENTS = [15, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
-STATE = ampatch.session.session.registry.state
 
 
 class CallsAgain(torch.autograd.Function):
@@ -156,16 +157,14 @@ def values(model):
 
 def left(model, level):
     """What is not as it was before the call, right after it."""
-    if here.stack or here.policy is not FOLLOW or here.copies is not None:
-        return "a call is left"
-    if STATE.per_thread:
-        return "functions look at their thread"
+    if not nothing_runs():
+        return "a call is left, or functions look at their thread"
     if torch_autocast.is_enabled("cpu"):
         return "torch.autocast is on"
     for part in model.modules():
-        if not all(type(one) is nn.Parameter for one in part._parameters.values()):
+        if not all(type(value) is nn.Parameter for value in part._parameters.values()):
             return "half copies are left"
-        dtypes = {one.dtype for one in part.parameters(recurse=False)}
+        dtypes = {param.dtype for param in part.parameters(recurse=False)}
         if dtypes - {HALF if level == "O3" and part is not model.norm else torch.float32}:
             return f"weights in {dtypes}"
         if ("forward" in vars(part)) is not (part in FRAMED[level](model)):
@@ -230,12 +229,38 @@ def test_ctrl_c_at_a_line(phase, level, scope, most):
         _, where = strikes.lines(does, FILES, number)
         if not_begun(where):
             for call in list(here.stack):
-                STATE.end(call)
+                STATE.exit(call)
             torch_autocast.set_enabled("cpu", False)
         if said := wrong(model, level, expected):
             bad.append(f"{number} {where}: {said}")
             for call in list(here.stack):
-                STATE.end(call)
+                STATE.exit(call)
             ampatch.deactivate()
             model, optimizer = start(level, scope)
     assert not bad, f"{phase} {level} {scope}:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    "level, scope", [("O1", "model"), ("O1", "process"), ("O2", ""), ("O3", "")]
+)
+def test_ctrl_c_in_the_models_own_code(level, scope):
+    """In each call of a layer of it, recomputes too; torch runs no hooks then."""
+    model, optimizer = start(level, scope)
+    expected, seen = copy.deepcopy(values(model)), []
+
+    def strike(module, args):
+        seen.append(module)
+        if len(seen) == number:
+            raise KeyboardInterrupt
+
+    for phase, does in PHASES.items():
+        for number in itertools.count(1):
+            seen.clear()
+            handle = model.first.register_forward_pre_hook(strike)
+            with contextlib.suppress(KeyboardInterrupt):
+                does(model, optimizer)
+            handle.remove()
+            assert not wrong(model, level, expected), (phase, number)
+            if len(seen) < number:
+                break
+        assert number > 1, phase

@@ -13,34 +13,17 @@ import pytest
 import strikes
 import torch
 import torch.nn.functional as F
+from engine import here, registry
 from small_training import data, in_threads, step
+from test_interrupted_calls import Net, forward
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting.calls import here
 
 HALF = torch.bfloat16
 LEVELS = ["O1", "O2", "O3"]
 MOMENTS = [50, pytest.param(10**6, marks=pytest.mark.slow, id="all")]  # at most so many, evenly
 LINEAR = F.linear
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.second = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
-
-    def encode(self, x):
-        return torch.tanh(self.norm(self.first(x)))
-
-    is_checkpointed = False
-
-    def forward(self, x):
-        if self.is_checkpointed:
-            return self.second(checkpoint(self.encode, x, use_reentrant=False))
-        return self.second(self.encode(x))
 
 
 def manage(model, optimizer, level):
@@ -55,11 +38,7 @@ def start(level):
 
 
 def recompute(model):
-    model.is_checkpointed = True
-    try:
-        model(data()[0]).float().sum().backward()
-    finally:
-        model.is_checkpointed = False
+    forward(model, None, "checkpoint").float().sum().backward()
 
 
 PHASES = {
@@ -90,7 +69,9 @@ def look(model, optimizer, level):
     assert isinstance(there, torch.Tensor), there
     kept = torch.bfloat16 if level == "O3" else torch.float32
     assert {value.dtype for value in model.state_dict().values()} == {kept}
-    assert all(type(one) is nn.Parameter for m in model.modules() for one in m._parameters.values())
+    assert all(
+        type(value) is nn.Parameter for m in model.modules() for value in m._parameters.values()
+    )
     return [*found, there]
 
 
@@ -129,7 +110,6 @@ def nothing_is_left_for_other_tests():
     """What costs time alone: a policy that was struck as it was left, an observer with no block."""
     yield
     ampatch.deactivate()
-    registry = ampatch.session.session.registry
     here.__init__()
     registry.observers.__init__()
 

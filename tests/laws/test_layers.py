@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from private_names import ROOT, tree_of
+from repository import TESTS
 from warm_python import python
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -48,6 +49,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 DERIVED = {
+    **dict.fromkeys(("AmpatchFabricPrecision", "AmpatchPrecision"), "two plugins of Lightning"),
     **dict.fromkeys(
         ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"),
         "kinds of one step: each is asked for its `_update` alone",
@@ -62,6 +64,11 @@ DERIVED = {
         "apex's arguments, of two of torch's layers, in two kinds",
     ),
     "FusedMixedPrecisionLamb": "apex's other name of FusedLAMB",
+    **dict.fromkeys(
+        ("AmpatchPrecision", "AmpatchFabricPrecision"),
+        "Lightning's two kinds of plugin: what they share stands once",
+    ),
+    "Lines": "what a sweep says, line by line; the base says nothing",
 }
 """Classes of ours that derive from a class of ours, and why that is not one class cut in two."""
 
@@ -177,6 +184,51 @@ def test_no_class_is_cut_by_inheritance():
         if base in bases_of and not is_open(base)
     }
     assert found == DERIVED.keys()
+
+
+ENGINE = {"api", "casting", "interop", "models", "scaling", "session"}
+OPEN = {"casting.tables", "session.facade"}
+"""What the rooms above the public API import of the engine; tests may, too."""
+LOOK_INSIDE = ("native", "torch_private", "helpers", "conftest.py")
+"""Tests of parts that no user sees, and what all tests share: `helpers/engine.py`."""
+OTHER_ROOMS = {
+    "casting/test_attention_o1.py": "a policy that thinks that there is a GPU",
+    "casting/test_devices.py": "as above",
+    "cli/test_tables_command.py": "what is patched beside the tables",
+    "integrations/conftest.py": "the search for early names, which meets large libraries",
+    "laws/test_interruptions.py": "Ctrl-C between two optimizers of a block",
+    "models/test_submodule_calls.py": "a policy that thinks that there is a GPU",
+    "scaling/test_optimizer_state.py": "a failure as the state of an optimizer moves",
+    "session/test_left_behind.py": "failures as weights and gradients are given back",
+    "session/test_state_of_sessions.py": "how entries are shared among sessions",
+    "session/test_torch_tools.py": "where a tool of torch is bound",
+}
+"""Tests that import modules of the engine of another room than theirs, and what for."""
+
+
+def _of_the_engine(path: Path) -> set[str]:
+    """The modules of the engine that a test imports, or names by `ampatch.room.module`."""
+    tree = ast.parse(path.read_text())
+    named = {
+        _module(ast.unparse(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ampatch.")
+    }
+    found = imported(ROOT / "__init__.py", path.read_text()) | named
+    return {module for module in found - OPEN if "." in module and room(module) in ENGINE}
+
+
+def test_tests_import_of_the_engine_what_is_of_their_own_room():
+    """What a script cannot see changes without the tests of other rooms."""
+    strangers = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        if name.startswith(LOOK_INSIDE):
+            continue
+        foreign = {module for module in _of_the_engine(path) if room(module) != name.split("/")[0]}
+        if foreign:
+            strangers[name] = foreign
+    assert strangers.keys() == OTHER_ROOMS.keys(), strangers
 
 
 def test_tables_import_no_torch():

@@ -25,9 +25,9 @@ def ours(tree: ast.Module) -> set[str]:
     found = {"ampatch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {one.asname for one in node.names if one.asname and _is_ours(one.name)}
+            found |= {alias.asname for alias in node.names if alias.asname and _is_ours(alias.name)}
         elif isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
-            found |= {one.asname or one.name for one in node.names}
+            found |= {name.asname or name.name for name in node.names}
     return found
 
 
@@ -52,10 +52,13 @@ def private_reads(tree: ast.Module) -> Iterator[str]:
     made = made_by_ours(tree, known)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
-            names = [*(node.module or "").split("."), *(one.name for one in node.names)]
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
             names = [
-                part for one in node.names if _is_ours(one.name) for part in one.name.split(".")
+                part
+                for alias in node.names
+                if _is_ours(alias.name)
+                for part in alias.name.split(".")
             ]
         elif isinstance(node, ast.Attribute):
             names = [node.attr] if _root(node) in known else []
@@ -81,7 +84,7 @@ def _patched(call: ast.Call, known: set[str]) -> Iterator[str]:
     texts = [one for one in words if isinstance(one, str)]
     if call.args and _root(call.args[0]) in known:
         yield from texts
-    yield from (part for one in texts if one.startswith("ampatch.") for part in one.split("."))
+    yield from (part for text in texts if text.startswith("ampatch.") for part in text.split("."))
 
 
 def test_private_names_of_ours_are_not_read():

@@ -13,7 +13,7 @@ from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 TOPICS = (
     *("calls", "amp_examples", "graphs", "hooks", "weights", "averages", "parameters", "saved"),
-    *("gradients", "optimizers", "models", "dtypes", "functions"),
+    *("gradients", "optimizers", "models", "dtypes", "functions", "lookups"),
 )
 MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 

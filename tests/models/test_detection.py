@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -110,10 +111,15 @@ def ran(detector, level):
     return losses, [one["scores"].float() for one in found]
 
 
+@functools.cache
+def under_autocast(detector):
+    return ran(detector, "autocast")
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_a_detector_trains_and_detects_as_under_autocast(detector, level):
-    losses, scores = ran(detector, "autocast")
+    losses, scores = under_autocast(detector)
     found, scores_found = ran(detector, level)
     assert found == pytest.approx(losses, rel=0.1)
     for expected, one in zip(scores, scores_found, strict=True):

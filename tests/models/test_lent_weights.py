@@ -9,12 +9,11 @@ import pickle
 import sys
 import threading
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 from flat_rnns import in_one_block
-from small_training import Made, Net, in_threads, managed, step
+from small_training import Net, in_threads, managed, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,8 +32,10 @@ def inputs(seed=1):
 
 
 def is_float(model):
-    entries = [one for m in model.modules() for one in m._parameters.values() if one is not None]
-    assert all(type(one) is nn.Parameter and one.dtype is torch.float32 for one in entries)
+    entries = [
+        value for m in model.modules() for value in m._parameters.values() if value is not None
+    ]
+    assert all(type(entry) is nn.Parameter and entry.dtype is torch.float32 for entry in entries)
     return True
 
 
@@ -60,28 +61,6 @@ def test_parameters_and_parts_that_come_later_are_lent():
     found.sum().backward()
     original = model.second[0].parametrizations.weight.original
     assert new.grad is not None and original.grad is not None
-
-
-@pytest.mark.parametrize(
-    "number, around",
-    [(1, torch.no_grad), (1, torch.inference_mode), (2, torch.no_grad), (10, enabled)],
-)
-def test_a_write_through_data_within_the_forward_reaches_the_parameter(number, around):
-    """Values are looked at in the forwards 1, 10, 100, ... with a graph and without; those of a
-    module that writes in all that follow.  More writes: tests/laws/situations_weights.py.
-    """
-    model, _ = start()
-    for _ in range(number - 1):
-        model(inputs())
-    before = copy.deepcopy(model.state_dict())
-    kept = before["second.weight"].abs() <= 0.1
-    model.inside = lambda model: model.second.weight.data.clamp_(-0.1, 0.1)
-    for _ in range(2):
-        with around():
-            model(inputs())
-        assert torch.equal(model.second.weight[kept], before["second.weight"][kept])
-        assert model.second.weight.abs().max() < 0.1005
-        model.load_state_dict(before)
 
 
 class Checkpointed(Net):
@@ -113,24 +92,6 @@ def test_a_recompute_has_the_copies_of_its_forward(reentrant):
         assert model.second.bias is new and is_float(model) and set(model.seen) == {HALF}
         grads.append([p.grad for p in parameters])
     assert all(map(torch.equal, *grads))
-
-
-def test_gradients_arrive_while_earlier_layers_are_computed():
-    """A node made before the forward would run last, and all half gradients would wait for it."""
-    there = []
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number == 1:
-                x.register_hook(lambda grad: there.extend(p.grad for p in self.parameters()))
-        return x
-
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))  # several buckets
-    model, _ = start(Made(forward, layers=layers))
-    model(inputs()).sum().backward()
-    assert [grad is not None for grad in there[-32:]] == [True] * 32
-    assert [grad is not None for grad in there[:4]] == [False] * 4
 
 
 @pytest.mark.parametrize("how", ["a part", "a method that calls parts"])
@@ -336,41 +297,6 @@ def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itsel
     assert torch.equal(model(inputs()), expected)
 
 
-@contextlib.contextmanager
-def running_in_another_thread(model):
-    """Context manager: a forward of the model waits within `inside` there."""
-    inside, go_on = threading.Event(), threading.Event()
-    model.inside = lambda model: (inside.set(), go_on.wait(9))
-    thread = threading.Thread(target=model, args=(inputs(),))
-    thread.start()
-    inside.wait()
-    try:
-        yield
-    finally:
-        go_on.set()
-        thread.join()
-
-
-def test_a_part_that_another_thread_calls_while_the_model_runs_is_an_error():
-    """It meets the half copies of that forward.  Once this has ended the part is called as ever."""
-    model, _ = start()
-    with running_in_another_thread(model), pytest.raises(RuntimeError, match="same dtype"):
-        model.first(inputs())
-    model.first(inputs()).square().mean().backward()
-    assert model.first.weight.grad is not None and is_float(model)
-
-
-def test_a_recompute_while_a_forward_runs_in_another_thread_is_refused():
-    """Else it would find that forward's copies in the places, and put them there in the end."""
-    model, _ = start(Checkpointed())
-    loss = model(inputs()).sum()
-    with running_in_another_thread(model):
-        with pytest.raises(ampatch.AmpatchError, match="one thread at a time"):
-            loss.backward()
-    model(inputs()).sum().backward()
-    assert model.first.weight.grad is not None and is_float(model)
-
-
 def test_a_state_dict_beside_a_training_has_no_copies():
     """In another thread: forwards begin and end while it is made."""
     model, _ = start(nn.Sequential(*(nn.Linear(4, 4) for _ in range(12))))
@@ -393,17 +319,6 @@ def test_a_state_dict_beside_a_training_has_no_copies():
         stop.set()
         thread.join()
     assert seen == {(torch.Tensor, torch.float32), (nn.Parameter, torch.float32)}
-
-
-def test_ctrl_c_leaves_nothing():
-    model, optimizer = start()
-    model(inputs()).sum().backward()
-    model.inside = mock.Mock(side_effect=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(inputs())
-    assert is_float(model)
-    with ampatch.scale_loss(torch.zeros(1, requires_grad=True).sum(), optimizer):
-        assert is_float(model)
 
 
 def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):

@@ -125,22 +125,3 @@ def test_copies_are_plain_models_of_the_same_weights(opt_level, how):
     ampatch.deactivate()
     x = torch.randn(4, 3)
     assert torch.equal(copied.float().eval()(x), model.eval()(x))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_copied_part_no_longer_knows_the_model(how, level):
-    """Its weights are what the part's are, and its `state_dict` is its own."""
-    model, _ = start(level)
-    kind = torch.float32 if level == "O2" else torch.float16
-    part = COPIES[how](model[3])
-    assert type(part) is nn.Linear and torch.equal(part.weight, model[3].weight)
-    before = model[3].weight.detach().clone()
-    with torch.no_grad():
-        part.weight.fill_(2.0)
-    assert torch.equal(part.state_dict()["weight"], torch.full((2, 4), 2.0, dtype=kind))
-    part.load_state_dict(build(3)[3].state_dict())
-    assert torch.equal(model[3].weight, before)
-    for _ in range(2):
-        assert part(torch.ones(1, 4, dtype=kind)).dtype is kind  # half where the model casts none
-        ampatch.deactivate()

@@ -355,6 +355,15 @@ def test_overrides_in_overrides_are_recomputed_as_they_were(level):
     assert_alike(results(model), expected)
 
 
+def test_an_override_around_a_managed_model_holds_in_it():
+    inner, seen = nn.Sequential(nn.Linear(4, 4)), []
+    start(inner, "O2", {})
+    outer = start(nn.Sequential(inner, nn.Linear(4, 2)), "O2", {"0": "float"})
+    inner[0].register_forward_hook(lambda module, args, out: seen.append(module.weight.dtype))
+    outer(X)
+    assert seen == [torch.float32]
+
+
 def test_overrides_in_overrides_after_an_interrupted_forward():
     model, expected = nested("O2", {"decoder*": "float"})
     strike = mock.Mock(side_effect=KeyboardInterrupt)

@@ -20,6 +20,7 @@ from small_training import Made, managed
 from torch import nn
 
 import ampatch
+from ampatch.session.facade import open_sessions
 
 H, FP32 = torch.bfloat16, torch.float32
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -363,12 +364,19 @@ def test_a_copy_of_a_copy_and_what_is_left_after_the_session(level):
     torch.jit.script(copy.copy(nn.Sequential(twin.first)))
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_shallow_copy_of_a_submodule_computes(level):
+    model, _ = start(level)
+    shallow = copy.copy(model.first)(X).float()
+    torch.testing.assert_close(shallow, model.first(X).float(), atol=0.05, rtol=0.05)
+
+
 def test_sessions_that_end_in_another_order_than_they_began():
     inner = Net()
     outer = nn.Sequential(inner, nn.Linear(2, 2))
     start("O1", outer, overrides={"0": "float"})
     start("O2", inner)
-    first, second = ampatch.session.session.registry.sessions
+    first, second = open_sessions()
     first.close()
     assert inner(X).dtype is FP32 and inner.seen[0] is H
     second.close()

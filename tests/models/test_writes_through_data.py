@@ -35,16 +35,27 @@ class Writing(nn.Module):
 
 @pytest.mark.parametrize("way", ["copy_", "mul_", "="])
 @pytest.mark.parametrize("once", [True, False])
-@pytest.mark.parametrize("first", [1, 2, 5])
-def test_no_write_is_lost(first, once, way):
+@pytest.mark.parametrize(
+    "first, mode",
+    [
+        *((first, torch.enable_grad) for first in (1, 2, 5, 10)),
+        *((first, torch.no_grad) for first in (1, 2)),
+        (1, torch.inference_mode),
+    ],
+)
+def test_no_write_is_lost(first, mode, once, way):
+    """Values are looked at in the forwards 1, 10, 100, ... with a graph and without; those of a
+    module that writes in all that follow.
+    """
     plain = Writing(first, once, way)
     model = ampatch.initialize(
         Writing(first, once, way), opt_level="O2", dtype="bfloat16", verbosity=0
     )
     begun = plain.key.weight.detach().clone()
-    for _ in range(7):
-        plain(X)
-        model(X)
+    for _ in range(first + 2):
+        with mode():
+            plain(X)
+            model(X)
         torch.testing.assert_close(model.key.weight, plain.key.weight, atol=8e-3, rtol=8e-3)
     assert not torch.allclose(plain.key.weight, begun, atol=0.05)
     assert torch.equal(model.query.weight, plain.query.weight)  # read through .data alone
@@ -84,7 +95,9 @@ def test_a_block_that_changes_nothing_is_said_once(level, block, caplog):
     with block():
         model(X)
         model(X)
-    said = [one.getMessage() for one in caplog.records if "disable_casts" in one.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "disable_casts" in record.getMessage()
+    ]
     assert len(said) == (level != "O1")
     if said:
         assert said[0].startswith("Asking is called in a block") and f"at {level}" in said[0]

@@ -36,7 +36,9 @@ class Watch:
             optimizer.step()
         after = self.found["weights"] = everything(self.model, self.optimizers[0])
         scale = amp.state_dict()["loss_scaler0"]
-        self.found["skipped"].append([amp.step_was_skipped(one) for one in self.optimizers])
+        self.found["skipped"].append(
+            [amp.step_was_skipped(optimizer) for optimizer in self.optimizers]
+        )
         self.found["moved"].append(not all(map(torch.equal, before, after)))
         self.found["scales"].append((scale["loss_scale"], scale["unskipped"]))
         for optimizer in self.optimizers:
@@ -179,7 +181,7 @@ def averaging(rank: int, case: dict) -> dict:
     watch = Watch(model, *pair)
     for number in range(4):
         overflows = (rank, number) == (1, 1)
-        for given in [[one] for one in pair] if case["blocks"] == 2 else [pair]:
+        for given in [[optimizer] for optimizer in pair] if case["blocks"] == 2 else [pair]:
             inputs, targets = batch(10 * rank + number)
             params = [p for one in given for p in one.param_groups[0]["params"]]
             with amp.scale_loss(F.cross_entropy(model(inputs), targets), given) as scaled_loss:

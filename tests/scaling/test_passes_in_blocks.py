@@ -19,7 +19,7 @@ def pair(**settings):
     """Two models in a row, each with an optimizer; the second loss may have another scale."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     settings = {"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **settings}
     ampatch.initialize(models, optimizers, dtype=torch.float16, num_losses=2, **settings)
     return models, optimizers
@@ -73,7 +73,7 @@ def test_blocks_of_different_scales_do_not(passes):
 def test_blocks_of_different_scales_with_weights_of_their_own_have_a_pass_each():
     models, optimizers = pair()
     lower_second_scale(models, optimizers)
-    losses = [one(X).pow(2).mean() for one in models]
+    losses = [model(X).pow(2).mean() for model in models]
     wanted = [
         torch.autograd.grad(losses[i], models[i].parameters(), retain_graph=True) for i in (0, 1)
     ]

@@ -56,7 +56,7 @@ def test_optimizers_whose_gradients_are_clipped_together_skip_together(level, fu
             torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        skips.append([ampatch.step_was_skipped(one) for one in optimizers])
+        skips.append([ampatch.step_was_skipped(optimizer) for optimizer in optimizers])
         assert finite(model)
     assert skips == [[False, False], [True, clips == "norm"], [False, False]]
     assert ampatch.loss_scale() == 2.0**15  # once
@@ -76,7 +76,9 @@ def test_a_loss_that_reaches_the_optimizer_of_another_session_is_said(second, ca
     one.step()
     assert not any("left scaled" in record.getMessage() for record in caplog.records)
     another.step()
-    [said] = [one.getMessage() for one in caplog.records if "left scaled" in one.getMessage()]
+    [said] = [
+        record.getMessage() for record in caplog.records if "left scaled" in record.getMessage()
+    ]
     assert "Pass every optimizer the loss reaches" in said
 
 
@@ -107,7 +109,11 @@ def test_gradients_with_a_graph_are_said_once(level, caplog):
         optimizer.zero_grad()
         with ampatch.scale_loss(model(X).float().pow(3).mean(), optimizer) as scaled:
             scaled.backward(create_graph=True)
-    said = [one.getMessage() for one in caplog.records if "second derivative" in one.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "second derivative" in record.getMessage()
+    ]
     assert len(said) == 1 and "torch.autograd.grad(loss, parameters, create_graph=True)" in said[0]
 
 

@@ -122,7 +122,7 @@ def test_each_skip_is_a_line(kind, verbosity, scale_lives_on, caplog):
         lines[1:3] = ["2 steps (3 of 4"]
     name = kind.partition(" ")[0]
     lines = [f"Gradient overflow: {name} skipped {line} since initialize)." for line in lines]
-    overflows = [one for one in caplog.messages if one.startswith("Gradient")]
+    overflows = [message for message in caplog.messages if message.startswith("Gradient")]
     assert overflows == lines * verbosity
 
 
@@ -204,13 +204,13 @@ def test_a_step_that_an_earlier_overflow_alone_keeps_back_says_so(
         optimizer.step()
     assert ampatch.step_counts(optimizer) == (0, 8, 8)
     assert ampatch.loss_scale() == 512.0  # one overflow
-    lines = [one for one in caplog.messages if one.startswith("Gradient overflow: ")]
+    lines = [message for message in caplog.messages if message.startswith("Gradient overflow: ")]
     says_so = [LEFT_OVER in line for line in lines]
     if scale_lives_on == "device" and "fused" in kind:
         assert says_so == [True] * len(lines)
     else:
         assert says_so == [False] + [True] * 7
-    (error,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "8 steps of " in error.getMessage() and LEFT_OVER in error.getMessage()
     assert "0.weight" in error.getMessage() and "NaN in the data" not in error.getMessage()
 

@@ -151,7 +151,7 @@ def test_it_trains_as_one_process_in_float(ranks, level, dtype, kind, options):
     results = ranks(train, level, dtype, kind, options)
     check(results, level, dtype, kind, options)
     # half of the optimizer's state on each rank, within a weight
-    both = [one["sizes"] for one in results]
+    both = [result["sizes"] for result in results]
     assert max(both) < 0.7 * sum(both)
 
 

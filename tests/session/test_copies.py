@@ -17,6 +17,7 @@ from warm_python import python
 
 import ampatch
 from ampatch.errors import AmpatchError
+from ampatch.session.facade import open_sessions
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 H, FP32 = torch.bfloat16, torch.float32
@@ -128,7 +129,7 @@ def test_wrapper_subclasses_as_weights(level):
         with pytest.raises(AmpatchError, match=r"Net.*'layer.weight', a TwoTensor.*O1"):
             start(level, model)
         assert model.layer.weight.dtype is model.layer.weight.a.dtype is FP32
-        assert not ampatch.session.session.registry.sessions and not model._forward_hooks
+        assert not open_sessions() and not model._forward_hooks
         return
     start(level, model)
     output = model.layer(X)

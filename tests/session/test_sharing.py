@@ -108,7 +108,12 @@ def test_two_calls_of_initialize_and_the_same_again(make, order):
         after = [p for model in models for p in model.parameters()]
         assert all(a is b for a, b in zip(before, after, strict=True))
         assert {p.dtype for p in after} == {torch.float32}
-        owned = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        owned = [
+            p
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
         assert {id(p) for p in owned} <= set(map(id, after))
         assert all(map(torch.equal, found, expected))
         assert all(map(torch.equal, found, [p.detach() for p in after]))

@@ -32,6 +32,7 @@ class Machine:
     def __init__(self):
         self.kind, self.metric, self.noise, self.ran = AMPATCH, "accuracy", 1.0, []
         self.slower = 0.0  # seconds by which each run takes longer than the one before
+        self.clock = 0.0  # at which runs begin
 
     def run(self, runner, trial, watch, place):
         self.ran.append((trial, runner.script_arguments(trial)))
@@ -42,6 +43,7 @@ class Machine:
         value = 0.9 + (0 if is_base else SCATTER[seed % 5])
         if not trial.short and self.metric:
             made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
+        made.measured.machine["began"] = self.clock
         log = RunFiles.of(runner.directory, trial).log
         log.write_text(f"acc {value}\n")
         made.measured.metrics |= read_metrics(log, runner.metrics or {})
@@ -75,7 +77,6 @@ def advice(results):
 
 
 KINDS = {
-    "plain": (AMPATCH, ["--rounds", "1"]),
     "auto": (NO_AMP, ["--rounds", "1"]),
     "with rows": (AMPATCH, ["--rounds", "1", "--with", "O2 loss_scale=128", "--no-autocast"]),
     "with a budget": (AMPATCH, ["--budget", "0.8"]),
@@ -130,6 +131,17 @@ def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_
     more = sweep("--budget", "3", "--levels", "O0,O1", *words)
     assert {row.speeds.n for row in more.rows} == {int(words[2])}
     assert [row.seeds for row in more.rows] == [row.seeds for row in results.rows]
+
+
+def test_a_row_that_was_added_late_says_what_times_it(machine):
+    first = sweep("--levels", "O0,O1", "--seeds", "3", "--no-autocast")
+    assert not any("long after" in note for note in first.notes)
+    machine.clock = 1e6
+    results = sweep("--resume", "--levels", "O3")
+    assert not results.rows[-1].speeds and results.rows[1].speeds
+    [note] = [note for note in results.notes if "O3 bfloat16 ran long after O0" in note]
+    words = re.search(r"--resume --rounds \d+", note)[0].split()
+    assert all(row.speeds for row in sweep(*words).rows)
 
 
 def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):

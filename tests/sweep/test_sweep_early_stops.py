@@ -6,7 +6,8 @@ import pytest
 from sweep_runs import INITIALIZE, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
-from ampatch.sweep.execution.early_stops import failure, lacks_memory
+from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
+from ampatch.sweep.measure.record import Measured
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -47,6 +48,12 @@ def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path)
     assert log_of(plan, "O1-bfloat16") == "before 0\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("Nothing to compare yet")
+
+
+def test_a_script_that_refuses_its_arguments_gets_the_place_of_these(tmp_path):
+    run = Run(Trial(Case("O0")), 2, 1.0, Measured())
+    said = reason_to_stop("train.py", [], run, tmp_path / "no.log")
+    assert "Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS." in said
 
 
 def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mended(tmp_path):
@@ -96,7 +103,7 @@ def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
     plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), **OF_TWO)
     plan.run(shown := Said())
     [said] = [one for one in shown.events if "O1-bfloat16 seed 0 took no step" in one]
-    assert "It may go on from a file that was there before" in said
+    assert "The script may resume from a file that was there before" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
     assert not any("several machines" in note for note in plan.results.notes)
     said = stopped(planned(tmp_path, RESUMING, repr(str(tmp_path)), overwrite=True))  # it is there
@@ -122,7 +129,9 @@ def test_a_row_that_swallows_its_errors_is_marked_and_the_others_run(tmp_path):
     assert (base.status, autocast.status, autocast.steps) == ("ok", "ok", 9)
     assert row.status.startswith("took no step") and (row.outcome, row.runs) == ("failed", 1)
     [said] = [one for one in shown.events if "took no step" in one]
-    assert "It may catch its errors." in said and "skipped: a batch that is too large" in said
+    assert (
+        "The script may catch its errors." in said and "skipped: a batch that is too large" in said
+    )
 
 
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):

@@ -72,7 +72,10 @@ def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
     runs = by_label(plan.run(said))
     assert list(runs) == ["O0", "O1-bfloat16"]
     [why] = [one for one in said.events if "which module is the model" in one]
-    assert "O2, O3 and the row autocast cannot be" in why and why in plan.results.notes
+    assert (
+        "it can run O0 and O1, but not O2, O3 or the row autocast. " in why
+        and why in plan.results.notes
+    )
     assert "model, optimizer = ampatch.initialize(model, optimizer)" in why
     plain = python("train.py", cwd=tmp_path).stdout.split()
     assert printed(plan, "O0") == list(map(float, plain))
@@ -104,7 +107,9 @@ def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     assert as_it_is.skipped == [scale < before for before, scale in pairwise([65536.0, *scales])]
     assert as_it_is.skipped[2] and not all(as_it_is.skipped)
     said = plan.results.machine["script"]
-    assert said.startswith("uses torch.amp (train.py:12): the row autocast is the script as it is")
+    assert said.startswith(
+        "uses torch.amp (train.py:12): the row autocast runs it unchanged; in all other"
+    )
 
 
 def test_losses_are_those_before_scaling_however_they_are_scaled(monkeypatch):
@@ -150,7 +155,7 @@ def test_half_weights_of_the_script_are_no_fp32_baseline(tmp_path):
 
 
 def test_what_a_kind_cannot_have_ends_the_sweep_with_the_line_to_write(tmp_path):
-    with pytest.raises(SweepError, match=r"O0 and O1 .* model, optimizer = ampatch\.initialize\("):
+    with pytest.raises(SweepError, match=r"O0 and O1, .* model, optimizer = ampatch\.initialize\("):
         planned(tmp_path, PLAIN, levels=["O0", "O2"]).run()
     kind = Kind(NO_AMP, framework="ignite")
     for asked in ({"levels": ["O0", "O2"]}, {"levels": ["O0"], "overrides": ["O1 loss_scale=2"]}):
@@ -318,5 +323,5 @@ def test_losses_of_a_plain_backward_beside_initialize_are_recorded(tmp_path):
 def test_what_is_to_be_added_has_both_lines(tmp_path):
     swept = planned(tmp_path, PLAIN).run()
     [note] = [note for note in swept.results.notes if "has no mixed precision" in note]
-    assert "ampatch.initialize(model, optimizer); and for loss.backward(): with " in note
+    assert "ampatch.initialize(model, optimizer); and instead of loss.backward(): with " in note
     assert "ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()" in note

@@ -399,6 +399,7 @@ def test_json_csv_and_markdown_say_the_same(made):
     text = as_markdown(results).replace("&lt;", "<")
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(CASES) and len({line.count("|") for line in table}) == 1
+    assert set(table[1]) == set("|-:")
     assert all(row.verdict in text for row in results.rows)
     assert "accuracy - O0" in text and results.recommendation in text
 

@@ -197,7 +197,7 @@ def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, mo
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}
     said = Said()
     planned(tmp_path, "", **options).run(said)
-    told = [event for event in said.events if "O0 takes longer than the budget" in event]
+    told = [event for event in said.events if "O0 alone takes longer than the budget" in event]
     assert len(told) == 1
 
 

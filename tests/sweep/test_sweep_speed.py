@@ -87,7 +87,7 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
     assert (row.pace, row.speed, row.speeds.n) == ("faster", pytest.approx(2.0), 3)
     assert (row.speeds.low, row.speeds.high) == pytest.approx((10 / 6, 2.5))
     assert base.speed == pytest.approx(10 / 10.1)
-    assert "beside itself it was 0.99 times as fast (0.98 to 1.01)" in base.verdict
+    assert "run twice, its second run was 0.99 times as fast (0.98 to 1.01)" in base.verdict
     assert recommendation([base, row]) == (
         "Stay with O0 for now. Speed: O1 in bfloat16 is 2.00 times as fast as O0 (1.67 to 2.50). "
         "Accuracy: O1 in bfloat16: no loss or metric was compared with O0's."
@@ -111,7 +111,7 @@ def test_what_noise_could_have_done_is_not_recommended(again, o1):
     why = (
         "rounds do not agree"
         if spans
-        else f"O0 beside itself differed by a factor of {row.reach:.2f}"
+        else f"runs of O0 itself differed by a factor of {row.reach:.2f}"
     )
     assert why in row.verdict
     advice = recommendation([base, row])

@@ -86,7 +86,10 @@ def initialize(*args: Any, **settings: Any) -> Any:
     Optimizers get `_amp_stash` and `_lazy_init_maybe_master_weights`, which scripts use,
     until their session closes.
     """
-    call = _INITIALIZE.bind(*args, **settings)
+    try:
+        call = _INITIALIZE.bind(*args, **settings)
+    except TypeError as error:
+        raise TypeError(f"amp.initialize(...): {error}.") from None
     engine.edit_tables(lists.edits())
     with engine.with_apex_tables():
         options = {"allow_banned": False, "patch_scope": "process"}

@@ -38,14 +38,10 @@ class MLP(nn.Module):
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = bias
         self.activation = activation
-        for n, (in_features, out_features) in enumerate(
-            zip(self.mlp_sizes[:-1], self.mlp_sizes[1:])
-        ):
-            self.register_parameter(
-                f"weight_{n}", nn.Parameter(torch.empty(out_features, in_features))
-            )
+        for n, (fan_in, fan_out) in enumerate(zip(self.mlp_sizes[:-1], self.mlp_sizes[1:])):
+            self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(fan_out, fan_in)))
             if bias:
-                self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(out_features)))
+                self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(fan_out)))
         self.reset_parameters()
 
     # Read anew each time: in a forward at O2 half copies are in the parameters' slots.

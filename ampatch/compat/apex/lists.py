@@ -25,7 +25,7 @@ _NAMESPACES = {
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
 }
-_TABLE_NAMESPACES = {  # the tables' namespaces, by the namespace that users know
+_TABLED = {  # the tables' namespaces, by the namespace that users know
     "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
     "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
@@ -110,17 +110,14 @@ def _initial(namespace: str) -> dict[str, list]:
         if hasattr(owner, name) and not any(name in names for names in lists.values()):
             lists[target].append(name)
     lists["BANNED_FUNCS"] = [
-        (name, row.why)
-        for row in BANNED
-        if row.where in _TABLE_NAMESPACES[namespace]
-        for name in row.names
+        (name, row.why) for row in BANNED if row.where in _TABLED[namespace] for name in row.names
     ]
     return lists
 
 
 def _rows(namespace: str) -> Iterator[tuple[str, Rule]]:
     for row in (*APEX, *WHITELIST, *BLACKLIST, *PROMOTE):
-        if row.where in _TABLE_NAMESPACES[namespace] and row.rule in _RULES:
+        if row.where in _TABLED[namespace] and row.rule in _RULES:
             for name in row.names:
                 if not name.startswith("_") or name.startswith("__"):
                     yield name, _RULES[row.rule]

@@ -216,7 +216,7 @@ def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, seconds
         said += f", in which all but O0 take {FEWEST_STEPS} steps"
     said += f"; about {duration(seconds)} in all."
     if minutes is not None and seconds > 60 * minutes:
-        said += " No smaller plan says anything, so this one takes longer than its budget."
+        said += " It takes longer than its budget: a smaller plan would tell nothing."
     return said
 
 
@@ -226,8 +226,8 @@ def left_out(
     """What a budget has left out, and the budgets that have it; "" for nothing."""
     if not plan.answers_all(wish):
         return (
-            f"{counted(max(1, plan.seeds), 'seed')} can show how fast the rows are; whether they "
-            f"are as accurate takes {TESTED}: --resume --budget {to_answer} answers both."
+            f"{counted(max(1, plan.seeds), 'seed')} can show how fast the rows are; to compare "
+            f"their accuracy takes {TESTED}: --resume --budget {to_answer} does both."
         )
     missing = {
         "O3": not has_o3,

@@ -11,12 +11,13 @@ from ampatch.sweep.report.figures import NO_STEP, OK, brief, status
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.trial import BASE
 
+WRONG_ARGUMENTS = 2  # the exit status of argparse
 LAST_LINES = 12  # output lines shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
 _MAY_RESUME = (
-    " It may go on from a file that was there before, such as a checkpoint of an earlier trial. "
-    "Give it the trial's own directory, by {trial_dir} among its arguments (-- --checkpoints "
-    "{trial_dir}) or by the variable AMPATCH_TRIAL_DIR; it is empty when a trial begins."
+    " The script may resume from a file that was there before, such as a checkpoint of an earlier "
+    "trial. Give each trial its own folder, which is empty when it begins: -- --checkpoints "
+    "{trial_dir}, or the variable AMPATCH_TRIAL_DIR in the script."
 )
 _UNKNOWN = (
     " With O0 among --levels its first run shows what the script has. An option of the script that "
@@ -44,6 +45,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     if run.case != BASE or goes_on:
         return ""
     remedy = " Give it more: --resume --timeout SECONDS." if run.ended_by else ""
+    if run.exit_code == WRONG_ARGUMENTS and not run.steps:
+        remedy = " Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS."
     steps = f"after {counted(run.steps, 'step')}" if run.steps else "before its first step"
     return (
         f"{script}: {said} at {run.trial.label}, {steps}. The other rows are compared with O0, so "
@@ -75,7 +78,7 @@ def lacks_memory(said: str) -> bool:
 def failure(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output, which has an exception's message already."""
     said, shown = status(run), last_lines(log)
-    hint = " It may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
+    hint = " The script may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
     if not shown:
         return f"{run.trial.label} {said}.{hint} It printed nothing."
     if said.partition(": ")[2] in shown:

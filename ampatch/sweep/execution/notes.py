@@ -11,7 +11,7 @@ from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import hint
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions
+from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
@@ -56,13 +56,18 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
 
 
 def other_notes(
-    options: SweepOptions, plan: Plan, runs: Sequence[Run], is_complete: bool
+    options: SweepOptions,
+    plan: Plan,
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    is_complete: bool,
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
     said = plan.left_out() if is_complete else plan.in_words()
     planned = [plan.speeds_in_words(), said] if plan.has_budget else []
     copies = [_copies_note(runs)] if options.copies else []
-    notes = [*planned, *_timing_notes(plan, runs), *filter(None, copies)]
+    late = [_late_note(rows, plan.seeds)] if is_complete else []
+    notes = [*planned, *_timing_notes(plan, runs), *filter(None, [*late, *copies])]
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
@@ -121,8 +126,8 @@ def _seed_note(
     if not seeds_matter(bases):
         where = f" ({own[0]})" if own else ""
         return (
-            f"The seed does not reach the script{where}: O0 is the same with each. Accuracy is not "
-            f"tested like this. {_PASS_ON}."
+            f"The seed does not reach the script{where}: O0 gives the same with each seed, so "
+            f"accuracy is not tested. {_PASS_ON}."
         )
     is_passed_on = any("{seed}" in argument for argument in arguments)
     others = [run.trial.seed for run in bases if not run.measured.own_seed]
@@ -132,7 +137,7 @@ def _seed_note(
     if options.override_seeds or not is_constant:
         return ""
     return (
-        f"{script} seeds itself: {own[0]}. What it draws after that is the same with each seed of "
+        f"{script} seeds itself: {own[0]}. What it draws after that does not depend on the seed of "
         f"the sweep. {_PASS_ON}."
     )
 
@@ -187,8 +192,8 @@ def _files_note(runs: Sequence[Run]) -> str:
         return ""
     shown = ", ".join(wrote[:4]) + (f" and {len(wrote) - 4} more" if len(wrote) > 4 else "")
     return (
-        f"O0 has written {shown}: trials write over one another's files and over yours, and what "
-        "one has left the next may read. Give each its own place, such as -- --out "
+        f"O0 has written {shown}: trials overwrite one another's files and yours, and a trial may "
+        "read what an earlier one has left. Give each its own place: -- --out "
         f"{{trial_dir}}/{Path(wrote[0]).parts[0]}, or a copy of the folder: --in-copy."
     )
 
@@ -205,6 +210,19 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
     return (
         f'The output has "{number[0]}", and no metric was given, so the last loss is compared. '
         f"--resume --metric {shlex.quote(number[1])} compares it too, and runs nothing again."
+    )
+
+
+def _late_note(rows: Sequence[Row], seeds: int) -> str:
+    """A note if the speed of rows is not known, since they ran long after O0."""
+    late = [
+        row.name for row in rows if row.outcome not in ("baseline", "failed") and not row.speeds
+    ]
+    if not late or not any(row.speeds for row in rows):
+        return ""
+    return (
+        f"{', '.join(late)} ran long after O0 with the same seed, so there is no speed to compare: "
+        f"--resume --rounds {seeds + ROUNDS} times all rows again."
     )
 
 

@@ -76,7 +76,7 @@ class Outcome:
         said = [  # what matters most comes first
             *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
-            *notes.other_notes(options, plan, runs, len(runs) == self.planned),
+            *notes.other_notes(options, plan, runs, rows, len(runs) == self.planned),
         ]
         return Results(
             script=self._script,

@@ -39,11 +39,11 @@ def changed(before: dict[str, int], now: dict[str, int]) -> list[str]:
 def large(folder: Path, without: Path) -> list[str]:
     """The entries of a folder that are linked in a copy: what is large, hidden, or a link."""
     return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_symlink()
-        or (entry.is_dir() and entry.name.startswith("."))
-        or _size(Path(entry.path), without) >= LARGE
+        path.name
+        for path in folder.iterdir()
+        if path.is_symlink()
+        or (path.is_dir() and path.name.startswith("."))
+        or _size(path, without) >= LARGE
     )
 
 

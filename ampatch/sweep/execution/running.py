@@ -131,8 +131,8 @@ class Course:
         if is_first and self._plan.is_over(time.monotonic() - self._start):
             self._is_long = True
             shown.said(
-                "The first run of O0 takes longer than the budget of the whole sweep, which is "
-                "planned by it. --steps N ends each run after N steps."
+                "The first run of O0 alone takes longer than the budget of the whole sweep. "
+                "--steps N ends each run after N steps."
             )
 
     def _ended(self, run: Run, shown: Progress) -> None:

@@ -16,7 +16,7 @@ from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.progress import Progress
+from ampatch.sweep.execution.progress import Progress, Silent
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.execution.slot import device_groups
@@ -145,7 +145,7 @@ class Sweep:
             in_copy=self._options.copies,
         )
         try:
-            shown, engine = progress or Progress(), engines.make(self._options)
+            shown, engine = progress or Silent(), engines.make(self._options)
             with shown, engine:
                 if self._kept:
                     shown.said(self._kept)

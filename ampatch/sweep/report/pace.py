@@ -67,11 +67,11 @@ def in_words(row: Row) -> str:
     if row.speeds is None or row.outcome == "failed":
         return ""
     if row.outcome == "baseline":
-        return f"beside itself it was {ratio_text(row.speeds, 'times as fast')}"
+        return f"run twice, its second run was {ratio_text(row.speeds, 'times as fast')}"
     if row.pace == UNKNOWN:
         why = "the rounds do not agree"
         if row.reach and not row.speeds.low <= 1 <= row.speeds.high:
-            why = f"O0 beside itself differed by a factor of {ratio(row.reach)}"
+            why = f"runs of O0 itself differed by a factor of {ratio(row.reach)}"
         return f"{ratio_text(row.speeds, 'times as fast as O0')}, which may be noise: {why}"
     said = ratio_text(row.decisive, "times as fast as O0")
     if row.by_cpu:

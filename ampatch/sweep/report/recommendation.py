@@ -55,7 +55,7 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, more: str = "") ->
     much = _memory(best, base)
     also = [f"It takes {much} than O0"] if much else []
     if others:
-        also.append(f"{_names(others)} {'is' if len(others) == 1 else 'are'} not surely faster")
+        also.append(f"{_names(others)} may be as fast or faster")
     return f"{said} {', and '.join(also)}." if also else said
 
 
@@ -68,9 +68,7 @@ def anything_compared(rows: Sequence[Row]) -> bool:
 def not_shown(row: Row) -> tuple[str, str]:
     """What was not shown of a row's accuracy, and the option that may show it; "" if all was."""
     if not row.comparisons:
-        why = (
-            "no loss or metric was compared with O0's" if row.steps else "it has not run to its end"
-        )
+        why = "no loss or metric was compared with O0's" if row.steps else "it was only timed"
         return why, "" if row.steps else f"--seeds {TESTED}"
     judged = row.comparisons[0]
     if judged.has_no_verdict:
@@ -118,17 +116,15 @@ def _so_far(fit: Sequence[Row], more: str) -> str:
     others = [row for row in fit if row not in (first, *faster)]
     speed = f"{_name(first)} is {pace.in_words(first) or 'not timed'}"
     if others:
-        speed += f"; {_names(others)} {'is' if len(others) == 1 else 'are'} not told apart from O0"
+        speed += f"; {_names(others)} cannot be told apart from O0 either"
     good = [row for row in fit if not not_shown(row)[0]]
     what, cure = not_shown(first) if faster or not good else ("", "")
     known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
     accuracy = "; ".join([*known, *([f"{_name(first)}: {what}"] if what else [])])
-    rounds = ""
-    if first.pace == pace.UNKNOWN:
-        rounds = f"--rounds {first.speeds.n + ROUNDS}"
-    elif not faster and not cure.startswith("--seeds"):  # each seed is a round
-        rounds = f"--rounds {ROUNDS}"
-    options = " ".join(filter(None, (rounds, cure)))
+    rounds = first.speeds.n + ROUNDS if first.pace == pace.UNKNOWN else 0 if faster else ROUNDS
+    seeds = re.match(r"--seeds (\d+)", cure)
+    is_more = rounds > int(seeds[1] if seeds else 0)  # each seed is a round
+    options = " ".join(filter(None, (f"--rounds {rounds}" * is_more, cure)))
     said = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
     way_on = more or (options and f"--resume {options}")
     idle = ", on an idle machine" if not faster and first.pace == pace.UNKNOWN else ""

@@ -50,10 +50,9 @@ def note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
     run, difference = next((start for start in starts if start[0].case != BASE), starts[0])
     return (
         f"The rows do not start alike: {run.trial.label} has a {difference}, which is "
-        f"more than rounding explains. {script} seems to go on from a file that an earlier trial "
-        "wrote, or to draw numbers that no seed decides. What a trial writes and would find again "
-        "belongs in its own directory: {trial_dir} among the script's arguments, or the variable "
-        "AMPATCH_TRIAL_DIR."
+        f"more than rounding explains. {script} seems to load a file that an earlier trial wrote, "
+        "or to draw random numbers that the seed does not decide. Give each trial its own folder: "
+        "{trial_dir} among the script's arguments, or the variable AMPATCH_TRIAL_DIR."
     )
 
 

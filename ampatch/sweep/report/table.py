@@ -42,13 +42,13 @@ class Column:
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
     """The texts of all columns or of the `main` ones, a line for each row; no empty column."""
-    shown = [column for column in _columns(rows) if column.main or not main]
+    shown = [column for column in columns(rows) if column.main or not main]
     texts = [[column.text(row) for column in shown] for row in rows]
     every = DataFrame(texts, columns=[column.title for column in shown], dtype=str)
     return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
+def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
@@ -89,8 +89,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
         **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
-        "losses: those of scale_loss with loss_id 0, or of all backward() calls, as divided for "
-        "accumulation": any(row.last_loss is not None for row in rows),
+        "losses: as the script gives them to scale_loss (loss_id 0) or backward(), under "
+        "accumulation the divided ones": any(row.last_loss is not None for row in rows),
     }
     of_columns = [text for text, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)

@@ -56,7 +56,7 @@ def check(name: str) -> None:
         importlib.import_module(MODULES[name])
     except ImportError as error:
         raise ImportError(
-            f'{name} is not installed. Do pip install "ampatch[{name}]", or leave --{name} out.'
+            f'--{name}: {name} is not installed. pip install "ampatch[{name}]", or leave it out.'
         ) from error
 
 

@@ -176,9 +176,7 @@ class FP16_Optimizer:  # apex's name
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict`, apex's too.  Load the model first."""
         saved, mine = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
-        shapes = [
-            [[tensor.shape for tensor in group] for group in groups] for groups in (saved, mine)
-        ]
+        shapes = [[[t.shape for t in group] for group in groups] for groups in (saved, mine)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
