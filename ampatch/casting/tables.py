@@ -24,7 +24,7 @@ from typing import NamedTuple
 class Rule(Enum):
     """The dtype that the floating inputs of a call get."""
 
-    HALF = "half"  # the half type
+    HALF = "half"  # the half dtype
     CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
     FLOAT = "float"  # half inputs up to FP32
     FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
@@ -85,8 +85,8 @@ _STEEP = "Its slope is unbounded, and magnifies the rounding of a half input."
 _INVERSE = "Magnifies what FP16 lost of a small input, and 1/x overflows below 1.5e-5."
 _SQUARE = "Powers leave the range of FP16 soon: squares overflow from 256 on, vanish below 1.7e-4."
 _NORM = "Adds up squares or other powers, and a square overflows FP16 from 256 on."
-_EIGEN = "Needs eigenvalues, which PyTorch computes in no half type."
-_SINGULAR = "Needs singular values, which PyTorch computes in no half type."
+_EIGEN = "Needs eigenvalues, which PyTorch computes in no half dtype."
+_SINGULAR = "Needs singular values, which PyTorch computes in no half dtype."
 _NORMALIZE = "Divides by the root of a mean of squares, which overflow FP16 from 256 on."
 _SOFTMAX = "Adds up exponentials; FP16 loses the small ones, and the loss then sees zeros."
 _COVARIANCE = "Takes differences from means and adds up their products, which half rounds away."
@@ -107,7 +107,7 @@ _INTO = (
     " where casts are, one of the two may be half."
 )
 _FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and never on the CPU."
-_DECOMPOSITION = "PyTorch has it in no half type, and it needs the precision."
+_DECOMPOSITION = "PyTorch has it in no half dtype, and it needs the precision."
 _NO_HALF = "PyTorch has no kernel for it in half."
 _NO_HALF_ON_CPU = "PyTorch has no kernel for it in half on the CPU, and has one on GPUs."
 _COUNTS = "Counts in the dtype of its input, FP16 up to 2,048 and bfloat16 up to 256."
@@ -187,7 +187,7 @@ _NATIVES = (
     "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
 )
 
-# To the half type.
+# To the half dtype.
 
 WHITELIST: tuple[Row, ...] = (
     Row("torch", ("addbmm", "addmm", "baddbmm", "bmm", "matmul", "mm"), Rule.HALF, _MATRIX),

@@ -67,7 +67,7 @@ def sweep(
 ) -> list[Row]:
     """Run `script` with `arguments` at each opt level and dtype; returns the rows.
 
-    `options` are those of `Sweep`.  O0 runs once per seed, since no half type plays
+    `options` are those of `Sweep`.  O0 runs once per seed, since no half dtype plays
     a part in it.  A run that crashes, diverges or takes longer than `timeout`
     seconds does not end the sweep; its row's `status` says so.
     """

@@ -24,7 +24,7 @@ AUTOCAST_OF_ROWS = {
     "torch.Tensor.corrcoef": "runs the product inside in half.",
     "torch.Tensor.sum_to_size": "leaves a tensor that has the size as it is.",
     "torch.grid_sampler": "promotes on CUDA, where it raises RuntimeError for an input of the half "
-    "type that is not the active one; runs it in FP32 on the CPU.",
+    "dtype that is not the active one; runs it in FP32 on the CPU.",
     "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of "
     "the region mixes FP32: RuntimeError.",
     "torch.nn.functional.interpolate": "runs it in FP32 too, but for mode="
