@@ -14,13 +14,13 @@ from typing import Any
 
 
 class AmpatchError(RuntimeError):
-    """A call came at the wrong time, or on an object ampatch does not manage."""
+    """A call came at the wrong time, or with an object that ampatch does not manage."""
 
 
 class BannedFunctionError(AmpatchError, NotImplementedError):
     """A function that is unsafe in half precision was called with half arguments.
 
-    Also a `NotImplementedError`, which is what apex raised here.
+    Also a `NotImplementedError`, as in apex.
     """
 
 

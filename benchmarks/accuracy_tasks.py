@@ -145,9 +145,8 @@ TASKS = {
     ),
     "characters": Task(
         "Characters: transformer, AdamW",
-        "Next character in sources of this Python's standard library; lower is better. O2 skips\n"
-        "steps in float16 until the scale has come down: there the embedding's gradient is\n"
-        "float16 too, and that of a frequent character overflows.",
+        "The next character in Python's standard library; lower is better. In float16\n"
+        "O2 skipped one step a run: the embedding gradient of a frequent character overflowed.",
         steps=300,
         make=characters,
         metric="held-out loss, nats",

@@ -191,11 +191,11 @@ class Separable(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1)]
+        body: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1)]
         for _ in range(layers):
-            layers += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.BatchNorm2d(width)]
-            layers += [nn.Hardswish(), nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)]
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, 8)
+            body += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.BatchNorm2d(width)]
+            body += [nn.Hardswish(), nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)]
+        self.layers, self.head = nn.Sequential(*body), nn.Linear(width, 8)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.head(self.layers(pixels).mean((2, 3)))

@@ -136,18 +136,18 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
     for index, model in enumerate(models):
         if isinstance(model, torch.jit.RecursiveScriptModule):
             raise AmpatchError(
-                f"{call}: models[{index}], {model.original_name}, is TorchScript, which calls "
-                "torch's operators itself: nothing in it can be cast. Nothing was changed. Give "
-                "the model as it was before torch.jit.script, and compile it by torch.compile; or "
-                "give a model that has this one as a submodule."
+                f"{call}: models[{index}], {model.original_name}, is TorchScript, whose operators "
+                "cannot be cast. Nothing was changed. Pass the model from before "
+                "torch.jit.script and compile it with torch.compile, or pass a model that has "
+                "this one as a submodule."
             )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
-                "DistributedDataParallel, or a loss of it is kept: something holds the nodes of "
-                "autograd that add to its gradients. Its parameters would change their dtype and "
-                "get new nodes, and DistributedDataParallel would not average their gradients. "
-                "Call initialize first and wrap the model it returns."
+                "DistributedDataParallel, or a loss of it is still alive, so its autograd nodes "
+                "are in use. Its parameters would change their dtype, and "
+                "DistributedDataParallel would not average their gradients. Call initialize "
+                "first and wrap the model it returns."
             )
         if properties.cast_model_type is None:
             continue
@@ -157,7 +157,7 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
                 "was changed. Expected FP32 weights that can be cast, or "
-                'opt_level="O1", which leaves them as they are.'
+                'opt_level="O1", which does not change them.'
             )
 
 
@@ -288,7 +288,7 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
             continue
         raise TypeError(
             f"ampatch.initialize(opt_level={properties.opt_level!r}, overrides={{{function!r}: "
-            f"{precision!r}}}): {why} For a submodule name its path: "
+            f"{precision!r}}}): {why} For a submodule name the module: "
             'overrides={"name.of.the.module": "float"} or "half". For functions of your own, '
             "at O1: ampatch.register_float_function or register_half_function."
         )
@@ -342,9 +342,9 @@ def optimizers_can_train(
             and any(map(is_part_of_dtensor, params))
         ):  # around tensor parallel: plain parameters to DDP, which do not know their mesh
             raise AmpatchError(
-                f"{call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, which "
-                "DistributedDataParallel(device_mesh=...) has made plain parameters. An overflow "
-                "in one rank's shard would skip the step on that rank alone. Expected the ranks "
+                f"{call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
+                "which DistributedDataParallel(device_mesh=...) turned into plain parameters. An "
+                "overflow on one rank would skip the step on that rank alone. Name the ranks "
                 "that decide together: ampatch.initialize(model, optimizer, "
                 "process_group=torch.distributed.group.WORLD)."
             )

@@ -20,11 +20,11 @@ from ..types import Function, Owner, Precision
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: casts the function's floating arguments to the half dtype.
+    """Decorator: casts the floating arguments of a function to the half dtype.
 
-    It takes functions, methods, static and class methods (above or below `@staticmethod`)
-    and subclasses of `torch.autograd.Function`.  Of these it casts the inputs of `apply`,
-    and `backward` runs with the casts of its forward.  Raises `TypeError` for anything else.
+    For functions, methods, static and class methods (above or below `@staticmethod`), and
+    subclasses of `torch.autograd.Function`: there it casts the inputs of `apply`, and `backward`
+    uses the same casts as the forward.  Raises `TypeError` for anything else.
     """
     return _decorated(function, Rule.HALF, "ampatch.half_function")
 
@@ -50,18 +50,19 @@ def _decorated(function: Any, rule: Rule, what: str) -> Any:
 
 
 def register_half_function(module: Owner, name: str | None = None) -> None:
-    """As `half_function`, for a function that lives elsewhere.
+    """As `half_function`, for a function of another module.
 
-    `register_half_function(package.module, "function")`, or one dotted string
-    `"package.module.function"`, whose module is imported.  The module may be a class, and the
-    name that of a method or of an autograd Function class.  Register before or after `initialize`:
-    the rule holds for this session and later ones, until `unregister_function`.  Registered again
-    the function follows the new rule.
+        ampatch.register_half_function(functional, "linear")
+
+    Or pass one dotted string, `"package.module.function"`, whose module is then imported.  `module`
+    may be a class, and `name` a method or an autograd Function class.  Register before or after
+    `initialize`: the rule holds until `unregister_function`, in later sessions too.  A second
+    registration replaces the rule.
 
     Raises:
         AttributeError: the module lacks the name.
         TypeError: `half_function` would refuse the object, or there is no module.
-        ValueError: a single string has no dot, or names a module that is not imported.
+        ValueError: a single string has no dot, or its module cannot be imported.
     """
     registry.register(module, name, Rule.HALF)
 
@@ -77,11 +78,10 @@ def register_promote_function(module: Owner, name: str | None = None) -> None:
 
 
 def unregister_function(module: Owner, name: str | None = None) -> None:
-    """Undo one of the three `register_*_function`, which `deactivate` does not undo.
+    """Undo a `register_*_function`, which `deactivate` does not undo.
 
-    The function casts nothing from now on, in this session and in later ones.  It is named
-    in either of the two ways of `register_half_function`.  Raises `ValueError` if it is not
-    registered.
+    Name the function as in `register_half_function`.  It is no longer cast, in this session and in
+    later ones.  Raises `ValueError` if it is not registered.
     """
     registry.unregister(module, name)
 
@@ -89,12 +89,14 @@ def unregister_function(module: Owner, name: str | None = None) -> None:
 def disable_casts() -> PolicyContext:
     """Context manager and decorator: nothing is cast in this thread.
 
-    It holds in managed models that are called inside.  While a session casts, torch's own autocast
-    is off inside too, unless an autocast region begins there.
-    Like torch's grad mode the block belongs to the thread: while a generator or task is suspended
-    inside, other code in the thread runs without casts too.  Decorating a generator or an `async`
-    function is a `TypeError`: write the block inside the function.  New threads cast.
-    Forked processes inherit the block; spawned processes have no session.
+        with ampatch.disable_casts():
+            loss = criterion(model(inputs), targets)
+
+    It holds in managed models that are called inside.  torch's own autocast is off inside too,
+    unless a `torch.autocast` block begins inside.  The block belongs to its thread, like torch's
+    grad mode: while a generator or task is suspended in it, other code of the thread runs without
+    casts too.  New threads cast; forked processes inherit the block.  Decorating a generator or an
+    `async` function raises `TypeError`: write the block inside the function.
     """
     return PolicyContext(registry.state, lambda: None, "ampatch.disable_casts()")
 
@@ -102,8 +104,8 @@ def disable_casts() -> PolicyContext:
 def precision(dtype: Precision) -> PolicyContext:
     """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
 
-    It belongs to the thread and holds in managed models, as `disable_casts` does.  Without an
-    open session that casts it changes nothing.  Raises `ValueError` for any other `dtype`.
+    It belongs to its thread and holds in managed models, like `disable_casts`.  Without an open
+    session that casts it does nothing.  Raises `ValueError` for any other `dtype`.
     """
     call = f"ampatch.precision({dtype!r})"
     word(call, dtype, PRECISIONS)

@@ -105,75 +105,66 @@ def initialize(
             place and returned, so existing references to them stay valid.
         optimizers: an optimizer, or a list or tuple of them, or None.
         enabled: False makes this call, `scale_loss` and the other functions do nothing.
-        opt_level: `"O0"` trains in FP32.  At `"O1"` torch's functions cast their arguments,
-            and weights stay in FP32.  At `"O2"` the model computes in the half dtype: its weights
-            stay FP32 parameters, the master weights, and modules get half copies of them while
-            a forward runs.  At `"O3"` everything is in the half dtype.
-            `"O4"` and `"O5"` are O1 and O2 in bfloat16.
-        cast_model_type: dtype in which models compute: of their weights in a forward, and of
-            inputs.  None: the opt level's.  False: models are left as they are.
-        patch_torch_functions: whether torch's functions are patched.  None: the opt level's.
-        keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay in FP32 when the
-            model is cast.  None: the opt level's.  False needs half parameters (O3, or
-            `master_weights=False`); at O2 norms compute with FP32 weights, and a message says so.
-        master_weights: whether weights stay in FP32.  False: half models have half parameters.
-            None: the opt level's.
-        loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: the opt
-            level's, which is `"dynamic"` for float16 at O1 and O2, and 1.0 otherwise.
-        cast_model_outputs: dtype of the models' floating outputs.  None: FP32 at O0, O2 and
-            O3, and no cast at O1.
+        opt_level: `"O0"`: FP32.  `"O1"`: FP32 weights, and torch's functions cast their arguments.
+            `"O2"`: the model computes in half, with half copies of its FP32 master weights.
+            `"O3"`: everything is half.  `"O4"` and `"O5"`: O1 and O2 in bfloat16.
+        cast_model_type: dtype of weights and inputs during a forward.  None: the opt level's.
+            False: models are not cast.
+        patch_torch_functions: whether torch's functions cast their arguments.  None: the opt
+            level's.
+        keep_batchnorm_fp32: whether BatchNorm and SyncBatchNorm stay FP32.  None: the opt level's.
+            False needs half parameters (O3, or `master_weights=False`); at O2 a message says that
+            batch norms stay FP32.
+        master_weights: whether parameters stay FP32.  None: the opt level's.
+        loss_scale: `"dynamic"`, or a positive number, which may be a string.  None: `"dynamic"`
+            for float16 at O1 and O2, otherwise 1.0.
+        cast_model_outputs: dtype of the floating outputs of models.  None: FP32 at O0, O2 and O3,
+            no cast at O1.
         num_losses: number of independent loss scalers (`loss_id` of `scale_loss`).
         verbosity: 0 silences the logger "ampatch".
-        min_loss_scale: lower limit of a dynamic loss scale.  None means 2**-24; it is never 0.
+        min_loss_scale: lower limit of a dynamic loss scale.  None: 2**-24.
         max_loss_scale: upper limit of a dynamic loss scale.
-        dtype: the half dtype, `torch.float16` (the default, on every device) or `torch.bfloat16`,
-            or a name: `"float16"`, `"fp16"`, `"half"`, `"bfloat16"`, `"bf16"`.
-        overrides: precision by module path (globs), module class or function, such as
-            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`, at O1, O2
-            and O3.  In a half model (O2, O3) such a module computes in its own precision; its
-            inputs and outputs have the dtype of the code around it: that of the overridden module
-            that called it, else the model's.  A function of torch can be "float" there: it
-            computes in FP32 internally and returns its usual dtype.  At O0 overrides have no
-            effect.  A path names a JSON file with globs, as `ampatch tune` writes it.
+        dtype: the half dtype: `torch.float16`, `torch.bfloat16`, or a name (`"float16"`, `"fp16"`,
+            `"half"`, `"bfloat16"`, `"bf16"`).
+        overrides: precision by module path (globs), module class or function:
+            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.  At O2 and O3 an
+            overridden module takes and returns the dtype of the code around it, and a function can
+            be "float" only: it computes in FP32 internally and returns its usual dtype.  At O0
+            overrides do nothing.  May be the path of a JSON file, as `ampatch tune` writes it.
         init_scale: the first dynamic loss scale.
-        growth_interval: number of clean steps in a row after which the dynamic scale grows.
-        growth_factor: the factor by which it grows, above 1.
-        backoff_factor: the factor by which it shrinks after an overflow, below 1.
-        max_consecutive_skips: after this many skipped steps in a row one error is logged.
-            It names parameters and says what to try.  Fused optimizers on a GPU report skipped
-            steps late: the message may come up to a quarter of this number later.
-        allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs
-            in FP32 with a warning (True) or is refused (False).
+        growth_interval: number of consecutive steps without overflow after which the scale grows.
+        growth_factor: factor of growth, above 1.
+        backoff_factor: factor after an overflow, below 1.
+        max_consecutive_skips: number of skipped steps in a row after which an error is logged,
+            with the parameters and what to try.  Fused optimizers on an accelerator report it up
+            to a quarter of this number later.
+        allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs in FP32
+            with a warning (True) or raises (False).
         process_group: the ranks that share one overflow flag.  Ranks with shards of the same
-            DTensors share it in any case.
-        patch_scope: `"model"` casts calls in the forward of a managed model, also where an
-            activation checkpoint recomputes it, and other calls on its parameters or on half
-            tensors.  `"process"` casts every call while the session is open, as apex does, except
-            in DataLoaders, their workers and hooks of backward passes.  Without models, choose
-            `"process"`.  With several sessions the one opened last decides.
+            DTensors always share it.
+        patch_scope: `"model"` casts calls inside forwards of managed models (and their
+            recomputation), and calls on half tensors or managed parameters.  `"process"` casts
+            every call, as apex does, except in DataLoaders, their workers and hooks of backward
+            passes; use it if there are no models.  Of several sessions the one opened last decides.
 
-    A second call with managed models and optimizers puts them under the new settings.
-    Weights keep their values, optimizers keep their state.
+    A second call with managed models and optimizers gives them the new settings; weights and
+    optimizer states keep their values.
 
     Returns:
-        `models` if no optimizers were given, else `(models, optimizers)`: the objects that
-        were passed in.
+        `models` if there are no optimizers, else `(models, optimizers)`: the objects passed in.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        AmpatchError: parameters would become half (O3) of a model that is wrapped in
-            DistributedDataParallel already; a model is sharded by other code than `fully_shard`
-            and tensor parallel, and the opt level is not O0 or O1; `fully_shard` stores or
-            computes in another dtype than the opt level; or DTensors are under
-            DistributedDataParallel, and there is no `process_group`.
+        AmpatchError: a model at O3 is already wrapped in DistributedDataParallel; a model at O2 or
+            O3 is sharded by other code than `fully_shard` and tensor parallel; `fully_shard` uses
+            another dtype than the opt level; or DTensors under DistributedDataParallel come
+            without `process_group`.
 
-    After any exception nothing has been changed.  Objects that an earlier call manages stay
-    managed by it.
+    After an exception nothing has changed.
 
-    The environment variables `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`, `AMPATCH_LOSS_SCALE`,
-    `AMPATCH_OVERRIDES` (JSON, or a file of it) and `AMPATCH_ENABLED` (`0`) replace the arguments
-    of the same names.  `AMPATCH_SETTINGS`, a JSON object, replaces the arguments that it names
-    (`{"growth_interval": 500}`).  `ValueError` names a variable that is wrong.
+    Environment variables replace arguments: `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`,
+    `AMPATCH_LOSS_SCALE`, `AMPATCH_OVERRIDES` (JSON, or a file of it), `AMPATCH_ENABLED` (`0`), and
+    for any argument `AMPATCH_SETTINGS`, a JSON object (`{"growth_interval": 500}`).
     """
     settings = locals()
     for name in ("models", "optimizers", "process_group"):
@@ -206,26 +197,25 @@ def initialize(
 
 
 def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Models:
-    """Manage models that come after `initialize`, under the same settings; returns what was passed.
+    """Manage models that are made after `initialize`, with the same settings; returns `models`.
 
         generator, first = ampatch.initialize(generator, first, opt_level="O2")
         discriminator = ampatch.add_models(discriminator)
         second = ampatch.add_optimizers(torch.optim.Adam(discriminator.parameters()))
 
-    For code that sees one model after the other, as frameworks do.  The models of one session
-    share its loss scales.
+    All models of one session share its loss scales.
 
     Args:
-        models: a `torch.nn.Module`, or a list or tuple of them.  Those that the session has already
-            stay as they are.
-        to: a model or an optimizer of the session that they join.  None: the session opened last.
+        models: a `torch.nn.Module`, or a list or tuple of them.  Models that the session already
+            has do not change.
+        to: a model or an optimizer of the session to join.  None: the session opened last.
 
     Raises:
         TypeError: `models` holds something else.
-        AmpatchError: no session is open, `to` is in none, a model is in another session, or
+        AmpatchError: no session is open, `to` is in no session, a model is in another session, or
             `initialize` would refuse it.
 
-    After any of these nothing has been changed.
+    After an exception nothing has changed.
     """
     call = "ampatch.add_models"
     listed = argument_checks.as_models(models, call)
@@ -233,8 +223,8 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     holders = [registry.objects.session_of(model) for model in listed]
     if not {*holders} <= {None, session}:
         raise AmpatchError(
-            f"{call}(models=...): one of them is in the session of another ampatch.initialize. "
-            "Call initialize with that model and its optimizer instead, which moves both."
+            f"{call}(models=...): a model belongs to another call of ampatch.initialize. Call "
+            "initialize with that model and its optimizer instead, which moves both."
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
@@ -244,26 +234,25 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
 
 
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
-    """Manage optimizers that were made after `initialize(models)`; returns what was passed in.
+    """Manage optimizers that are made after `initialize(models)`; returns `optimizers`.
 
         model = ampatch.initialize(model, opt_level="O2")
         optimizer = ampatch.add_optimizers(torch.optim.Adam(model.parameters()))
 
-    For code that makes its optimizers elsewhere, as frameworks do.  They join the session that
-    has their parameters, as if `initialize` had been given them.
+    They join the session that has their parameters.
 
     Args:
-        optimizers: an optimizer, or a list or tuple of them.  Those that the session has already
-            stay as they are.
+        optimizers: an optimizer, or a list or tuple of them.  Optimizers that the session already
+            has do not change.
 
     Raises:
         TypeError: an object has no `param_groups` or no `step`.
-        ValueError: an optimizer is listed twice, has no parameter of the session's models, or is
-            one that cannot train them.
-        AmpatchError: no session is open; they belong to several sessions; or a model was sharded
-            by `fully_shard` without the policy that its opt level needs.
+        ValueError: an optimizer is listed twice, has no parameter of the session's models, or
+            cannot train them.
+        AmpatchError: no session is open; the optimizers belong to several sessions; or a model was
+            sharded by `fully_shard` without the policy that its opt level needs.
 
-    After any of these nothing has been changed.
+    After an exception nothing has changed.
     """
     call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, call)
@@ -290,8 +279,8 @@ def _session_of(optimizers: list[Any]) -> Session:
     if len(sessions) > 1:
         raise AmpatchError(
             "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "
-            f"{len(sessions)} calls of initialize. Make an optimizer for the models of each call, "
-            "and add each by itself."
+            f"{len(sessions)} calls of initialize. Make one optimizer for the models of each call, "
+            "and add them one by one."
         )
     return next(iter(sessions), latest)
 
@@ -305,7 +294,7 @@ def unwrap(model: Model) -> Model:
     if not isinstance(managed, ManagedModel):
         raise AmpatchError(
             f"ampatch.unwrap({type(model).__name__}): this model was not given to "
-            "ampatch.initialize; copy.deepcopy does for a plain model."
+            "ampatch.initialize. For a plain model use copy.deepcopy."
         )
     return copy.deepcopy(model)
 
@@ -321,13 +310,13 @@ def cache_info() -> CacheInfo:
 def deactivate() -> None:
     """Undo every `initialize`: torch, models and optimizers are as they were.
 
-    Weights that a level without master weights has made half are FP32 again, with the values of the
-    half weights.  Without an open session the call does nothing.  A session whose models and
-    optimizers were all collected ends at the next `initialize`, or here; until then torch's
-    functions stay replaced.
-    If one object cannot be restored, all others still are, and the error is raised at the end.
-    Several errors are raised as an `ExceptionGroup`, or, before Python 3.11, as an `AmpatchError`
-    that names them.
+    Half parameters (O3) become FP32 again, with rounded values.  Without an open session the call
+    does nothing.  A session whose models and optimizers were all garbage-collected also ends here,
+    or at the next `initialize`.
+
+    If a step of the undo fails, the other steps still run, and the error is raised at the end:
+    several errors as an `ExceptionGroup`, before Python 3.11 as an `AmpatchError` that names
+    them.
     """
     try:
         registry.close_all()
@@ -336,22 +325,21 @@ def deactivate() -> None:
 
 
 def observe(observer: object) -> Callable[[], None]:
-    """Call an object's methods when something happens; returns a function that ends this.
+    """Call the methods of an object at events; returns a function that ends this.
 
     The methods, each optional:
 
         on_initialize(properties)
-        on_replaced(values): the settings that the environment has changed, as
-            `{name: (the script's value, the active one)}`.
-        on_loss(loss, loss_id): the unscaled loss of each `scale_loss`.
-        on_scale(scale, loss_id): the scale that this loss is multiplied by, a float, or a
-            0-dim tensor whose value changes later.
-        on_backward(loss_id): the backward pass of a `scale_loss` block has ended.
+        on_replaced(values): settings that environment variables replaced:
+            `{name: (value of the script, new value)}`.
+        on_loss(loss, loss_id): the unscaled loss of a `scale_loss` block.
+        on_scale(scale, loss_id): its loss scale, a float, or a 0-dim tensor that changes later.
+        on_backward(loss_id): the backward pass of the block has ended.
         on_unscaled(loss_id): the block has ended; its gradients are unscaled.
         on_step_begin(optimizer)
         on_step(optimizer, skipped): a step has ended; `skipped` is a bool, or a 0-dim tensor to
-            be read later.
-        on_metrics(values): the numbers of a `log_metrics`, as a dict.
+            read later.
+        on_metrics(values): the numbers of `log_metrics`, as a dict.
         on_close(session)
         on_deactivate()
     """
@@ -359,15 +347,16 @@ def observe(observer: object) -> Callable[[], None]:
 
 
 def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
-    """Report numbers of the training (accuracy, ...) to its observers, such as the sweep.
+    """Report metrics (accuracy, ...) to observers, such as the sweep.
 
         ampatch.log_metrics(test_accuracy=0.93)
 
     Call it after each evaluation, or once at the end: a sweep compares the last value of each name.
-    Whether more is better follows from the name (`accuracy`: higher, `val_loss`: lower); for others
-    pass `ampatch sweep --better NAME=higher`.
+    The name says whether higher or lower is better (`accuracy`, `val_loss`); for other names use
+    `ampatch sweep --better NAME=higher`.
 
-    Raises `TypeError` for a value without a name, or that is no number or tensor of one element.
+    Raises `TypeError` for a value without a name, or one that is no number and no tensor of one
+    element.
     """
     if unnamed:
         raise TypeError(

@@ -38,23 +38,22 @@ def init(
 ) -> Handle:
     """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
 
-    What DataLoaders prepare and hooks of backward passes compute is left alone.  In models at O2
-    and O3 the user's registered functions are cast, and calls with both FP32 and half tensors.
+    Not cast: work in DataLoaders and in hooks of backward passes.  In models at O2 and O3 only
+    registered functions of the user, and calls that mix FP32 and half, are cast.
 
     Args:
-        enabled: False changes nothing, and returns a handle that does nothing.
+        enabled: False returns a handle that does nothing.
         loss_scale: `"dynamic"` or a positive number.
-        enable_caching: stored as `has_cache` and otherwise ignored.  Half copies of weights
-            live for one forward of a model, and `init` knows no models: weights are cast at
-            each use.
+        enable_caching: stored as `has_cache` and otherwise ignored.  `init` knows no models, so
+            weights are cast at each use.
         verbose: log more than warnings.
         allow_banned: whether `binary_cross_entropy` on half tensors runs in FP32 with a
             warning (True) or raises `NotImplementedError`.
 
     In-place functions such as `Tensor.exp_` raise `NotImplementedError` on half tensors.
 
-    While a handle is active a second `init` returns the same handle, and warns if its
-    arguments differ; after `handle._deactivate()` it makes a new one.
+    While a handle is active, a second `init` returns the same handle, and warns if its arguments
+    differ.  After `handle._deactivate()` it returns a new one.
 
     The environment variables `AMPATCH_OPT_LEVEL` (`O0` or `O1`), `AMPATCH_DTYPE`,
     `AMPATCH_LOSS_SCALE` and `AMPATCH_ENABLED` (`0`) apply here too.
@@ -96,15 +95,15 @@ def _again(session: Session, arguments: dict[str, Any]) -> Handle:
     ]
     if differ:
         logger.warning(
-            "ampatch.init(%s): a handle is active already and is returned as it is. Call "
-            "handle._deactivate() first for other settings.",
+            "ampatch.init(%s): a handle is already active and is returned unchanged. For other "
+            "settings call handle._deactivate() first.",
             ", ".join(differ),
         )
     return session.handle
 
 
 class Handle:
-    """What `init` returns: casts are active until `_deactivate()` or `ampatch.deactivate()`.
+    """What `init` returns: calls are cast until `_deactivate()` or `ampatch.deactivate()`.
 
     A handle that is not active, or was made with `enabled=False`, passes losses
     through unscaled.

@@ -45,8 +45,9 @@ def plan_of(settings: dict[str, Any]) -> Plan:
         rules = parse(None)
     if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
-            "keep_batchnorm_fp32=False has no effect where weights stay FP32: BatchNorm takes half "
-            "inputs beside FP32 weights and statistics. For half ones add master_weights=False."
+            "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm takes "
+            "half inputs with FP32 weights and statistics. For half weights add "
+            "master_weights=False."
         )
     replaced = environment.effects(settings, replacing, properties) if replacing else {}
     return Plan(properties, overrides, rules, replaced)

@@ -41,36 +41,31 @@ def scale_loss(
         with ampatch.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block the gradients in the optimizers' `param_groups` are unscaled, added to the
-    gradients that were there before.  If they hold an inf or NaN under a dynamic loss scale, the
-    next `optimizer.step()` does nothing.  Inside the block `p.grad` is the scaled
-    gradient of this block, in FP32 except for half weights.
+    Inside the block `p.grad` is the scaled gradient of this block, in FP32 (in half for half
+    weights).  After the block gradients are unscaled and added to earlier ones.  If they hold an
+    inf or NaN under a dynamic loss scale, the next `optimizer.step()` does nothing.
 
-    Under a static scale of 1, bfloat16's default, the context yields the loss and does nothing
-    else.
+    Under a static scale of 1 (bfloat16) the block yields the loss and does nothing else.
 
-    If the block raises, the earlier gradients are put back.  Gradients that waited scaled keep what
-    the pass has added; this is logged.
+    If the block raises, the earlier gradients are restored and a message is logged.  Gradients that
+    `delay_unscale` left scaled keep what this block has added.
 
     Args:
-        loss: floating tensor, usually 0-dim.  The context yields it in FP32, scaled; under a
-            static scale of 1 the tensor itself.
-        optimizers: the optimizers whose parameters the loss reaches: one, or a list or tuple.
-            An object that stands for one is accepted too, if it has the optimizer as `.optimizer`
-            and shares its `param_groups` (accelerate's `AcceleratedOptimizer`, Lightning's
-            `LightningOptimizer`).
+        loss: floating tensor, usually 0-dim.  The block yields it scaled, in FP32; under a static
+            scale of 1 unchanged.
+        optimizers: an optimizer, or a list or tuple: those whose parameters the loss reaches.
+            Wrappers that have it as `.optimizer` and share its `param_groups` work too
+            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
-        delay_unscale: leave the gradients scaled, to add those of another loss first.  They stay
-            in `.grad`, where the next block's pass adds to them.
+        delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
         delay_overflow_check: update the loss scale only with the next overflow check.
 
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
-        AmpatchError: `initialize` was not called, or not with these optimizers and enabled.  At the
-            end of the block: it has new gradients, and no backward pass came through the scaled
-            loss (`loss.backward()`).  This is as if the block had raised.
+        AmpatchError: `initialize` was not called with these optimizers.  At the end of the block:
+            there are new gradients, but none of the scaled loss (you called `loss.backward()`).
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
         got = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
@@ -116,16 +111,17 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
         f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
-        "give this one to ampatch.initialize. Where it is made after initialize(model), write "
-        "behind it: optimizer = ampatch.add_optimizers(optimizer)"
+        "give this optimizer to ampatch.initialize. If you make it after initialize(model), call "
+        "optimizer = ampatch.add_optimizers(optimizer)"
     )
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors that `optimizer.step` updates: the optimizer's parameters.
 
-    They are the FP32 master weights, at O2 too: a weight exists once.  For clipping:
-    `clip_grad_norm_(ampatch.master_params(optimizer), max_norm)`.
+        torch.nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), max_norm=1.0)
+
+    They are the model's own parameters: FP32 master weights at O1 and O2.
 
     Raises `TypeError` for an object without `param_groups`.
     """
@@ -138,31 +134,32 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str, Any]]:
-    """The loss scalers of one session in apex's format: of the last one, or that of `of`.
+    """The loss scalers of one session, in apex's format.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`.  An entry also holds
-    `"dynamic": False` for a static scale, and the settings that `set_loss_scale_settings`
-    has changed.  Where `initialize` was called several times, `of` is a model or an optimizer of
-    the session that is meant.  Without it that is the last one that has an optimizer, and a
-    warning says so where others have one too.  Waits for the device.
+        {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
 
-    Raises `AmpatchError` when no session is open, or none has `of`.
+    An entry also holds `"dynamic": False` for a static scale, and settings that
+    `set_loss_scale_settings` changed.  If you called `initialize` several times, pass as `of` a
+    model or an optimizer of the session.  Without `of` it is the last session that has an
+    optimizer, and a warning is logged if there are others.  Waits for the device.
+
+    Raises `AmpatchError` if no session is open, or none has `of`.
     """
     scalers = _scalers_by_name(of, "ampatch.state_dict(of=...)")
     return {name: scaler.state_dict() for name, scaler in scalers.items()}
 
 
 def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None = None) -> None:
-    """Restore the loss scalers of one session, which `of` names as in `state_dict`.
+    """Restore the loss scalers of one session; `of` is as in `state_dict`.
 
-    `state` comes from `state_dict`, from a checkpoint of apex, or from
-    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  Entries without a loss
-    scaler here are left out, and scalers without an entry stay as they are.  A dynamic scale is not
-    loaded into a static scaler, nor a static one into a dynamic scaler.  Each of these is logged.
+    `state` comes from `state_dict`, from an apex checkpoint, or from
+    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  Not loaded, with a
+    message: entries without a loss scaler, and a dynamic scale for a static scaler or the other
+    way round.  Scalers without an entry do not change.
 
     Raises:
-        TypeError, ValueError: the entries are wrong, or none is that of a loss scaler here.
-            Nothing has been changed then.
+        TypeError, ValueError: the entries are wrong, or none belongs to a loss scaler.  Nothing
+            has changed then.
         AmpatchError: no session is open, or none has `of`.
     """
     load_entries(_scalers_by_name(of, "ampatch.load_state_dict(..., of=...)"), state)
@@ -174,8 +171,8 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.looks_for_overflow() for other in others):
         logger.warning(
-            "%s: it covers the last session that has an optimizer, and earlier ones have loss "
-            "scales of their own. Do the same for their models: ampatch.state_dict(of=model).",
+            "%s: it covers only the last session that has an optimizer; other sessions have their "
+            "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
             call,
             extra=ONCE,
         )
@@ -183,11 +180,11 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The present loss scale of the last session that has an optimizer.  Waits for the device.
+    """The current loss scale of the last session that has an optimizer.  Waits for the device.
 
-    Where none has one, that of the session opened last; so too in the functions about its settings.
-    With `enabled=False` it is 1.  Raises `TypeError` or `ValueError` for a wrong `loss_id`,
-    `AmpatchError` when no session is open.
+    If no session has an optimizer, of the session opened last; this holds for all functions of the
+    loss scale.  With `enabled=False` it is 1.  Raises `TypeError` or `ValueError` for a wrong
+    `loss_id`, `AmpatchError` if no session is open.
     """
     session = registry.latest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
@@ -214,8 +211,8 @@ def _check_loss_id(loss_id: Any, session: Session, call: str) -> None:
 def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     """Set the loss scale that `loss_scale` returns; a dynamic one stays within its limits.
 
-    `value` is a positive finite number, which may be a string.  Raises `TypeError` or
-    `ValueError` for anything else, and changes nothing then.
+    `value` is a positive finite number, which may be a string.  Raises `TypeError` or `ValueError`
+    for any other value, and changes nothing.
     """
     scaler = _scaler("ampatch.set_loss_scale", loss_id)
     what = f"ampatch.set_loss_scale(value={value!r})"
@@ -224,7 +221,7 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
-    """The settings of the loss scale that `loss_scale` returns; {} where that is static.
+    """The settings of the loss scale that `loss_scale` returns; {} for a static one.
 
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
@@ -236,14 +233,14 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
 def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings]) -> None:
     """Change settings of a dynamic loss scale: the keys of `loss_scale_settings`, as keywords.
 
-    They hold from now on.  A new `init_scale` becomes the present scale.  New limits apply
-    to the present scale at once.  `state_dict()` saves the changed settings.
+    A new `init_scale` becomes the current scale, and new limits apply to the current scale at once.
+    `state_dict()` saves the changed settings.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
         AmpatchError: the loss scale is static.
 
-    After any of these nothing has been changed.
+    After an exception nothing has changed.
     """
     what = "ampatch.set_loss_scale_settings(...)"
     scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
@@ -258,7 +255,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
 def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     """Whether the last `optimizer.step()` was skipped because of an overflow.
 
-    Waits for the device if the optimizer is a fused one, which decides there.
+    For a fused optimizer it waits for the device.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
     managed = _managed(optimizer, "step_was_skipped")
@@ -268,10 +265,9 @@ def step_was_skipped(optimizer: AnyOptimizer) -> bool:
 def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
-    They are counted since `initialize`; a step with a closure is one step.  Steps that a
-    CUDA graph replays are counted too.  With `enabled=False` nothing is counted.  Waits for
-    the device if the optimizer is a fused one.  Raises `AmpatchError` for an optimizer that
-    was not given to `initialize`.
+    Counted since `initialize`; a step with a closure is one step.  Steps in replays of a CUDA graph
+    count too.  With `enabled=False` all are 0.  For a fused optimizer it waits for the device.
+    Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
     managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

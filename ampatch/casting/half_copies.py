@@ -76,10 +76,11 @@ def half_copies(
     own_nodes: bool = False,
     in_one_block: bool = False,
 ) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`; gradients reach the weights, and may be sparse.
+    """The copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    One node of the graph makes them, or with `own_nodes` a node for each weight.  `in_one_block`
-    is for weights of an RNN that share a block of memory (`are_one_block`), as the copies then do.
+    One node of the graph makes them and takes sparse gradients.  With `own_nodes` each weight has a
+    node, and may be of any kind, such as a DTensor.  `in_one_block` is for weights of an RNN that
+    share a block of memory (`are_one_block`), as their copies then do.
 
     Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
     `F.linear` on an input that is not contiguous folds its batch into one product only if the
@@ -87,8 +88,8 @@ def half_copies(
     """
     if in_one_block:
         return _cast(weights, dtype, False, _written_in_one_block)
-    if len(weights) == 1:  # of any kind, such as DTensors
-        return _cast(weights, dtype, True)
+    if len(weights) == 1:
+        return _cast(weights, dtype, own_nodes)
     return _cast_many(weights, dtype, own_nodes)
 
 
@@ -153,7 +154,7 @@ def _cast(
     is_enabled = torch.is_grad_enabled()
     in_graph = is_enabled and any(map(_wants_grad, weights))
     copies: Sequence[Tensor]
-    if len(weights) == 1 or (own_nodes and in_graph):
+    if own_nodes if in_graph else len(weights) == 1:
         copies = [weight.to(dtype) for weight in weights]
     elif in_graph:
         copies = _apply(write, dtype, *weights)

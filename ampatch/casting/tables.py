@@ -62,80 +62,70 @@ BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
 
 # Reasons that several namespaces share.
 
-_MATRIX = "Matrix products are what tensor cores are built for: many times faster in half."
-_VECTOR = "Spends its time reading the matrix, and in half there are half as many bytes to read."
+_MATRIX = "Matrix products run on tensor cores, many times faster in half."
+_VECTOR = "Reading the matrix takes most of the time, and half has half as many bytes."
 _CONVOLUTION = "Convolutions run as matrix products on tensor cores, many times faster in half."
 _RECURRENT = "Recurrent layers are chains of matrix products, which tensor cores run in half."
-_ATTENTION = "The flash kernels of GPUs take nothing but half, and their softmax is in FP32 inside."
-_INSIDE = "Its products happen inside PyTorch's C++, so the inputs have to be in half before."
+_ATTENTION = "Flash kernels on GPUs accept half only, and compute the softmax in FP32 internally."
+_INSIDE = "PyTorch multiplies inside C++, so the inputs have to be half before the call."
 _CONTRACTION = (
-    "A matrix product where each operand shares a summed label with another one; other sums run in "
-    "FP32, and products of elements (rotary positions, say) in the widest dtype."
+    "It is a matrix product where each operand shares a summed label with another; other sums run"
+    " in FP32, and elementwise products (rotary embeddings) in the widest dtype."
 )
-_PRELU = "Input and slope need one dtype, and the input mostly comes in half from a convolution."
+_PRELU = "Input and slope need the same dtype, and the input is usually a half convolution output."
 _POWER = (
-    "Powers are repeated matrix products and run in half; exponents 0 and 1 multiply nothing,"
-    " and negative ones begin with an inverse, which needs FP32."
+    "A power is a chain of matrix products and runs in half; a negative exponent needs an inverse,"
+    " in FP32, and exponents 0 and 1 need no product."
 )
 
-_EXPONENTIAL = "Grows exponentially: FP16 ends at 65504, which inputs of 11 to 12 reach."
-_LOGARITHM = "Inputs below 3e-8 are zero in FP16, and their logarithm is minus infinity."
-_NEAR_ZERO = "Made for inputs near zero, but below 6e-5 FP16 has fewer and fewer digits."
-_STEEP = "Its slope is unbounded, and magnifies the rounding of a half input."
-_INVERSE = "Magnifies what FP16 lost of a small input, and 1/x overflows below 1.5e-5."
-_SQUARE = "Powers leave the range of FP16 soon: squares overflow from 256 on, vanish below 1.7e-4."
-_NORM = "Adds up squares or other powers, and a square overflows FP16 from 256 on."
-_EIGEN = "Needs eigenvalues, which PyTorch computes in no half dtype."
-_SINGULAR = "Needs singular values, which PyTorch computes in no half dtype."
-_NORMALIZE = "Divides by the root of a mean of squares, which overflow FP16 from 256 on."
-_SOFTMAX = "Adds up exponentials; FP16 loses the small ones, and the loss then sees zeros."
-_COVARIANCE = "Takes differences from means and adds up their products, which half rounds away."
-_TOTAL = "Totals of many values leave the range of FP16, or need more digits than it has."
-_LOSS = "The gradients of the whole network start here, and its FP32 costs next to nothing."
-_LOG_LOSS = "Takes exponentials or logarithms of probabilities, of which FP16 loses the small ones."
-_RESIZE = "Its backward pass adds many output gradients into one input pixel, a sum half rounds."
+_EXPONENTIAL = "It grows exponentially: inputs of 11 to 12 reach 65504, the largest FP16 number."
+_LOGARITHM = "FP16 rounds inputs below 3e-8 to zero, whose logarithm is minus infinity."
+_NEAR_ZERO = "It is made for inputs near zero, where FP16 loses digits (below 6e-5)."
+_STEEP = "Its slope is unbounded, so it magnifies the rounding error of a half input."
+_INVERSE = "It magnifies the rounding error of small inputs, and 1/x overflows below 1.5e-5."
+_SQUARE = "Squares overflow FP16 from 256 on and become zero below 1.7e-4."
+_NORM = "It sums squares or other powers, and a square overflows FP16 from 256 on."
+_EIGEN = "It needs eigenvalues, which PyTorch does not compute in half."
+_SINGULAR = "It needs singular values, which PyTorch does not compute in half."
+_NORMALIZE = "It averages squares, which overflow FP16 from 256 on."
+_SOFTMAX = "It sums exponentials; FP16 rounds the small ones to zero, and the loss sees zeros."
+_COVARIANCE = "It sums products of small differences from the mean, which half rounds away."
+_TOTAL = "Sums of many values overflow FP16, or need more digits than it has."
+_LOSS = "All gradients start at the loss, and FP32 costs almost nothing here."
+_LOG_LOSS = "It uses exponentials or logarithms of probabilities, and FP16 loses the small ones."
+_RESIZE = "Its backward pass sums many output gradients into one pixel, which half rounds."
 
-_ZERO_DIM = "PyTorch promotes these inputs itself, except for tensors of no dimension (scalars)."
-_ONE_DTYPE = "PyTorch refuses inputs of two dtypes here, so the widest one decides."
+_ZERO_DIM = "PyTorch promotes these inputs itself, except for 0-dim tensors."
+_ONE_DTYPE = "PyTorch refuses mixed dtypes here, so all inputs get the widest one."
 _OUT_OF_BOUNDS = (
-    "On the CPU PyTorch's half kernel counts pixels in 16 bits, and reads and writes outside of an"
-    " image of over 32,767; elsewhere it refuses inputs of two dtypes, so the widest one decides."
+    "On the CPU the half kernel counts pixels in 16 bits: beyond 32,767 it reads and writes out of"
+    " bounds; elsewhere PyTorch refuses mixed dtypes."
 )
-_WRITES = "Writes one tensor into another, which PyTorch refuses for two dtypes; the widest wins."
+_WRITES = "It writes one tensor into another, and PyTorch refuses mixed dtypes here."
 _INTO = (
-    "Writes into its first input, whose dtype stays; PyTorch refuses values of another dtype, and"
-    " where casts are, one of the two may be half."
+    "It writes into its first input, whose dtype cannot change, and PyTorch refuses values of"
+    " another dtype."
 )
-_FOURIER = "Sums that overflow FP16, in half for powers of 2 on GPUs alone and never on the CPU."
-_DECOMPOSITION = "PyTorch has it in no half dtype, and it needs the precision."
-_NO_HALF = "PyTorch has no kernel for it in half."
-_NO_HALF_ON_CPU = "PyTorch has no kernel for it in half on the CPU, and has one on GPUs."
-_COUNTS = "Counts in the dtype of its input, FP16 up to 2,048 and bfloat16 up to 256."
+_FOURIER = "Its sums overflow FP16; PyTorch has it in half on GPUs only, for powers of 2."
+_DECOMPOSITION = "PyTorch has no half kernel for it, and it needs the precision."
+_NO_HALF = "PyTorch has no half kernel for it."
+_NO_HALF_ON_CPU = "PyTorch has a half kernel for it on GPUs only."
+_COUNTS = "It counts in the dtype of its input: FP16 up to 2,048, bfloat16 up to 256."
 _NO_COMPLEX = (
-    "PyTorch has no complex numbers with bfloat16 parts, and few functions for those with FP16"
-    " parts; the result is no view of a half input."
+    "PyTorch has no complex bfloat16 dtype, and few functions for complex FP16; the result of a"
+    " half input is a copy, not a view."
 )
-_SERIES = "Adds up powers of a matrix, which leave the range of FP16 soon."
+_SERIES = "It sums powers of a matrix, which soon overflow FP16."
 _READ_OFTEN = (
-    "On the CPU PyTorch adds up the gradients of what is read several times in half: in bfloat16"
-    " the sum stops at 256 times an addend."
+    "On the CPU PyTorch sums in half the gradients of an element that is read several times."
 )
-_ADDED_INTO = (
-    "On the CPU PyTorch adds up in half what goes to one place: in bfloat16 the sum stops at 256"
-    " times an addend."
-)
-_MATRICES = "On the CPU PyTorch adds up the products of the batch in half, one by one."
-_OUTPUTS = "On the CPU PyTorch adds up the gradients of all outputs in half, one by one."
-_WINDOWS = (
-    "On the CPU PyTorch adds up in half what a window or an element of several windows has: in"
-    " bfloat16 the sum stops at 256 times an addend."
-)
-_OF_WINDOWS = (
-    "On the CPU PyTorch adds up in half the gradients of all windows that have an element: in"
-    " bfloat16 the sum stops at 256 times an addend."
-)
-_ENTRIES = "On the CPU PyTorch adds up the entries of sparse tensors in half, one by one."
-_NATIVE = "PyTorch promotes mixed inputs itself, so a patch would cost time and change nothing."
+_ADDED_INTO = "On the CPU PyTorch sums in half what goes to one element."
+_MATRICES = "On the CPU PyTorch sums the products of the batch in half, one by one."
+_OUTPUTS = "On the CPU PyTorch sums the gradients of all outputs in half, one by one."
+_WINDOWS = "On the CPU PyTorch sums windows, and elements of several windows, in half."
+_OF_WINDOWS = "On the CPU PyTorch sums in half the gradients of all windows over an element."
+_ENTRIES = "On the CPU PyTorch sums the entries of sparse tensors in half, one by one."
+_NATIVE = "PyTorch promotes mixed inputs itself, so there is nothing to patch."
 
 # One name a line would hide the rows.
 # fmt: off
@@ -255,7 +245,7 @@ BLACKLIST: tuple[Row, ...] = (
     Row("torch.nn.functional", ("cosine_similarity", "pairwise_distance", "pdist"),
         Rule.FLOAT, _NORM),
     Row("torch.nn.functional", ("softplus",), Rule.FLOAT,
-        "The logarithm of 1 + exp(x): in FP16 a small exponential disappears beside the 1."),
+        "It is log(1 + exp(x)): in FP16 a small exponential disappears beside the 1."),
     Row("torch._C._nn", ("huber_loss", "l1_loss", "mse_loss", "multi_margin_loss",
                          "multilabel_margin_loss", "smooth_l1_loss"), Rule.FLOAT, _LOSS),
     Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd",
@@ -304,9 +294,9 @@ BANNED: tuple[Row, ...] = (
         "torch._C._nn",
         ("binary_cross_entropy",),
         Rule.BANNED,
-        "Half rounds probabilities close to 0 or 1 to exactly that, and the loss then takes the"
+        "Half rounds probabilities near 0 or 1 to exactly 0 or 1, and the loss then takes the"
         " logarithm of zero; leave out the sigmoid and use binary_cross_entropy_with_logits"
-        " (BCEWithLogitsLoss), which takes half logits safely.",
+        " (BCEWithLogitsLoss), which is safe with half logits.",
     ),
 )
 
@@ -332,7 +322,7 @@ BEYOND: tuple[Row, ...] = (
     Row("torch.Tensor", ("histc", "nanmean"), Rule.FLOAT, _COUNTS),
     Row("torch.nn.functional", ("avg_pool3d",), Rule.FLOAT_ON_CPU, _NO_HALF_ON_CPU),
     Row("torch.sparse", ("sampled_addmm",), Rule.FLOAT,
-        "PyTorch has no kernel for it in half on the CPU, nor in each version on CUDA."),
+        "PyTorch has a half kernel for it in some versions only, on CUDA."),
     Row("torch.special", _SPECIAL, Rule.FLOAT, _NO_HALF),
     Row("torch", ("matrix_exp",), Rule.FLOAT, _SERIES),
     Row("torch.Tensor", ("matrix_exp",), Rule.FLOAT, _SERIES),
@@ -349,14 +339,13 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), Rule.FLOAT_ON_CPU,
         _OUT_OF_BOUNDS),
     Row("torch._C._nn", ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
-        Rule.FLOAT, "Counts targets in the dtype of its input: from 65,505 on they are infinitely"
-        " many in FP16, so that the mean and its gradient are 0."),
-    Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds"
-        " up the gradients of half weights over all rows in half: in bfloat16 the sum stops at"
-        " 256 times an addend.", only_gradient=True),
+        Rule.FLOAT, "It counts targets in the dtype of its input: in FP16 the count is inf from"
+        " 65,505 on, so the mean and its gradient are 0."),
+    Row("torch", ("layer_norm", "native_layer_norm"), Rule.FLOAT_ON_CPU, "On the CPU PyTorch sums"
+        " the gradients of half weights over all rows in half.", only_gradient=True),
     Row("torch", ("batch_norm", "instance_norm"),
-        Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "Beside half weights the CPU keeps the mean of a batch in"
-        " half, and its error is in the gradient of each row; FP32 statistics are an error there."),
+        Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "With half weights the CPU keeps the mean of the batch in"
+        " half, and its error reaches every gradient; FP32 statistics raise an error."),
     Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,
         only_gradient=True),
     Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),
@@ -372,8 +361,8 @@ EVERY_LEVEL: tuple[Row, ...] = (
         _ADDED_INTO),
     Row("torch", ("index_reduce",), Rule.FLOAT_ON_CPU, _ADDED_INTO),
     Row("torch.Tensor", ("index_reduce", "index_reduce_"), Rule.FLOAT_ON_CPU, _ADDED_INTO),
-    Row("torch", ("segment_reduce",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch adds up the rows of a"
-        " segment in half: in bfloat16 the sum stops at 256 times an addend."),
+    Row("torch", ("segment_reduce",), Rule.FLOAT_ON_CPU, "On the CPU PyTorch sums the rows of a"
+        " segment in half."),
     Row("torch", ("addbmm",), Rule.FLOAT_ON_CPU, _MATRICES),
     Row("torch.Tensor", ("addbmm", "addbmm_"), Rule.FLOAT_ON_CPU, _MATRICES),
     Row("torch", ("bilinear",), Rule.FLOAT_ON_CPU, _OUTPUTS, only_gradient=True),
@@ -388,8 +377,8 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch._C._nn", ("im2col",), Rule.FLOAT_ON_CPU, _OF_WINDOWS, only_gradient=True),
     Row("torch.nn.functional", ("adaptive_avg_pool1d", "avg_pool1d", "avg_pool2d"),
         Rule.FLOAT_ON_CPU_IF_OVERLAPPING, _OF_WINDOWS, only_gradient=True),
-    Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch adds up in half"
-        " the gradients of all places that repeat a value of the edge.", only_gradient=True),
+    Row("torch._C._nn", ("pad",), Rule.FLOAT_ON_CPU_IF_ADDING, "On the CPU PyTorch sums in half"
+        " the gradients of all positions that repeat an edge value.", only_gradient=True),
     Row("torch", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
     Row("torch.Tensor", ("histc",), Rule.FLOAT_ON_CPU, _COUNTS),
     Row("torch.sparse", ("addmm", "mm", "sum"), Rule.FLOAT_ON_CPU, _ENTRIES),
@@ -398,9 +387,9 @@ EVERY_LEVEL: tuple[Row, ...] = (
 
 # Only with apex's tables: these rows come on top, and win over a row above for the same place.
 
-_SPREAD = "Adds up squares of differences, and a square overflows FP16 from 256 on."
+_SPREAD = "It sums squared differences, and a square overflows FP16 from 256 on."
 _IN_PLACE = (
-    "Belongs in FP32, but its result would be written into the half tensor;"
+    "It belongs in FP32, but its result would go into the half tensor;"
     " use the function without the underscore, x = x.exp() for x.exp_()."
 )
 
@@ -408,13 +397,13 @@ APEX: tuple[Row, ...] = (
     Row("torch", ("std", "var"), Rule.FLOAT, _SPREAD),
     Row("torch.Tensor", ("std", "var"), Rule.FLOAT, _SPREAD),
     Row("torch.Tensor", ("cpu",), Rule.FLOAT,
-        "What moves to the CPU is mostly for metrics, whose code expects FP32."),
+        "Tensors moved to the CPU are mostly for metrics, which expect FP32."),
     Row("torch.Tensor", ("__ipow__",), Rule.FLOAT,
-        "Rebinds the name, so x **= 2 can give an FP32 result where a square overflows FP16."),
+        "As x **= 2 rebinds the name, it can give FP32 where a square overflows FP16."),
     Row("torch.nn.functional", ("gelu",), Rule.FLOAT,
         "Its tanh form cubes the input, which overflows FP16 from 41 on."),
     Row("torch", ("grid_sampler",), Rule.FLOAT,
-        "Half coordinates have eleven bits, too few to point between the pixels of a large image."),
+        "Half coordinates have 11 bits, too few for positions between pixels of a large image."),
     Row("torch.nn.functional", ("interpolate",), Rule.FLOAT, _RESIZE),
     Row("torch", ("acos_", "arccos_", "arcsin_", "asin_", "cosh_", "exp_", "expm1_", "log_",
                   "log10_", "log2_", "reciprocal_", "rsqrt_", "sinh_", "tan_"),

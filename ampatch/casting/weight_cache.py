@@ -220,7 +220,7 @@ class WeightCache:
         if not self._may_keep(forward, weight):
             return _observed([weight.to(dtype)])[0]
         version = weight._version  # before the cast: another thread may write meanwhile
-        [half] = _observed(half_copies([weight], dtype))
+        [half] = _observed(half_copies([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
             half.requires_grad = True
         copies[id(weight)] = half, version

@@ -34,7 +34,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="versions, devices, and how fast half is here",
-        description="Prints what a report about a problem should begin with. Takes some seconds.",
+        description="Prints versions, devices and the speed of the half dtypes: begin a bug "
+        "report with it. Takes some seconds.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
 

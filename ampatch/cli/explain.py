@@ -12,9 +12,9 @@ def add_parser(commands: Any) -> None:
     add_script_command(
         commands, "explain", WATCHED,
         help="what is cast in a script, and where time could be won",
-        description="Runs SCRIPT for some optimizer steps and prints, per function, its calls, the "
-        "casts made for it, those served from cached copies of weights and the bytes they wrote; "
-        "per module the dtypes in and out; and where time could be won. The output of SCRIPT goes "
+        description="Runs SCRIPT for some optimizer steps. Prints for each function its calls, "
+        "casts, uses of cached half copies and bytes cast; for each module the dtypes of its "
+        "inputs and outputs; and where time could be saved. The output of SCRIPT goes "
         "to the standard error.",
     )  # fmt: skip
 

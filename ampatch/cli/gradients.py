@@ -23,9 +23,9 @@ def add_parser(commands: Any) -> None:
     add_script_command(
         commands, "gradients", OPTIONS,
         help="how large a script's gradients are, and what float16 loses of them",
-        description="Runs SCRIPT for some optimizer steps and prints a histogram of its gradients "
+        description="Runs SCRIPT for some optimizer steps. Prints a histogram of its gradients "
         "by binary exponent, the share that float16 flushes to zero at loss scale 1 and at the "
-        "script's, and the static loss scale that keeps the rest. The output of SCRIPT goes to the "
+        "current scale, and suggests a static loss scale. The output of SCRIPT goes to the "
         "standard error.",
     )  # fmt: skip
 

@@ -39,10 +39,10 @@ WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain
 """Subcommands that give the script all that follows it, and their options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
-_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 where the reader of its output ended"
+_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the reader of the output has ended"
 _OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
 _ENDINGS = {
-    "sweep": "0; 1 where no run went well or the sweep could not go on; 143 after SIGTERM",
+    "sweep": "0; 1 if no run succeeded or the sweep could not continue; 143 after SIGTERM",
     "tune": "0; 1 where no cure was found, or the tuning could not go on; 143 after SIGTERM",
     "report": "0; 1 where something cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",

@@ -26,7 +26,8 @@ OPTIONS = {
     },
     "--stop-at": {
         "choices": ("unabsorbed", "any"),
-        "help": "what --debug stops at: what the dynamic loss scale does not absorb, or any inf or "
+        "help": "where --debug stops: at the first inf or NaN that a smaller loss scale would "
+        "not cure, or at any inf or "
         "NaN (default: unabsorbed)",
     },
 }

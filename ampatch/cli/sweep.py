@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
         usage="ampatch sweep SCRIPT [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch sweep -m MODULE [options] [-- MODULE ARGUMENTS]",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
-        description="Runs SCRIPT, unedited, per opt level, half dtype and seed, each in its own "
-        "process, and prints a table, verdicts and a recommendation.",
+        description="Runs SCRIPT, unedited, at each opt level, half dtype and seed, each run in "
+        "its own process. Prints a table, verdicts and a recommendation.",
         epilog="In SCRIPT ARGUMENTS {seed}, {steps} and {trial_dir} (an empty folder) are "
         "replaced; AMPATCH_SEED and AMPATCH_TRIAL_DIR have them too.",
     )

@@ -11,8 +11,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tables",
         help="which function gets which dtype, and why",
-        description="Prints what is patched, where, by which rule and why, what this torch lacks "
-        "of it, and where torch.autocast for CUDA and apex differ.",
+        description="Prints which functions are patched, by which rule and why, which of them "
+        "this torch lacks, and where torch.autocast for CUDA and apex differ.",
     )
     parser.add_argument(
         "name",

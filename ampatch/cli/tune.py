@@ -35,9 +35,9 @@ def add_parser(commands: Any) -> None:
         help="find the modules that need FP32 at an opt level",
         usage="ampatch tune SCRIPT --opt-level LEVEL [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch tune -m MODULE --opt-level LEVEL [options] [-- MODULE ARGUMENTS]",
-        description="Finds the smallest set of modules in FP32 with which SCRIPT trains at LEVEL "
-        "within the noise of O0, or the setting that is the cause. One run at O0 computes each "
-        "module in half as well; trials, judged as those of ampatch sweep, tell which are needed.",
+        description="Finds the smallest set of modules that must stay FP32 so that SCRIPT trains "
+        "at LEVEL as at O0 within noise, or the setting that is the cause. One run at O0 also "
+        "computes each module in half; trials, judged as in ampatch sweep, decide.",
         epilog="The answer is a line to paste, and DIR/overrides.json for "
         "initialize(overrides=...), AMPATCH_OVERRIDES and ampatch run --overrides.",
     )

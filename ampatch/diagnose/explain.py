@@ -28,12 +28,12 @@ SHOWN = 10  # at most so many bounces are named
 
 
 def report(model: nn.Module | None = None) -> CastReport:
-    """Count the casts that patched functions make, and the dtypes that modules take and give.
+    """Count the casts of patched functions, and the dtypes of the inputs and outputs of modules.
 
-    Functions are counted in all threads until `remove()` or the end of a `with` block, with a
-    `model` also until `ampatch.deactivate()`.  Modules are those of `model`, or (None) all that
-    run.  Patched calls take longer meanwhile, and not afterwards.  Code that torch.compile has
-    compiled is not seen.
+    Functions are counted in all threads, modules only in `model` (None: in all models that run).
+    Counting ends with `remove()`, with the `with` block or, for a given model, with
+    `ampatch.deactivate()`.  Patched calls are slower while it counts.  Compiled code is not
+    counted.
 
     Raises `TypeError` if `model` is no module.
     """
@@ -104,16 +104,16 @@ class CastReport:
         return self._watch.used
 
     def advice(self) -> list[str]:
-        """Lines about casts that could be saved, or about nothing in half."""
+        """Which casts could be saved, or why nothing ran in half."""
         pairs = sorted(self.bounces.items(), key=lambda pair: -pair[1].bytes)
         tips = [
             f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
-            f"{bounce.times} times, {bounce.bytes} bytes. Where float16's range and precision do, "
+            f"{bounce.times} times, {bounce.bytes} bytes. If half precision is enough here, "
             f'overrides={{{source}: "half"}} saves both casts.'
             for (source, target), bounce in pairs[:SHOWN]
         ]
         if self.modules and not self.used:
-            tips.append(f"Nothing ran in a half dtype, because {self._why_nothing()}.")
+            tips.append(f"Nothing ran in half precision, because {self._why_nothing()}.")
         return tips
 
     def _why_nothing(self) -> str:
@@ -122,7 +122,7 @@ class CastReport:
             return 'ampatch.initialize(..., opt_level="O1") was not called'
         if levels <= {"O0"}:
             return "ampatch is at O0 or disabled"
-        return "casts are off, or nothing that is cast was called in the model"
+        return "casts are off, or the model called no function that is cast"
 
     def __str__(self) -> str:
         """Functions, modules, advice and the native part, separated by empty lines."""
@@ -130,9 +130,7 @@ class CastReport:
         parts = [
             _functions(self),
             _modules(self),
-            ["Where time could be won:", *tips]
-            if tips
-            else ["Nothing was found where time could be won."],
+            ["Where time could be won:", *tips] if tips else ["Nothing to speed up was found."],
             [f"Native part: {native.status().reason}"],
         ]
         return "\n\n".join("\n".join(part) for part in parts)
@@ -167,7 +165,7 @@ def _open_levels() -> set[str]:
 def _functions(report: CastReport) -> list[str]:
     """A line for each patched function that was called, the most bytes cast first."""
     if not report.functions:
-        return ["No function was called whose arguments ampatch casts."]
+        return ["No function that ampatch casts was called."]
     rows = [
         (name, calls.calls, calls.casts, calls.cached, calls.bytes,
          ", ".join(f"{n} {dtype_name(dtype)}" for dtype, n in calls.to.items()))

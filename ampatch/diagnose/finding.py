@@ -17,10 +17,10 @@ class Report:
     """A non-finite value, and the operator that made it.
 
     Attributes:
-        operator: PyTorch's name of the operator ("aten.addmm"); "" if it could not be seen,
-            because it ran in compiled code or in another thread.
-        module: the path of the module in which it ran; "" for the model itself, None
-            outside of the model, such as in the loss.
+        operator: PyTorch's name of the operator ("aten.addmm"); "" if it ran in compiled code or in
+            another thread.
+        module: the path of the module in which it ran; "" for the model itself, None outside the
+            model, such as in the loss.
         module_class: the class of that module.
         location: the line of the script.
         phase: "forward", "backward", or "step" (in the optimizer).
@@ -32,11 +32,11 @@ class Report:
         step: the number of optimizer steps since `debug`, from 0.
         rank: the rank in torch.distributed; None without it.
         loss_scale: the scale of the `scale_loss` block in which it was noticed; None outside.
-        at_scale_1: the largest absolute value that the operator would have given at loss scale 1,
-            inf if no scale makes it finite; None outside of backward and where it is unknown.
-        parameters: names of the parameters with non-finite gradients (weights, if a step made
-            the value) in the same step; more may come until the step ends.
-        advice: a known cause of such values there; "" if there is none.
+        at_scale_1: the largest absolute value that the operator would return at loss scale 1; inf
+            if no scale makes it finite; None if unknown, or not in backward.
+        parameters: names of the parameters with non-finite gradients (or weights, in a step) in the
+            same step; more may come until the step ends.
+        advice: a known cause of such values; "" if there is none.
     """
 
     module: str | None
@@ -64,7 +64,7 @@ class Report:
             f"{self._maker()}. Largest finite input: {largest}. Noticed in the {self.where}."
         ]
         if not self.input_is_finite:
-            lines.append("What went into it was not finite either: look at the data or the loss.")
+            lines.append("Its inputs were not finite either: check the data or the loss.")
         if self.loss_scale is not None and self.phase == "backward":
             at_1 = (
                 ""
@@ -72,7 +72,7 @@ class Report:
                 else f"; at scale 1 the value is {self.at_scale_1:.3g}"
             )
             if self.at_scale_1 == math.inf:
-                at_1 = "; the value is finite at no scale"
+                at_1 = "; no loss scale makes the value finite"
             lines.append(f"The loss scale was {self.loss_scale:g}{at_1}.")
         if self.parameters:
             left = len(self.parameters) - SHOWN
@@ -87,7 +87,9 @@ class Report:
         return f"step {self.step}{scale}: {self.value} {self._maker()}"
 
     def _maker(self) -> str:
-        maker = f"made by {self.operator}" if self.operator else "made where operators are not seen"
+        maker = (
+            f"made by {self.operator}" if self.operator else "made where operators are not visible"
+        )
         module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"

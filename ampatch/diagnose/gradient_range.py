@@ -31,16 +31,15 @@ from .tensors import values
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
-    """Count a model's gradients by binary exponent, at each step of its optimizers.
+    """Count the gradients of a model by binary exponent, at each step of its optimizers.
 
         with ampatch.gradient_range(model) as gradients:
             train(model)
         print(gradients.report())
 
-    Works at any opt level and on plain models, before or after `initialize`.  With None
-    the gradients of every model that runs are counted.  The `GradientRange` returned is a
-    context manager; `remove()` ends it as well, and `ampatch.deactivate()` if a model was
-    given.
+    Works at any opt level and on plain models, before or after `initialize`.  None counts the
+    gradients of every model that runs.  Counting ends with the `with` block, with `remove()` or,
+    for a given model, with `ampatch.deactivate()`.
 
     Raises `TypeError` if `model` is not a module.
     """

@@ -19,13 +19,12 @@ class GradientReport:
 
     `scale` is the loss scale at the last step, with several losses that of the first.
 
-    If gradients were computed in float16, `floor` is the smallest number that they could hold at
-    the loss scales of these steps; smaller ones are among the zeros.  Otherwise it is None.
+    `floor` is the smallest number that float16 gradients could hold at the loss scales in use;
+    smaller ones are counted as zeros.  None: gradients were not computed in float16.
 
-    `left_out` names biases whose gradients are not all counted, since some are rounding errors of
-    zero (an attention's keys, which the softmax cancels).  `hooked` names parameters with gradient
-    hooks: their changed gradients are counted, and no scale is suggested.  Nor is one where nothing
-    was counted.
+    `left_out` names biases that are partly not counted, because their true gradients are zero (the
+    bias of an attention's keys, which the softmax cancels).  `hooked` names parameters with
+    gradient hooks: gradients are counted after the hooks, and no scale is suggested.
     """
 
     steps: int
@@ -39,10 +38,8 @@ class GradientReport:
     hooked: list[str]
 
     def worst(self) -> list[tuple[str, float]]:
-        """The parameters that lose most at scale 1, and the shares that they lose."""
-        shares = [
-            (name, histogram.share("flushed")) for name, histogram in self.by_parameter.items()
-        ]
+        """The parameters that lose most at scale 1, with the shares that they lose."""
+        shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
         lossy = [pair for pair in shares if pair[1] > 0]
         return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
 
@@ -51,22 +48,21 @@ class GradientReport:
         kinds = self.total.kinds
         skipped = f" ({self.skipped} more were skipped)" if self.skipped else ""
         lines = [
-            f"{self.total.counted} gradients that are not zero, over {self.steps} optimizer steps"
-            f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} not finite.",
+            f"{self.total.counted} nonzero gradient elements over {self.steps} optimizer steps"
+            f"{skipped}; {kinds['zero']} are zero, {kinds['not finite']} are inf or NaN.",
         ]
         if self.total.counted:
             advice = self._hooks_note() or str(self.suggestion)
             lines += [*_bars(self.total), *_shares(self), advice]
         if self.floor is not None:
             lines.append(
-                f"These were computed in float16: what was smaller than {self.floor:.3g} is among "
-                "the zeros, and no scale computed from the rest brings it back. The whole range is "
-                'seen at opt_level="O0".'
+                f"These gradients were computed in float16: values below {self.floor:.3g} became "
+                'zero and are counted as zeros. Run at opt_level="O0" to see the whole range.'
             )
         if self.left_out:
             lines.append(
-                f"Left out: parts of {', '.join(self.left_out)}. Their gradients are rounding "
-                "errors of zero: a softmax cancels its keys' bias, a batch norm the one before it."
+                f"Left out: parts of {', '.join(self.left_out)}. Their true gradients are zero, "
+                "because a softmax cancels its keys' bias and a batch norm the bias before it."
             )
         return "\n".join(lines)
 
@@ -78,7 +74,7 @@ class GradientReport:
             return ""
         return (
             f"No static loss scale is suggested: hooks on {', '.join(self.hooked[:WORST])} change "
-            "gradients before they are counted. Such hooks see gradients times the loss scale."
+            "gradients before they are counted. Hooks see gradients times the loss scale."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,7 +137,7 @@ def _shares(report: GradientReport) -> Iterator[str]:
     yield f"Largest: {total.largest:g}."
     scales = [("", "1")]
     if report.scale != 1:
-        scales.append((" now", f"{report.scale:g} (the present one)"))
+        scales.append((" now", f"{report.scale:g} (the current one)"))
     for suffix, scale in scales:
         yield (
             f"At loss scale {scale} float16 flushes {percent(total.share('flushed' + suffix))} to "

@@ -109,7 +109,7 @@ class Histogram:
         return Histogram(bins, kinds, max(self.largest, other.largest))
 
     def static_scale(self, lost: float) -> Suggestion:
-        """The smallest power of two, 1 or more, at which no more than the share `lost` is flushed.
+        """The smallest power of two, 1 or more, at which at most the share `lost` is flushed.
 
         If the largest gradient would pass 65504 at this scale, the largest scale that keeps it
         below is suggested instead, and `fits` is False.
@@ -131,7 +131,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """A static loss scale, the share it loses, and whether it loses no more than `asked`."""
+    """A static loss scale, the share it loses, and whether that is within the share `asked`."""
 
     scale: float
     lost: float
@@ -141,13 +141,13 @@ class Suggestion:
     def __str__(self) -> str:
         if self.fits:
             return (
-                f"A static loss scale of {self.scale:g} keeps all but {percent(self.lost)} "
-                f"(asked for: {percent(self.asked)}) and the largest below {LARGEST:g}."
+                f"A static loss scale of {self.scale:g} loses {percent(self.lost)} of the "
+                f"gradients (limit: {percent(self.asked)}) and keeps the largest below {LARGEST:g}."
             )
         return (
-            f"No static loss scale keeps all but {percent(self.asked)}: above {self.scale:g}, "
-            f"which loses {percent(self.lost)}, the largest gradient passes {LARGEST:g}. bfloat16 "
-            "has float32's range."
+            f"No static loss scale loses {percent(self.asked)} or less: {self.scale:g} loses "
+            f"{percent(self.lost)}, and above it the largest gradient passes {LARGEST:g}. Use "
+            "bfloat16, which has the range of float32."
         )
 
 

@@ -43,16 +43,15 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
             train(model)
         print(debugger.report)
 
-    The `report` of the `Debugger` returned is None until an inf or NaN is found.
-    With `stop_at="unabsorbed"` an overflow in the backward pass is only listed, in `passed_over`,
-    if a smaller loss scale, of 1 or more, would cure it.  With `stop_at="any"` the first
-    non-finite value is reported.
+    `debugger.report` is None until an inf or NaN is found.  With `stop_at="unabsorbed"` this is the
+    first one that a smaller loss scale (of 1 or more) would not cure; overflows of the backward
+    pass that it would cure are listed in `passed_over`.  With `stop_at="any"` it is the first one
+    of all.  An inf that the code writes itself, as into a mask, is not reported.
 
-    Works on managed models at any opt level and on plain ones, before or after `initialize`.  With
-    None every model is watched; names then begin with the model's class.  Only operators of the
-    calling thread and of its backward passes are seen.  The `Debugger` is a context manager;
-    `remove()` in the same thread ends it as well, and `ampatch.deactivate()` if there is a `model`.
-    An inf that the code writes itself, as into a mask, is not reported.
+    Works on managed models at any opt level and on plain ones, before or after `initialize`.  None
+    watches every model; names then begin with the model's class.  Only operators of the calling
+    thread and of its backward passes are watched.  The watch ends with the `with` block, with
+    `remove()` in the same thread or, for a given model, with `ampatch.deactivate()`.
 
     Raises `TypeError` if `model` is not a module, `ValueError` for another `stop_at`.
     """
@@ -65,9 +64,10 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
 class Debugger:
     """Watches one model, or all; `report` is None until something is found.
 
-    `passed_over` holds the first overflow of each step that a smaller loss scale cures.
-    `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, as when the
-    script writes to `.grad`.  `is_logged`: the report is an error on the logger "ampatch".
+    `passed_over` holds the first overflow of each step that a smaller loss scale cures;
+    `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
+    when the script writes to `.grad`.  `is_logged`: the report is an error on the logger
+    "ampatch".
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Debugger:
         self._stop()
 
     def reset(self) -> None:
-        """Forget the report and look for the next one."""
+        """Drop the report and look for the next inf or NaN."""
         self.report = None
 
     def __enter__(self) -> Debugger:
@@ -116,7 +116,7 @@ class Debugger:
 
     @property
     def step(self) -> int:
-        """Optimizer steps since the start, with skipped ones; of several optimizers the maximum."""
+        """Optimizer steps since the start, skipped ones too; of several optimizers the maximum."""
         return max(self._steps.values(), default=0)
 
     @property

@@ -49,22 +49,21 @@ class AmpatchAccelerator(Accelerator):
     """accelerate's `Accelerator` with ampatch instead of `mixed_precision`.
 
     Args:
-        opt_level: as for `ampatch.initialize`.
-        dtype: as there.
-        arguments: settings of `ampatch.initialize`, such as `loss_scale` or `overrides`, and the
-            arguments of `Accelerator`, by their names.  Outputs of models are FP32 at every opt
-            level, as accelerate's own are, unless `cast_model_outputs` says otherwise.
+        opt_level: as in `ampatch.initialize`.
+        dtype: as in `ampatch.initialize`.
+        arguments: settings of `ampatch.initialize`, such as `loss_scale` or `overrides`, and
+            arguments of `Accelerator`, by keyword.  The default of `cast_model_outputs` is FP32 at
+            every opt level, as in accelerate.
 
-    Models, optimizers, loaders and schedulers go to `prepare` in any order, together or one after
-    the other.  `backward` scales the loss for all optimizers that were prepared.  Gradients are
-    FP32 and unscaled after it.  After an overflow `optimizer.step()` does nothing,
-    `accelerator.optimizer_step_was_skipped` is true, and prepared schedulers wait.  `save_state`
-    keeps the loss scales, and checkpoints hold FP32 weights.
+    `backward` scales the loss for all prepared optimizers; afterwards gradients are FP32 and
+    unscaled.  After an overflow `optimizer.step()` does nothing,
+    `accelerator.optimizer_step_was_skipped` is true, and prepared schedulers do not advance.
+    `save_state` saves the loss scales, and FP32 weights.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or `mixed_precision` was asked for, here, by
+        TypeError, ValueError: an argument is wrong, or `mixed_precision` was set: here, by
             `accelerate launch`, or by an earlier `Accelerator` of the process.
-        AmpatchError: the launcher asked for DeepSpeed, FSDP or Megatron-LM.
+        AmpatchError: `accelerate launch` chose DeepSpeed, FSDP or Megatron-LM.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class AmpatchAccelerator(Accelerator):
             )
         if self.distributed_type in _ENGINES:
             raise ampatch.AmpatchError(
-                f"AmpatchAccelerator: launched for {self.distributed_type.value}, which has "
-                "weights and gradients of its own. Launch for one device or for several with "
+                f"AmpatchAccelerator: launched for {self.distributed_type.value}, which manages "
+                "weights and gradients itself. Launch for one device or for several with "
                 "DistributedDataParallel, or use accelerate's Accelerator(mixed_precision=...)."
             )
         self._run = Managed(settings)
@@ -206,6 +205,6 @@ def _refuse(mixed_precision: Any, asked_by: str) -> None:
     if mixed_precision is not None and str(mixed_precision).lower() != "no":
         raise ValueError(
             f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is asked for, by "
-            f'{asked_by}. Expected "no", since ampatch casts and scales by itself: choose the half '
+            f'{asked_by}. Expected "no", because ampatch casts and scales itself: choose the half '
             'dtype with dtype="float16" or "bfloat16", and launch with --mixed_precision no.'
         )

@@ -120,7 +120,7 @@ class Managed:
             self.scales = torch.load(file, weights_only=True)
         elif any(entry.get("dynamic", True) for entry in self.scales.values()):
             logger.warning(
-                "%s: no loss scale is in this checkpoint (%s): the present scale stays.",
+                "%s: this checkpoint has no loss scale (%s): the current scale stays.",
                 *(folder, own),
             )
 

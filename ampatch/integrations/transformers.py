@@ -11,12 +11,12 @@
     )
     trainer.train()
 
-The mixin stands before `Trainer`, `Seq2SeqTrainer` or a Trainer of your own.  The settings of
-`ampatch.initialize` are keywords of the trainer.  `fp16` and `bf16` of `TrainingArguments` stay
-out.
+Write the mixin before `Trainer`, `Seq2SeqTrainer` or your own Trainer.  The settings of
+`ampatch.initialize` are keywords of the trainer.  Do not set `fp16` or `bf16` of
+`TrainingArguments`.
 
-Training, evaluation, prediction and `generate` run under casts until `ampatch.deactivate()`, with
-FP32 outputs.  Models and checkpoints are saved in FP32, with the loss scale in `ampatch.json`.
+Training, evaluation, prediction and `generate` are cast until `ampatch.deactivate()`, with FP32
+outputs.  Models and checkpoints are saved in FP32, the loss scale in `ampatch.json`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.s
 
 
 class AmpatchTrainerMixin:
-    """Makes a Trainer train, evaluate and save under an opt level; stands before it.
+    """Makes a Trainer train, evaluate and save under an opt level; write it before the Trainer.
 
         class MyTrainer(AmpatchTrainerMixin, Trainer):
             pass
@@ -55,17 +55,17 @@ class AmpatchTrainerMixin:
         MyTrainer(model, arguments, train_dataset=rows, opt_level="O2", dtype="bfloat16")
 
     Args:
-        args: what the Trainer takes.
-        kwargs: what the Trainer takes, and the settings of `ampatch.initialize`: `opt_level`
-            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  One has another default:
-            `cast_model_outputs` is FP32 at O1 too.
+        args: arguments of the Trainer.
+        kwargs: arguments of the Trainer, and settings of `ampatch.initialize`: `opt_level`
+            ("O1"), `dtype`, `loss_scale`, `init_scale`, `overrides`, ...  The default of
+            `cast_model_outputs` is FP32, at O1 too.
 
     Raises:
-        TypeError: an argument is unknown, or the mixin stands behind the Trainer.
-        ValueError: a setting is wrong, or there is other mixed precision: `fp16`, `bf16`,
+        TypeError: an argument is unknown, or the mixin comes after the Trainer.
+        ValueError: a setting is wrong, or other mixed precision is on: `fp16`, `bf16`,
             `fp16_full_eval`, `bf16_full_eval`, `half_precision_backend`, or accelerate's.
-        AmpatchError: the Trainer is to train by DeepSpeed or FSDP, or by an optimizer that steps
-            in the backward pass.
+        AmpatchError: the Trainer uses DeepSpeed, FSDP or an optimizer that steps in the backward
+            pass.
     """
 
     args: Any
@@ -79,8 +79,8 @@ class AmpatchTrainerMixin:
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(AmpatchTrainerMixin):
             raise TypeError(
-                f"class {cls.__name__}: AmpatchTrainerMixin comes after the Trainer, so none of "
-                f"it is active. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
+                f"class {cls.__name__}: AmpatchTrainerMixin comes after the Trainer, so it "
+                f"does nothing. Write class {cls.__name__}(AmpatchTrainerMixin, Trainer)."
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

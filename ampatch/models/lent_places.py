@@ -225,7 +225,7 @@ def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
     copy_of = dict(zip(map(id, cast), copies, strict=True))
     for weight in tree.parameters:
         if id(weight) not in copy_of:
-            [copy_of[id(weight)]] = half_copies([weight], dtype)
+            [copy_of[id(weight)]] = half_copies([weight], dtype, own_nodes=True)
     return [copy_of[id(weight)] for weight in tree.parameters]
 
 

@@ -86,7 +86,7 @@ class Lookup(dict):
         if own.get(PARAMETERS) is self:
             if self.made is None:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [made] = half_copies([self.parameter], self.dtype)
+                    [made] = half_copies([self.parameter], self.dtype, own_nodes=True)
                 assert self.note is not None
                 self.note(self.parameter, made)  # first: Ctrl-C may strike at any moment
                 self.made = made

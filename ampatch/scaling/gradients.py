@@ -160,16 +160,16 @@ class Gradients:
 
     # A block
 
-    def gather(self) -> list[Tensor]:
-        """A block begins: report gradients left scaled, and check used ones again.
-
-        Returns the parameters that have a gradient.
-        """
+    def gather(self) -> None:
+        """A block begins: report gradients left scaled, and check used ones again."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.is_used:
             self.recheck()
+
+    def with_gradients(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin(
@@ -219,10 +219,10 @@ class Gradients:
             return
         if self.scaled is not None:
             logger.warning(
-                "%s: an ampatch.scale_loss block has raised, and earlier gradients were in p.grad "
-                "for its backward pass to add to (delay_unscale=True, or several ranks). What it "
-                "added stays there, as in a training without ampatch. optimizer.zero_grad() drops "
-                "the gradients of all micro-batches.",
+                "%s: an ampatch.scale_loss block raised after its backward pass had added to "
+                "earlier gradients in p.grad (delay_unscale=True, or several ranks). These "
+                "additions stay, as without ampatch. optimizer.zero_grad() drops the gradients "
+                "of all micro-batches.",
                 type(self.optimizer).__name__,
             )
         else:
@@ -387,8 +387,8 @@ class Gradients:
         """Log an error if gradients that another optimizer's block left scaled are to be used."""
         if self.left_scaled and self.has_gradients():
             logger.error(
-                "%s: gradients are used that an ampatch.scale_loss block left scaled, because it "
-                "was not given this optimizer. Pass every optimizer the loss reaches, "
+                "%s: its gradients are still scaled: an ampatch.scale_loss block reached this "
+                "optimizer but was not given it. Pass every optimizer that the loss reaches, "
                 "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
                 type(self.optimizer).__name__,
             )

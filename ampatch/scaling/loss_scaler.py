@@ -115,7 +115,7 @@ class StaticScaler:
             )
         elif loaded != self._value:
             logger.warning(
-                "The loaded loss scale %g is not of a static scaler; the static scale stays %g. "
+                "The loaded loss scale %g comes from a dynamic scaler; the static scale stays %g. "
                 "Use set_loss_scale to change it.",
                 loaded,
                 self._value,
@@ -250,8 +250,8 @@ class DynamicScaler:
         entry = checked_entry("loss scaler", state, self.settings)
         if entry["dynamic"] is False:
             logger.warning(
-                "The loaded loss scale %g is that of a static scaler; this one is dynamic and "
-                "stays as it is. It finds its value by itself.",
+                "The loaded loss scale %g comes from a static scaler; this dynamic scaler keeps "
+                "its scale, which it adjusts itself.",
                 entry["loss_scale"],
             )
             return

@@ -141,11 +141,11 @@ class ScaledBackward:
 
     def __enter__(self) -> Tensor:
         try:
-            earlier = []
             for gradients in self._gradients:
                 if gradients.state is State.SCALED:
                     settle(gradients, self._scaler)
-                earlier.append(gradients.gather())
+                gradients.gather()
+            earlier = [gradients.with_gradients() for gradients in self._gradients]
             unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
@@ -245,9 +245,9 @@ class ScaledBackward:
             if gradients.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(gradients.optimizer).__name__}>): another "
-                    "scale_loss block of this optimizer has begun inside this one, so its "
-                    "gradients were dropped. Leave a block before the next one; the gradients of "
-                    "several blocks add up until the step."
+                    "scale_loss block of this optimizer began inside this block, so the "
+                    "gradients of this block were dropped. End a block before the next one "
+                    "begins; gradients of several blocks add up until the step."
                 )
         if self._delay_unscale:
             for gradients, block in blocks:

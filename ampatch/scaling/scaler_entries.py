@@ -34,14 +34,14 @@ def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
         scalers[name].load_state_dict(state[name])
     if unknown:
         logger.warning(
-            "ampatch.load_state_dict(state): no loss scaler here has these entries, which are left "
-            "out: %s. To load all, call initialize with the num_losses of the saved run.",
+            "ampatch.load_state_dict(state): these entries have no loss scaler and are left out: "
+            "%s. To load all, call initialize with the num_losses of the saved run.",
             ", ".join(unknown),
         )
     if missing := [f"{name} at {scalers[name].get():g}" for name in scalers if name not in present]:
         logger.warning(
             "ampatch.load_state_dict(state): state has no entries for these loss scalers, which "
-            "stay as they are: %s.",
+            "do not change: %s.",
             ", ".join(missing),
         )
 

@@ -187,8 +187,8 @@ class StepReports:
         elif streak >= known.max_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
-                "such gradients: %s. Where ampatch.loss_scale() is small, float16 does not "
-                "overflow: look for a NaN in the data, the loss or the weights, or try "
+                "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
+                "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
                 *(streak, self._name, self._offenders(known.names())),
@@ -215,8 +215,8 @@ class StepReports:
             return
         self._has_warned = True
         logger.warning(
-            "%s.step() came without ampatch.scale_loss since its last step, under a dynamic loss "
-            "scale: small gradients may be lost and overflow is not looked for. Write "
+            "%s.step() without an ampatch.scale_loss block since its last step, under a dynamic "
+            "loss scale: small gradients may be lost, and an overflow is not detected. Write "
             "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()' "
             "before each step.",
             self._name,
@@ -230,11 +230,11 @@ class StepReports:
         for path, param in params:
             if id(param) not in converted:
                 logger.warning(
-                    "%s: %s, of shape %s, was FP32 and is %s now: the script has written its "
-                    ".data, as a loss does that casts its own weight to its inputs' dtype. The "
-                    "weight is trained in half, without an FP32 master weight, and small updates "
-                    "are lost. Give that code FP32 inputs (embeddings.float()), or have it "
-                    "compute with weight.to(x.dtype) and leave .data alone.",
+                    "%s: %s, of shape %s, was FP32 and is %s now: the script replaced its .data "
+                    "(some losses cast their weight to the dtype of their inputs). The weight "
+                    "has no FP32 master weight any more, so small updates are lost. Give that "
+                    "code FP32 inputs (embeddings.float()), or let it compute with "
+                    "weight.to(x.dtype).",
                     *(self._name, names.get(id(param), path), tuple(param.shape), param.dtype),
                 )
 

@@ -67,9 +67,8 @@ def sweep(
 ) -> list[Row]:
     """Run `script` with `arguments` at each opt level and dtype; returns the rows.
 
-    `options` are those of `Sweep`.  O0 runs once per seed, since no half dtype plays
-    a part in it.  A run that crashes, diverges or takes longer than `timeout`
-    seconds does not end the sweep; its row's `status` says so.
+    `options` are those of `Sweep`.  O0 runs once per seed, in FP32.  A run that crashes, diverges
+    or exceeds `timeout` seconds does not end the sweep; the `status` of its row says so.
     """
     from ampatch.sweep import Sweep
 

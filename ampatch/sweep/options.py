@@ -49,45 +49,45 @@ def _shown(
 class SweepOptions:
     r"""How a sweep runs: its fields are the options of `ampatch sweep`, with this text as help.
 
-    Names may be one text with commas between them; what is NAME=VALUE on the command line is a
-    dictionary.  Raises `TypeError` or `ValueError` for wrong values.
+    A list of names may be one string with commas; NAME=VALUE of the command line is a dictionary.
+    Raises `TypeError` or `ValueError` for wrong values.
 
     Attributes:
         module: the script is the name of a module, as with python -m
-        rows: cases to run, in the place of levels, dtypes and what follows from them
-        kind: what the script is, where that is known; by default the first run at O0 shows it
-        fail_fast: a row of which a run has failed has no further runs
-        fewer_seeds: by case the number of seeds of rows that have fewer than the others
-        probe: a module, and a text; each trial calls start(text, off, writes) of it before
-            the script; of several ranks the first writes
-        files: names of what the caller writes into the folder: these are the sweep's files too
-        tuning: the options of the tuning that the sweep is part of, for the record
-        levels: of O0,O1,O2,O3 (default: all SCRIPT can have)
-        dtypes: float16,bfloat16 (default: the fast ones here)
-        seeds: run seeds 0 to N-1 (default: as time allows)
-        budget: how long it may take (default: 10)
-        metrics: a number in the output: 'accuracy=acc: (\S+)'
+        rows: cases to run, instead of levels and dtypes
+        kind: the kind of script, if known (default: the first run at O0 finds out)
+        fail_fast: after a failed run a row has no further runs
+        fewer_seeds: the number of seeds of rows with fewer seeds than the others, by case
+        probe: a module and a string; before the script each trial calls its
+            start(text, off, writes), where `writes` is true on the first rank
+        files: names of files that the caller adds to the folder of the sweep
+        tuning: the options of `ampatch tune` if it runs the sweep, for the record
+        levels: some of O0,O1,O2,O3 (default: all for SCRIPT)
+        dtypes: float16,bfloat16 (default: those fast here)
+        seeds: run seeds 0 to N-1 (default: by the budget)
+        budget: for the sweep (default: 10; none with --seeds)
+        metrics: search the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
-        resume: go on with the sweep in the folder
+        resume: continue the sweep in the folder
         overwrite: replace the sweep in the folder
         overrides: add a row with settings: "O2 loss_scale=128"
-        autocast: rows of torch.autocast, or none
-        override_seeds: make the script's own seeds depend on the trial's
+        autocast: leave out the rows of torch.autocast
+        override_seeds: derive the script's own seeds from the trial's
         rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
-        judge: what is compared (default: the first metric)
-        better: lower or higher (default: as its name says)
-        timeout: end a run that takes longer, and go on
-        devices: run a trial on each of these at a time
+        judge: the metric to compare (default: the first one)
+        better: lower or higher (default: by its name)
+        timeout: end a run that takes longer, and continue
+        devices: run one trial at a time on each device
         jobs: run N trials at a time, for accuracy
-        nproc_per_node: start each trial by torchrun
-        in_copy: run each in a copy of the folder, or not
-        cold: start each trial without prepared imports
-        engine: where trials run: on this machine, on Ray
-        address: of a Ray cluster; auto finds one that runs
-        gpus_per_trial: asked of Ray (default: 1 a process)
-        cpus_per_trial: asked of Ray (default: all of a node)
+        nproc_per_node: start each trial with torchrun
+        in_copy: run trials in copies of the folder, or not
+        cold: import all modules anew in each trial
+        engine: run trials on this machine, or on Ray
+        address: of a Ray cluster; auto finds a running one
+        gpus_per_trial: on Ray (default: 1 a process)
+        cpus_per_trial: on Ray (default: all of a node)
     """
 
     module: bool = False
@@ -153,7 +153,7 @@ class SweepOptions:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether trials may run beside each other."""
+        """Whether trials may run at the same time."""
         if self.engine != "local":
             return self.jobs != 1
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1

@@ -39,11 +39,11 @@ def cases(
     tf32: bool = False,
     kind: Kind = UNKNOWN,
 ) -> list[Case]:
-    """The rows: every level in every dtype, but O0 once.  None: all levels that the kind has.
+    """The rows: every level in every dtype, O0 once.  `levels=None`: all levels of this kind.
 
-    `overrides` are texts such as `"O2 loss_scale=128"`, a row for each dtype.  `autocast` adds the
-    rows of torch.autocast where O1, O2 or O3 are among the levels, `tf32` a row `O0+tf32` where O0
-    is.  Raises `ValueError`, also for levels that a script of this kind cannot have.
+    `overrides` such as `"O2 loss_scale=128"` add a row for each dtype.  `autocast` adds rows of
+    torch.autocast if O1, O2 or O3 is a level, `tf32` a row `O0+tf32` if O0 is.  Raises
+    `ValueError`, also for levels that this kind of script cannot run at.
     """
     possible = FROM_OUTSIDE if kind.is_plain else LEVELS
     named = list(possible) if levels is None else known(levels, LEVELS, "levels")

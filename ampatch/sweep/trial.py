@@ -14,12 +14,12 @@ AS_IT_IS = "script"
 
 @dataclass(frozen=True)
 class Case:
-    """What a row of the table stands for: an opt level, its half dtype, and what is special.
+    """A row of the table: an opt level, a half dtype, and settings.
 
-    `engine` is "ampatch", or "autocast" for the autocast baseline (torch.autocast and
-    GradScaler), or `AS_IT_IS` for a script with such code of its own; `opt_level` is "autocast"
-    for both, and `dtype` of the latter is what its regions have.  `settings` are keywords of
-    `initialize`, as (name, value) pairs, and `eps`, the least that optimizers then have.
+    `engine` is "ampatch", "autocast" (torch.autocast and GradScaler as the baseline), or `AS_IT_IS`
+    for a script with its own autocast code.  For the last two `opt_level` is "autocast"; `dtype` of
+    the last is the one of its autocast blocks.  `settings` are keywords of `initialize` as (name,
+    value) pairs, and `eps`, the smallest eps of optimizers.
     """
 
     opt_level: str
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def level_name(self) -> str:
-        """The label without the dtype, for a table that has a column for it."""
+        """The label without the dtype."""
         return dataclasses.replace(self, dtype=None).label
 
     @property
@@ -64,11 +64,11 @@ BASE = Case("O0")  # what the other rows are compared with
 
 @dataclass(frozen=True)
 class Trial:
-    """One process to start: a case, its seed, and, of short ones, which repeat it is (from 1).
+    """One process: a case, its seed and, for short runs, the number of the repeat (from 1).
 
-    A whole run trains as the script does.  A `short` one ends after a few seconds of training
-    and is there for its timing alone.  `again` is the second O0 of a round, a short one: what
-    it and the first differ by is the noise of the machine.
+    A full run trains as the script does.  A `short` run ends after a few seconds of training and
+    measures speed only.  `again` marks the second, short O0 run of a round: its difference from
+    the first is the noise of the machine.
     """
 
     case: Case
@@ -84,7 +84,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """`O1-float16 seed 2`, the repeat from the second on, and what kind of run it is."""
+        """`O1-float16 seed 2`, with the repeat from the second on, and the kind of run."""
         parts = [f"{self.case.label} seed {self.seed}"]
         parts += [f"repeat {self.repeat}"] if self.repeat else []
         parts += ["again"] if self.again else []

@@ -4,9 +4,9 @@
 
 A page says between two comments what belongs there, and keeps the rest of its text:
 
-    <!-- reference ampatch.initialize -->   a function, or a class with all public members
-    <!-- reference ampatch.Case: label -->  a class with these members, or, without names, with none
-    <!-- commands -->                       the options of each command
+    <!--reference ampatch.initialize-->   a function, or a class with all public members
+    <!--reference ampatch.Case: label-->  a class with these members, or, without names, with none
+    <!--commands-->                       the options of each command
 
 Functions and classes are read from the source, and commands from their parsers, so that the text is
 the same for every version of Python and torch.
@@ -25,8 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/reference"
-PART = re.compile(r"(<!-- (reference (?P<name>[\w.]+)(?P<members>:[\w ]*)?|commands) -->\n).*?"
-                  r"(<!-- end of (?:reference|commands) -->)", re.DOTALL)  # fmt: skip
+PART = re.compile(r"(<!--(reference (?P<name>[\w.]+)(?P<members>:[\w ]*)?|commands)-->\n).*?"
+                  r"(<!--end-->)", re.DOTALL)  # fmt: skip
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 ITEM = re.compile(r"    (\*{0,2}\w[\w, .]*): (.*)")
 CODE = re.compile(r"(`[^`]*`)|[*<]")
@@ -97,8 +97,11 @@ def _member(module: list[str], name: str) -> Definition:
 def _section(node: Definition, owner: str, members: list[str] | None) -> Iterator[str]:
     path = f"{owner}.{node.name}" if owner else node.name
     yield f"{'####' if owner else '###'} {path}"
-    yield f"```py\n{_signature(node, path, bool(owner))}\n```"
-    yield _markdown(ast.get_docstring(node) or "")
+    text = ast.get_docstring(node) or ""
+    fields = _fields(node) if "Attributes:" in text.splitlines() else {}  # said with each attribute
+    signature = f"class {path}" if fields else _signature(node, path, bool(owner))
+    yield f"```py\n{signature}\n```"
+    yield _markdown(text, fields)
     if isinstance(node, ast.ClassDef):
         own = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
         public = [name for name, one in own.items() if name[0] != "_" and ast.get_docstring(one)]
@@ -112,12 +115,17 @@ def _signature(node: Definition, path: str, is_method: bool) -> str:
             return f"{path}{_result(node)}"
         return _call(path, node, skipped=int(is_method)) + _result(node)
     made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
-    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
     if made and not _is_error(node):
         return _call(path, made[0], skipped=1)
-    names = (f"    {ast.unparse(one.target)}: {ast.unparse(one.annotation)}" for one in fields)
+    names = [f"    {name}: {kind}" for name, kind in _fields(node).items()]
     bases = f"({', '.join(map(ast.unparse, node.bases))})" if _is_error(node) else ""
-    return "\n".join([f"class {path}{bases}{':' if fields else ''}", *names])
+    return "\n".join([f"class {path}{bases}{':' if names else ''}", *names])
+
+
+def _fields(node: Definition) -> dict[str, str]:
+    """The annotated names of a class, with their types."""
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    return {ast.unparse(one.target): ast.unparse(one.annotation) for one in fields}
 
 
 def _is_error(node: ast.ClassDef) -> bool:
@@ -166,8 +174,8 @@ def _numbers() -> dict[str, str]:
     return {name: repr(value) for name, value in {**found, "ROUNDS": ROUNDS}.items()}
 
 
-def _markdown(docstring: str) -> str:
-    """A docstring with its sections of arguments and exceptions as lists."""
+def _markdown(docstring: str, types: dict[str, str]) -> str:
+    """A docstring with its sections as lists, and the types of attributes."""
     lines: list[str] = []
     is_in = False
     for line in docstring.splitlines():
@@ -176,7 +184,8 @@ def _markdown(docstring: str) -> str:
             is_in = True
             lines += [f"**{line}**", ""]
         elif is_in and (item := ITEM.match(line)):
-            lines.append(f"- `{item[1]}`: {_escaped(item[2])}")
+            kind = f": {types[item[1]]}" if item[1] in types else ""
+            lines.append(f"- `{item[1]}{kind}`: {_escaped(item[2])}")
         elif is_in and line:
             lines.append(f"  {_escaped(line.strip())}")
         else:
@@ -193,18 +202,24 @@ def _escaped(text: str) -> str:
 
 
 def commands() -> str:
-    """A section for each command of `ampatch`: its usage, its options, its exit codes."""
-    from ampatch.cli.main import NAMES, build_parser
+    """A section for each command of `ampatch`: its usage, its options, its exit codes.
+
+    An option that an earlier command has with the same help is only named.
+    """
+    from ampatch.cli.main import _CODES, NAMES, build_parser
 
     [choices] = [
         action.choices
         for action in build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
-    return "\n\n".join(_command(choices[name]) for name in NAMES)
+    known: dict[str, str] = {}
+    sections = "\n\n".join(_command(choices[name], known) for name in NAMES)
+    return f"Exit status of every command: {_CODES}.\n\n{sections.replace(f'; {_CODES}', '')}"
 
 
-def _command(parser: argparse.ArgumentParser) -> str:
+def _command(parser: argparse.ArgumentParser, known: dict[str, str]) -> str:
+    """`known` has the first command of each option, by the option's line."""
     places = [one.metavar or one.dest for one in parser._actions if not one.option_strings]
     usage = parser.usage or " ".join([parser.prog, "[options]", *(f"[{one}]" for one in places)])
     lines = [line.strip() for line in usage.splitlines()]
@@ -215,8 +230,25 @@ def _command(parser: argparse.ArgumentParser) -> str:
         if shown and group.title not in ("positional arguments", "options"):
             parts.append(f"**{group.title}**")
         if shown:
-            parts.append("\n".join(f"- `{_named(one)}`: {_help(parser, one)}" for one in shown))
+            parts.append("\n".join(_options(parser, shown, known)))
     return "\n\n".join([*parts, _escaped(parser.epilog or "")])
+
+
+def _options(
+    parser: argparse.ArgumentParser, actions: list[argparse.Action], known: dict[str, str]
+) -> Iterator[str]:
+    """A line for each new option, then one for those of each earlier command."""
+    earlier: dict[str, list[str]] = {}
+    for action in actions:
+        line = f"- `{_named(action)}`: {_help(parser, action)}"
+        command = known.setdefault(line, parser.prog)
+        if command == parser.prog:
+            yield line
+        else:
+            earlier.setdefault(command, []).append(f"`{_named(action)}`")
+    for command, names in earlier.items():
+        place = command.replace(" ", "-")
+        yield f"- {', '.join(names)}: as for [{command}](#{place})"
 
 
 def _named(action: argparse.Action) -> str:

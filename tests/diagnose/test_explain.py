@@ -37,7 +37,7 @@ def test_a_linear_at_o1_in_numbers_text_and_json():
     text = str(found)
     line = next(line for line in text.splitlines() if line.startswith("torch.nn.functional.linear"))
     assert line.split()[1:5] == ["2", "4", "2", str(calls.bytes)]
-    assert "Nothing was found" in text
+    assert "Nothing to speed up was found" in text
     as_json = json.loads(json.dumps(found.as_dict()))
     assert as_json["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 6}
     assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
@@ -166,8 +166,8 @@ def test_nothing_in_half_is_said():
     model = nn.Linear(8, 8)
     with ampatch.report(model) as found:
         model(torch.ones(1, 8))
-    assert len(found.advice()) == 1 and "Nothing ran in a half dtype" in found.advice()[0]
-    assert "No function was called whose arguments ampatch casts" in str(found)
+    assert len(found.advice()) == 1 and "Nothing ran in half precision" in found.advice()[0]
+    assert "No function that ampatch casts was called" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_nothing_in_half_is_said():
         (None, 'initialize(..., opt_level="O1") was not called.'),
         ({"opt_level": "O0"}, "ampatch is at O0 or disabled."),
         ({"opt_level": "O1", "enabled": False}, "ampatch is at O0 or disabled."),
-        ({"opt_level": "O1"}, "casts are off, or nothing"),
+        ({"opt_level": "O1"}, "casts are off, or the model called no"),
     ],
 )
 def test_why_nothing_was_in_half(settings, why):

@@ -45,4 +45,4 @@ def test_each_option_is_in_the_page_of_commands(here):
         said = here(command, "--help").stdout
         section = text.split(f"\n## ampatch {command}\n")[1].split("\n## ")[0]
         options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+|-m)", said, re.M)) - {"--help"}
-        assert options and all(f"- `{option}" in section for option in options)
+        assert options and all(f"`{option}" in section for option in options)

@@ -23,6 +23,7 @@ ALLOWED = {
     "_growth_tracker": "a key of the state dict of torch.amp.GradScaler, in files",
     "_amp_state": "apex's, for scripts that reach for it",
     "_amp_stash": "apex's, for scripts that reach for it",
+    "_optimizers": "accelerate's list of what it has prepared, for classes derived from it",
     "_lazy_init_maybe_master_weights": "apex's, for scripts that reach for it",
 }
 """Private names that may stand anywhere, each with the reason."""

@@ -246,7 +246,7 @@ def test_checkpoints_of_accelerates_own(tmp_path, caplog):
     accelerator = make(verbosity=1)
     _, optimizer = accelerator.prepare(*parts())
     accelerator.load_state(tmp_path)
-    assert "no loss scale is in this checkpoint (ampatch.pt)" in caplog.text
+    assert "this checkpoint has no loss scale (ampatch.pt)" in caplog.text
     assert torch.equal(next(ampatch.master_params(optimizer)), model[0].weight)
     torch.save(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict(), tmp_path / "scaler.pt")
     accelerator.load_state(tmp_path)

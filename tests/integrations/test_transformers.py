@@ -175,7 +175,7 @@ def test_the_scale_of_a_run_with_fp16_is_taken_and_a_missing_one_is_said(tmp_pat
     (checkpoint / "ampatch.json").unlink()
     trainer = trainer_of(tmp_path, "O1", max_steps=4)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert "no loss scale is in this checkpoint (ampatch.json)" in caplog.text
+    assert "this checkpoint has no loss scale (ampatch.json)" in caplog.text
     assert ampatch.loss_scale() == 1024
     ampatch.deactivate()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

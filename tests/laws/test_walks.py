@@ -69,7 +69,7 @@ def forward_and_backward(model: nn.Module, *_: object) -> None:
 WALKS = {
     "The walk of a block": (block_and_step, "O2", 7),
     "The walk of a weight": (forward_and_backward, "O1", 7),
-    "The walk of a lent weight": (forward_and_backward, "O2", 4),
+    "The walk of a half copy": (forward_and_backward, "O2", 4),
 }
 """What is walked, at which level, and in how many steps at most."""
 

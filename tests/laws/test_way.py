@@ -13,9 +13,9 @@ from warm_python import environment, python
 
 MOST = {
     "O1 forward": (33, 8, 19),
-    "O1 step": (122, 26, 70),
+    "O1 step": (124, 26, 72),
     "O2 forward": (44, 10, 26),
-    "O2 step with an overflow": (128, 29, 79),
+    "O2 step with an overflow": (130, 29, 81),
 }
 COUNT = """
 import json, sys

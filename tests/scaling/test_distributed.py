@@ -80,7 +80,7 @@ def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
 def kept_loss(rank: int) -> None:
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
-    with pytest.raises(amp.AmpatchError, match="or a loss of it is kept"):
+    with pytest.raises(amp.AmpatchError, match="or a loss of it is still alive"):
         amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
     assert "step" not in vars(optimizer) and model(batch(0)[0]).dtype is torch.float32
     del loss

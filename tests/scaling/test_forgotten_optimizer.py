@@ -9,7 +9,7 @@ from torch import nn
 
 import ampatch as amp
 
-SAID = "gradients are used that an ampatch.scale_loss block left scaled"
+SAID = "its gradients are still scaled: an ampatch.scale_loss block"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_given_both_nothing_is_said(pair, caplog):
     assert SAID not in caplog.text
 
 
-FORGOT = "came without ampatch.scale_loss"
+FORGOT = "without an ampatch.scale_loss block"
 
 
 def plain(model, optimizer):
@@ -137,7 +137,7 @@ def test_a_step_without_scale_loss_under_a_dynamic_scale_is_said_once(
         act(model, optimizer)
     said = [record for record in caplog.records if FORGOT in record.getMessage()]
     assert len(said) == count
-    assert all(r.levelname == "WARNING" and "SGD.step() came" in r.getMessage() for r in said)
+    assert all(r.levelname == "WARNING" and "SGD.step() without" in r.getMessage() for r in said)
 
 
 def test_one_of_two_is_left_out_beside_another_sessions(caplog):
@@ -153,4 +153,4 @@ def test_one_of_two_is_left_out_beside_another_sessions(caplog):
         scaled.backward()
     caplog.clear()
     mine[1].step()
-    assert "left scaled" in caplog.text
+    assert "still scaled" in caplog.text

@@ -226,7 +226,7 @@ def test_what_is_loaded_stays_within_the_limits(floor, cap, expected):
 @pytest.mark.parametrize(
     "level, settings, level_of_log, said",
     [
-        ("O1", {"loss_scale": 1.0}, "WARNING", "512 is not of a static scaler; the static scale"),
+        ("O1", {"loss_scale": 1.0}, "WARNING", "512 comes from a dynamic scaler; the static scale"),
         ("O2", {"dtype": torch.bfloat16}, "INFO", "is not needed here: gradients have the range"),
     ],
     ids=["static", "bfloat16"],
@@ -256,4 +256,4 @@ def test_a_static_scale_set_on_the_way_comes_back_and_does_not_become_a_dynamic_
     start(**then)
     ampatch.load_state_dict(state)
     assert ampatch.loss_scale() == expected
-    assert ("is that of a static scaler" in caplog.text) == (not then)
+    assert ("comes from a static scaler" in caplog.text) == (not then)

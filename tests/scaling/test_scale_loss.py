@@ -215,5 +215,5 @@ def test_a_block_that_raises_says_what_stays_in_gradients_that_wait_scaled(caplo
         with pytest.raises(KeyboardInterrupt):
             with ampatch.scale_loss(model(data()[0]).sum(), optimizer, delay_unscale=delayed):
                 raise KeyboardInterrupt
-        assert ("What it added stays there" in caplog.text) == said
+        assert ("These additions stay" in caplog.text) == said
         backward(model, optimizer, data(), delay_unscale=delayed)

@@ -74,12 +74,10 @@ def test_a_loss_that_reaches_the_optimizer_of_another_session_is_said(second, ca
     with ampatch.scale_loss(other(first(X)).float().mean(), one) as scaled:
         scaled.backward()
     one.step()
-    assert not any("left scaled" in record.getMessage() for record in caplog.records)
+    assert not any("still scaled" in record.getMessage() for record in caplog.records)
     another.step()
-    [said] = [
-        record.getMessage() for record in caplog.records if "left scaled" in record.getMessage()
-    ]
-    assert "Pass every optimizer the loss reaches" in said
+    [said] = [one.getMessage() for one in caplog.records if "still scaled" in one.getMessage()]
+    assert "Pass every optimizer that the loss reaches" in said
 
 
 def test_a_gan_of_two_sessions_is_not_warned(caplog):
@@ -94,7 +92,7 @@ def test_a_gan_of_two_sessions_is_not_warned(caplog):
         with ampatch.scale_loss(loss, of_d) as scaled:
             scaled.backward()
         of_d.step()
-    assert not any("left scaled" in record.getMessage() for record in caplog.records)
+    assert not any("still scaled" in record.getMessage() for record in caplog.records)
 
 
 OF_TORCH = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

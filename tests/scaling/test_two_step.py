@@ -175,10 +175,10 @@ def test_a_half_inside_the_block_is_refused(half_step):
 def test_half_steps_without_scale_loss_are_told(caplog):
     model, optimizer = start(level="O1", verbosity=1)
     by_halves(model, optimizer, 0)
-    assert "came without ampatch.scale_loss" not in caplog.text
+    assert "without an ampatch.scale_loss block" not in caplog.text
     for _ in range(2):
         plain_halves(model, optimizer, 1, second_zeroes=False)
-    assert caplog.text.count("SAM.step() came without ampatch.scale_loss") == 1
+    assert caplog.text.count("SAM.step() without an ampatch.scale_loss block") == 1
 
 
 def test_given_back():

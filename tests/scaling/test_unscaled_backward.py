@@ -107,7 +107,7 @@ def test_delayed_blocks_are_looked_at_too(caplog):
             ampatch.scale_loss(loss, optimizer, delay_unscale=not waits),
         ):
             loss.backward()
-        assert ("What it added stays" in caplog.text) == waits
+        assert ("These additions stay" in caplog.text) == waits
         ampatch.deactivate()
 
 

@@ -105,7 +105,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
     part = torch.optim.SGD(first[0].parameters(), lr=0.1)
     models, optimizers = partial(ampatch.add_models, to=first), ampatch.add_optimizers
     for error, says, add, given in (
-        (ampatch.AmpatchError, "in the session of another", models, [good, elsewhere]),
+        (ampatch.AmpatchError, "belongs to another call", models, [good, elsewhere]),
         (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
         (ampatch.AmpatchError, r"'0\.weight', a shard of a DTensor", models, [good, sharded]),
         (RuntimeError, "out of memory", models, [good, failing]),

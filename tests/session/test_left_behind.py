@@ -171,7 +171,7 @@ def test_errors_of_a_python_without_groups(monkeypatch):
     undo = UndoAll("deactivate()")
     for name in ("one", "two", "two"):
         assert undo.do(failing(name)) is None
-    with pytest.raises(ampatch.AmpatchError, match="2 parts.*ValueError: one; ValueError: two"):
+    with pytest.raises(ampatch.AmpatchError, match="2 changes.*ValueError: one; ValueError: two"):
         undo.end()
 
 

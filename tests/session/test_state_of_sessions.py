@@ -65,7 +65,7 @@ def test_that_the_scales_of_earlier_sessions_are_not_meant_is_said(call, caplog,
     ampatch.state_dict(of=first[0])
     assert caplog.text == ""
     assert list(call() or ampatch.state_dict()) == ["loss_scaler0"]
-    assert "Do the same for their models: ampatch.state_dict(of=model)" in caplog.text
+    assert "Call it for their models too: ampatch.state_dict(of=model)" in caplog.text
     del kept, first
     gc.collect()
     caplog.clear()
@@ -77,7 +77,7 @@ def test_that_the_scales_of_earlier_sessions_are_not_meant_is_said(call, caplog,
 @pytest.mark.parametrize(
     "edit, expected, said",
     [
-        (lambda state: state.pop("loss_scaler1"), [2.0, 64.0], "as they are: loss_scaler1 at 64."),
+        (lambda state: state.pop("loss_scaler1"), [2.0, 64.0], "not change: loss_scaler1 at 64."),
         (lambda state: state.update(loss_scaler2=SCALE), [2.0, 2.0], "left out: loss_scaler2."),
     ],
     ids=["fewer", "more"],

@@ -125,10 +125,11 @@ def test_each_advice_does_what_it_says(kind, machine, capsys):
 def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_budget(machine):
     """Also where the line of before is repeated: its budget is then not asked for anew."""
     machine.noise = 1.6
-    results = sweep("--budget", "3", "--levels", "O0,O1")
+    options = ("--budget", "3", "--levels", "O0,O1", "--margin", "5%")  # accuracy is shown
+    results = sweep(*options)
     [words] = [one for one in advice(results) if one[1] == "--rounds"]
     assert int(words[2]) == results.rows[0].speeds.n + 3
-    more = sweep("--budget", "3", "--levels", "O0,O1", *words)
+    more = sweep(*options, *words)
     assert {row.speeds.n for row in more.rows} == {int(words[2])}
     assert [row.seeds for row in more.rows] == [row.seeds for row in results.rows]
 

@@ -75,12 +75,12 @@ CONTENTS = {f"apex.{name}": source for source, names in _SOURCES for name in nam
 def install(force: bool = False) -> None:
     """Register `apex` and its modules in `sys.modules`; a second call changes nothing.
 
-    Also makes `importlib.metadata.version("apex")` succeed.
+    `importlib.metadata.version("apex")` works then, too.
 
-    Raises `AmpatchError` if an apex with an amp, or a module apex of your own, could be imported
-    and `force` is not set; with `force` it is hidden until `uninstall`.  NVIDIA's or an installed
-    apex without amp, and a folder without `__init__.py`, are replaced, which is logged; names that
-    ours lacks still come from there.
+    If an apex with an amp, or your own module apex, can be imported, it raises `AmpatchError`; with
+    `force` that module is hidden until `uninstall`.  An apex without amp, and a folder without
+    `__init__.py`, are hidden with a message; modules that ampatch's package lacks are still found
+    there.
     """
     if is_installed():
         return
@@ -159,7 +159,7 @@ class _CallableLARC(ModuleType):
 
 
 def uninstall() -> None:
-    """Remove `apex`; a real one that was hidden is importable again.  A second call does nothing.
+    """Remove `apex`; a hidden real apex is importable again.  A second call does nothing.
 
     Open sessions stay open; `ampatch.deactivate()` closes them.
     """

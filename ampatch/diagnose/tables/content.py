@@ -13,47 +13,48 @@ from ampatch.session.facade import listed_function
 from . import differences
 
 TITLES = {
-    "WHITELIST": "To the half dtype.",
-    "BLACKLIST": "To FP32.",
-    "PROMOTE": "To the widest floating dtype among the inputs.",
-    "BANNED": "Refused in half, or run in FP32 with a warning.",
-    "BEYOND": "Autocast leaves it alone: refused in half or in two dtypes.",
-    "EVERY_LEVEL": "Wrong in half: FP32 inside at all levels; if its gradient alone, in graphs.",
-    "APEX": "Only with apex's tables (`ampatch.init()`, the `apex` package), in addition.",
+    "WHITELIST": "Cast to the half dtype.",
+    "BLACKLIST": "Cast to FP32.",
+    "PROMOTE": "Cast to the widest floating dtype among the inputs.",
+    "BANNED": "Unsafe in half: run in FP32 with a warning, or refused (`allow_banned=False`).",
+    "BEYOND": "PyTorch refuses them in half or in mixed dtypes.",
+    "EVERY_LEVEL": "PyTorch computes them wrongly in half: at every level they run in FP32 "
+    "internally and return half; if only the gradient is wrong, only in graphs. Most are "
+    "sums: a bfloat16 sum stops growing at 256 times an addend.",
+    "APEX": "Added by `ampatch.init()` and the `apex` package only.",
 }
 RULES = {
-    Rule.HALF: "FP32 inputs are cast to the half dtype, and inputs of the other half dtype too.",
-    Rule.CONTRACTION: "Half if each operand of the equation shares a summed label with another "
-    "operand; as float if the equation has other sums; else as promote.",
+    Rule.HALF: "FP32 inputs, and inputs of the other half dtype, are cast to the half dtype.",
+    Rule.CONTRACTION: "As half if each operand shares a summed label with another operand; as "
+    "float if there are other sums; else as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
-    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless the call says `sparse=True`.",
-    Rule.FLOAT_ON_CPU_IF_VECTOR: "As float on the CPU, if the first input has one dimension.",
-    Rule.FLOAT_ON_CPU_IF_ADDING: "As float on the CPU, if the call says `accumulate=True` or "
-    '`mode="replicate"`.',
-    Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT: "As float on the CPU, if the weight is half and running "
+    Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless `sparse=True`.",
+    Rule.FLOAT_ON_CPU_IF_VECTOR: "As float on the CPU if the first input is 1-dim.",
+    Rule.FLOAT_ON_CPU_IF_ADDING: 'As float on the CPU if `accumulate=True` or `mode="replicate"`.',
+    Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT: "As float on the CPU if the weight is half and the running "
     "statistics are not.",
-    Rule.FLOAT_ON_CPU_IF_OVERLAPPING: "As float on the CPU, if more than 16 windows may have one "
-    "element, or a window has more than 65,504.",
-    Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call itself says `dtype=`.",
+    Rule.FLOAT_ON_CPU_IF_OVERLAPPING: "As float on the CPU if more than 16 windows may share an "
+    "element, or a window has over 65,504 elements.",
+    Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call passes `dtype=`.",
     Rule.PROMOTE: "Inputs are cast to the widest floating dtype among them.",
-    Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first, which the call writes into.",
-    Rule.POWER: "As half for exponents from 2 on, as float for negative ones.",
+    Rule.LIKE_FIRST: "Inputs are cast to the dtype of the first one, into which the call writes.",
+    Rule.POWER: "As half for exponents of 2 or more, as float for negative ones.",
     Rule.BANNED: "A call with a half input runs in FP32 and warns once; with "
     "`allow_banned=False` it raises NotImplementedError.",
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
 }
 PARTS = {
-    ("torch.nn.RNNBase", "check_input"): "Refuses an input whose dtype is not the weights', "
-    "before the cast that would make them equal.",
-    ("torch.backends.mha", "get_fastpath_enabled"): "Whether MultiheadAttention and "
-    "TransformerEncoderLayer call their fused kernels: not where calls are cast.",
-    ("torch.nn.functional", "multi_head_attention_forward"): "A graph of torch.compile has it as "
-    "one call, which takes the casting of its forward along.",
-    ("torch.utils.checkpoint", "checkpoint"): "The recompute in backward may run in another "
-    "thread, and takes the casting of its forward along.",
+    ("torch.nn.RNNBase", "check_input"): "It refuses inputs in another dtype than the weights, "
+    "before the casts that make the dtypes equal.",
+    ("torch.backends.mha", "get_fastpath_enabled"): "It returns False where calls are cast: "
+    "MultiheadAttention and TransformerEncoderLayer then skip their fused kernels.",
+    ("torch.nn.functional", "multi_head_attention_forward"): "torch.compile records it as one "
+    "call, which keeps the casts of its forward.",
+    ("torch.utils.checkpoint", "checkpoint"): "The recomputation in backward may run in another "
+    "thread, and keeps the casts of its forward.",
 }
-"""What is replaced beside the functions of the tables, and why."""
+"""What is replaced in addition to the functions of the tables, and why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,29 +10,26 @@ from __future__ import annotations
 from ampatch.casting.tables import Row, Rule
 
 AUTOCAST = {
-    Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU it casts the products and "
-    "sums inside, as ampatch.",
-    Rule.POWER: "runs the products of a negative power in half, after its inverse.",
-    Rule.PROMOTE: "raises RuntimeError for an input of the half dtype that is not the active one; "
-    "ampatch promotes it like any other.",
-    Rule.BANNED: "raises RuntimeError whatever the dtype; ampatch minds half inputs only.",
+    Rule.CONTRACTION: "half for every equation on CUDA; as here on the CPU.",
+    Rule.POWER: "half for the products of a negative power.",
+    Rule.PROMOTE: "raises RuntimeError for inputs of the other half dtype.",
+    Rule.BANNED: "raises RuntimeError whatever the dtype.",
 }
 """Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
 
 AUTOCAST_OF_ROWS = {
-    "torch.corrcoef": "runs the product inside in half.",
-    "torch.Tensor.corrcoef": "runs the product inside in half.",
-    "torch.Tensor.sum_to_size": "leaves a tensor that has the size as it is.",
-    "torch.grid_sampler": "promotes on CUDA, where it raises RuntimeError for an input of the half "
-    "dtype that is not the active one; runs it in FP32 on the CPU.",
-    "torch.sparse.addmm": "runs the addmm inside in half, with which a backward pass outside of "
-    "the region mixes FP32: RuntimeError.",
-    "torch.nn.functional.interpolate": "runs it in FP32 too, but for mode="
-    '"area", which stays half.',
+    "torch.corrcoef": "half for the product inside.",
+    "torch.Tensor.corrcoef": "half for the product inside.",
+    "torch.Tensor.sum_to_size": "leaves a tensor of that size alone.",
+    "torch.grid_sampler": "promotes on CUDA and raises RuntimeError for inputs of the other half "
+    "dtype; FP32 on the CPU.",
+    "torch.sparse.addmm": "half for the addmm inside; a backward pass outside the region then "
+    "raises RuntimeError.",
+    "torch.nn.functional.interpolate": 'FP32 too, except for mode="area", which stays half.',
 }
 """Rows that autocast treats differently, by their first function."""
-AT_EVERY_LEVEL = "has FP32 within its regions alone."
-LEFT_ALONE = "leaves them as PyTorch has them."
+AT_EVERY_LEVEL = "FP32 in its regions only."
+LEFT_ALONE = "left alone"
 """What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_ROWS` says it."""
 
 APEX = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -16,23 +17,26 @@ import torch
 from .content import PARTS, RULES, TITLES, Entry
 
 _WIDTH = 88
+OTHERS = ("autocast", "apex")
+"""Systems that an entry is compared with: `torch.autocast` for CUDA, and apex."""
 
 _HEAD = """\
-# What ampatch patches, and why
+# What is cast: the operator tables
 
-Made by `ampatch tables --format markdown`, from `ampatch/casting/tables.py`; a test compares the
-two. `ampatch tables` also says what your torch lacks of it. Apex called the first two tables
-whitelist and blacklist.
+At O1 `torch.matmul(a, b)` casts FP32 arguments to half, because its row below has the rule `half`.
+`ampatch tables matmul` prints such a row, and `ampatch tables` also names the functions that your
+torch lacks.
 
-A row names functions in the namespace where they are patched, through which others call them:
-`torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`. A function in no row
-is the same object as without ampatch. In-place functions (`exp_`) are not patched either, except
-those that write values into a tensor (`index_add_`). A patched function does not cast calls with
-`out=`, nor float64, complex, integer and bool tensors.
+- **Where a function is patched.** Often a row names the builtin below the public function:
+  `torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`.
+- **What is not patched.** Functions in no row, and in-place functions (`exp_`), except those that
+  write values into a tensor (`index_add_`). Code that got a function before the patches:
+  [functions bound early](early_names.md).
+- **What is not cast.** Calls with `out=`, and float64, complex, integer and bool tensors.
+- **The last column** says where `torch.autocast` for CUDA and apex differ. Empty: they agree, or do
+  what stands above the table.
 
-The last two columns say where `torch.autocast` for CUDA and apex differ; empty: they do the same.
-Code that took a function before the patches is found in most places:
-[early_names.md](early_names.md) lists them.
+The first two tables have apex's names. This page is made by `ampatch tables --format markdown`.
 """
 
 
@@ -42,7 +46,7 @@ def write_text(entries: Iterable[Entry], missing: list[str], is_complete: bool) 
     shown = None
     for entry in entries:
         if entry.table != shown:
-            lines += [f"{entry.table}: {TITLES[entry.table]}", ""]
+            lines += [_fill(f"{entry.table}: {TITLES[entry.table]}", 0), ""]
             shown = entry.table
         lines += [_text(entry), ""]
     if is_complete:
@@ -56,7 +60,7 @@ def _text(entry: Entry) -> str:
     native = "; PyTorch does this itself" if entry.native else ""
     lines = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
     lines.append(_fill(entry.why, 2))
-    for other in ("autocast", "apex"):
+    for other in OTHERS:
         difference = getattr(entry, other)
         if difference:
             lines.append(_fill(f"{other}: {difference}", 2))
@@ -81,11 +85,18 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     lines.append("| rule | |\n|---|---|")
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
-        lines.append(f"\n## {table}\n\n{TITLES[table]}\n")
-        lines.append("| rule | functions | why | autocast | apex |\n|---|---|---|---|---|")
-        groups: dict[tuple[str, str, str, str], list[Entry]] = {}
+        usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}
+        said = f" Elsewhere:{_elsewhere(usual)}" if any(usual.values()) else ""
+        lines.append(f"\n## {table}\n\n{TITLES[table]}{said}\n")
+        lines.append("| rule | functions | why | elsewhere |\n|---|---|---|---|")
+        groups: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in rows:
-            same = (entry.rule, entry.why, entry.autocast, entry.apex)
+            unlike = {
+                name: getattr(entry, name) or "the same"
+                for name in OTHERS
+                if getattr(entry, name) != usual[name]
+            }
+            same = (entry.rule, entry.why, _elsewhere(unlike).strip())
             groups.setdefault(same, []).append(entry)
         lines += [_markdown(*same, group) for same, group in groups.items()]
     lines.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
@@ -93,7 +104,17 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     return "\n".join(lines)
 
 
-def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry]) -> str:
+def _usual(texts: Iterable[str]) -> str:
+    """What most rows of a table say of another system."""
+    return Counter(texts).most_common(1)[0][0]
+
+
+def _elsewhere(texts: dict[str, str]) -> str:
+    """What other systems do, by their names, for those that differ."""
+    return "".join(f" {name}: {text.rstrip('.')}." for name, text in texts.items() if text)
+
+
+def _markdown(rule: str, why: str, elsewhere: str, group: list[Entry]) -> str:
     """One line for the rows that differ in where alone."""
     where: dict[str, list[str]] = {}
     for entry in group:
@@ -101,7 +122,7 @@ def _markdown(rule: str, why: str, autocast: str, apex: str, group: list[Entry])
         names = native + " ".join(f"`{name}`" for name in entry.names)
         where.setdefault(names, []).append(f"`{entry.where}`")
     functions = "; ".join(f"{names} of {', '.join(of)}" for names, of in where.items())
-    cells = [text.replace("_", r"\_") for text in (why, autocast, apex)]
+    cells = [text.replace("_", r"\_") for text in (why, elsewhere)]
     return f"| {' | '.join([rule, functions, *cells])} |"
 
 

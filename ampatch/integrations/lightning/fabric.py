@@ -15,14 +15,13 @@ from .packages import PACKAGES, Plugin
 class AmpatchFabricPrecision(Plugin, *(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
     """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
 
-    Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.  The
-    plugin is stateful: with `fabric.save(path, {..., "precision": plugin})` the loss scale is in
-    the checkpoint.
+    Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.
+    `fabric.save(path, {..., "precision": plugin})` saves the loss scale.
 
     Args:
         opt_level: as in `ampatch.initialize`.
-        dtype: as there.
-        settings: its other arguments, by keyword, but for `num_losses`.
+        dtype: as in `ampatch.initialize`.
+        settings: other arguments of `ampatch.initialize` except `num_losses`, by keyword.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong; the message names it.

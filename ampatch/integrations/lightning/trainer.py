@@ -19,8 +19,8 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
 
     Args:
         opt_level: as in `ampatch.initialize`.
-        dtype: as there.
-        settings: its other arguments, by keyword, but for `num_losses`.
+        dtype: as in `ampatch.initialize`.
+        settings: other arguments of `ampatch.initialize` except `num_losses`, by keyword.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong; the message names it.

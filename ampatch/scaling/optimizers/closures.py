@@ -53,8 +53,8 @@ def refuse(optimizer: Any) -> NoReturn:
     """Raise `AmpatchError`: this optimizer cannot go back after an overflow in a closure."""
     raise AmpatchError(
         f"{type(optimizer).__name__}.step(closure) under a dynamic loss scale: the optimizer calls "
-        "the closure itself, and could not go back if a gradient overflows. Nothing was changed. "
-        "Expected gradients that need no dynamic scale: ampatch.initialize(..., "
-        "dtype=torch.bfloat16), or a static one, such as loss_scale=128.0. If the optimizer "
+        "the closure itself, so a step that overflows could not be skipped. Nothing was changed. "
+        "Use ampatch.initialize(..., dtype=torch.bfloat16), or a static scale, such as "
+        "loss_scale=128.0. If the optimizer "
         "evaluates the closure only once, call closure() and then step()."
     )

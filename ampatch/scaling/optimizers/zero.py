@@ -18,7 +18,7 @@ def refuse_join(optimizer: Any) -> None:
     if optimizers.is_zero_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
-            "without data would make a step that the others skip. Nothing was changed. Expected "
+            "without data would make a step that the others skip. Nothing was changed. Use "
             "loss_scale=1.0, or dtype=torch.bfloat16."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from ampatch.sweep.execution.budget import duration
 from ampatch.sweep.measure.record import Run
@@ -12,10 +12,10 @@ from ampatch.sweep.report.figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
 
 
-class Progress(Protocol):
+class Progress:
     """What the sweep calls while it runs, inside a `with` block of this object.
 
-    A display derives from it and overrides what it shows; by default nothing is shown.
+    A display derives from it and overrides what it shows; this one shows nothing.
     """
 
     def __enter__(self) -> Progress:
@@ -41,10 +41,6 @@ class Progress(Protocol):
 
     def said(self, text: str) -> None:
         """Something that the user should know before the sweep has ended."""
-
-
-class Silent(Progress):
-    """Shows nothing."""
 
 
 class Lines(Progress):

@@ -27,7 +27,7 @@ from ampatch.sweep.trial import BASE, Case, Trial
 
 
 class SweepError(AmpatchError):
-    """A sweep cannot go on in a useful way; what it has measured is kept."""
+    """A sweep cannot continue; its measurements are kept."""
 
 
 class Course:

@@ -16,7 +16,7 @@ from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.progress import Progress, Silent
+from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.execution.running import Course, SweepError
 from ampatch.sweep.execution.slot import device_groups
@@ -30,21 +30,21 @@ from ampatch.sweep.trial import Case, Trial
 
 
 class Sweep:
-    """A script and the trials to run it in; `runs` grows while `run` goes on.
+    """A script and its trials; `run` adds to `runs`.
 
     Args:
-        script: the script's file, or with `module` the name of a module.
-        arguments: the script's own, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
+        script: the file of the script, or with `module` the name of a module.
+        arguments: arguments of the script, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
             directory for each trial) are replaced.
-        options: those of `SweepOptions`, by name.
+        options: those of `SweepOptions`, by keyword.
 
-    The first run at O0 shows what kind of script it is (`kinds.py`); the rows follow from that.
-    With `rows`, a list of `Case`, they are these alone, and a resumed sweep may be given others.
-    On a CUDA device there is a row `O0+tf32` beside O0.
+    The first run at O0 finds out what kind of script it is, and the rows follow from that.  On a
+    CUDA device a row `O0+tf32` is added.  With `rows`, a list of `Case`, only these run; a resumed
+    sweep may get others.
 
-    Raises `FileNotFoundError`, `ImportError`, `TypeError` or `ValueError` for what cannot be run,
-    and `OSError` for a directory that cannot be written.  Holds the directory until `close`,
-    which `run` calls.
+    Raises `FileNotFoundError`, `ImportError`, `TypeError` or `ValueError` for a script or options
+    that cannot run, `OSError` if the directory cannot be written.  Locks the directory until
+    `close`, which `run` calls.
     """
 
     def __init__(self, script: str, arguments: Sequence[str] = (), **options: Any) -> None:
@@ -119,15 +119,15 @@ class Sweep:
 
     @property
     def rows(self) -> list[Row]:
-        """One row for each case of which a run has ended."""
+        """One row for each case with a finished run."""
         return self.results.rows
 
     def run(self, progress: Progress | None = None) -> Sweep:
-        """Run the trials that have not run yet; each adds to the files when it has ended.
+        """Run the trials that have not run yet; each writes its files when it has ended.
 
-        Raises `SweepError` after the first run that shows that the script does not
-        train, or reports no such metric; and at the end, if trials were lost with what ran
-        them.  What was submitted ends with this call.
+        Raises `SweepError` after the first run if the script does not train or does not report
+        the metric; and at the end if trials were lost, for example with a node.  No trial is left
+        running.
         """
         program = self._program
         if self._options.copies and self._file.resolve().is_relative_to(Path.cwd()):
@@ -145,7 +145,7 @@ class Sweep:
             in_copy=self._options.copies,
         )
         try:
-            shown, engine = progress or Silent(), engines.make(self._options)
+            shown, engine = progress or Progress(), engines.make(self._options)
             with shown, engine:
                 if self._kept:
                     shown.said(self._kept)

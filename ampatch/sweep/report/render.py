@@ -23,7 +23,7 @@ from ampatch.sweep.report.table import notes, table
 
 
 def write_report(directory: str | Path) -> None:
-    """Write report and pictures, and the table as CSV, Markdown and LaTeX again.
+    """Write the report, its pictures, and the table as CSV, Markdown and LaTeX again.
 
     Raises `FileNotFoundError` if there are no results, `ValueError` for results in another
     version's format, `OSError` if nothing can be written.

@@ -98,11 +98,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """A case and the figures of all its runs.  None: they did not measure it.
+    """A case and the figures of all its runs.  None: not measured.
 
-    Over the whole runs: losses and metrics are means, memory is the maximum, skips are
-    sums.  Over the short runs as well: `step_ms` and `cpu_ms` are medians of the runs' medians.
-    `status` is "ok", or what is wrong with the first failed run.
+    Losses and metrics are means over the full runs, memory is the maximum, skips are sums.
+    `step_ms` and `cpu_ms` are medians of the medians of all runs, short ones too.  `status` is
+    "ok", or what went wrong in the first failed run.
     """
 
     label: str
@@ -190,7 +190,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Stored:
-    """A sweep as it lies in its directory."""
+    """A sweep as stored in its directory."""
 
     directory: Path
     results: Results
@@ -200,7 +200,7 @@ class Stored:
 def read_results(directory: str | Path) -> Results | None:
     """The results in a sweep's directory; None if there are none.
 
-    Raises `ValueError` for a file that no sweep wrote, that is damaged, or in another format.
+    Raises `ValueError` for a damaged file, or one of another format or program.
     """
     path = Path(directory) / SUMMARY
     try:
@@ -225,9 +225,9 @@ def _names_its_own(data: dict) -> bool:  # --overwrite deletes what a record nam
 
 
 def read_runs(directory: str | Path, label: str | None = None) -> Iterator[Run]:
-    """The runs that a sweep's record names, by file name; with `label` those of one row.
+    """The runs of a sweep, by file name; with `label` those of one row.
 
-    One whose file is cut off counts as not done: a warning names it.
+    A run whose file is cut off is left out, with a warning.
     """
     results = read_results(directory)
     for stem in sorted(results.trials if results else ()):
