@@ -78,9 +78,9 @@ def half_copies(
 ) -> Sequence[Tensor]:
     """The copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    One node of the graph makes them, which takes sparse gradients, or with `own_nodes` a node for
-    each weight, which may be of any kind, such as a DTensor.  `in_one_block` is for weights of an
-    RNN that share a block of memory (`are_one_block`), as the copies then do.
+    One node of the graph makes them and takes sparse gradients.  With `own_nodes` each weight has a
+    node, and may be of any kind, such as a DTensor.  `in_one_block` is for weights of an RNN that
+    share a block of memory (`are_one_block`), as their copies then do.
 
     Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
     `F.linear` on an input that is not contiguous folds its batch into one product only if the

@@ -111,7 +111,7 @@ def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, here):
 
 
 def mixtures(where: str, name: str) -> dict:
-    """Arguments of the active half type with FP32 in turns, and with the other half type."""
+    """Arguments of the active half dtype with FP32 in turns, and with the other half dtype."""
     leaves, spec = tree_flatten(sample(where, name))
     floating = [
         index

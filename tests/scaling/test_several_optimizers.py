@@ -126,7 +126,7 @@ def test_gradients_with_a_graph_under_a_scale_of_one(caplog):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_mixed_calls_are_cast_to_the_type_of_the_model(level, kind):
-    """`cast_model_type` may be another half type than `dtype`."""
+    """`cast_model_type` may be another half dtype than `dtype`."""
 
     class Adding(nn.Sequential):
         def __init__(self):
