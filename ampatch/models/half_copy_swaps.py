@@ -87,7 +87,7 @@ def record_values(tensor: Tensor) -> None:
             call.swap.half_copies.record_values(tensor)
 
 
-def is_traced_by_fx(args: tuple, kwargs: dict) -> bool:
+def is_fx_traced(args: tuple, kwargs: dict) -> bool:
     """Whether torch.fx calls a module on proxies, to see what it does."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.fx.Proxy):
@@ -153,7 +153,7 @@ class Swap:
         self.half_copies.add(parameter, copy)
 
     def swap_out(self) -> None:
-        """The slots hold what they held before.  May be called again."""
+        """Put back what the slots held before.  May be called again."""
         swapper, half_copies, previous = self.swapper, self.half_copies, self._previous
         self.is_in_place = False
         try:

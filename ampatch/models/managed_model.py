@@ -28,13 +28,7 @@ from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights
 from .half_copy_slots import StaysFloat
-from .half_copy_swaps import (
-    HalfCopySwapper,
-    Swap,
-    enclosing_swap,
-    half_copy_dtypes,
-    is_traced_by_fx,
-)
+from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
 from .io_casting import InputCasts, ModelInputs
 from .module_overrides import ModuleOverride, has_float_buffers
 from .own_frame import OwnFrame
@@ -111,7 +105,7 @@ class ManagedModel:
     # Put in, take out
 
     def convert(self, stays_float: StaysFloat) -> None:
-        """Have half copies of the weights in forwards, or convert weights and buffers to half."""
+        """Use half copies of weights in forwards, or convert weights and buffers to `in_dtype`."""
         dtype = self.in_dtype
         if dtype is None:
             return
@@ -120,8 +114,7 @@ class ManagedModel:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
             self.conversions.convert(self.model, dtype, stays_float, excluded)
         if dtype in HALF_TYPES:
-            update = self._update_submodules
-            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, update)
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._update)
             self.swapper.open()
 
     def check_shards(self) -> None:
@@ -131,7 +124,7 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _update_submodules(self) -> None:
+    def _update(self) -> None:
         """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
         if self._submodules is not None and self.swapper is not None:
             self._submodules.install(self.swapper.ids())
@@ -313,7 +306,7 @@ class ManagedModel:
         state.enter(call, self)
         call.input_casts = casts
         call.computes_in = None if self._submodules is None else self.in_dtype
-        if swapper is not None and enclosing is None and not is_traced_by_fx(args, kwargs):
+        if swapper is not None and enclosing is None and not is_fx_traced(args, kwargs):
             swapper.swap_in(call, module)
             policy = self.policy
             if inputs is self._inputs and call.swap is not None and self._submodules is not None:
@@ -381,7 +374,7 @@ class ManagedModel:
         state, policy, is_setting, slots = self._state, self.policy, True, None
         if inputs is not None:
             args, kwargs = inputs.cast(args, kwargs, None)
-        if self.swapper is not None and not is_traced_by_fx(args, kwargs):
+        if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.in_half_models is not None:
             policy = state.in_half_models.in_dtype(self.swapper.dtype)

@@ -5,11 +5,10 @@ It is a bound method of the module and calls the `forward` of the class.  `model
 says what is done around the call: `ManagedModel`, `ModuleOverride` or `SubmoduleCalls`.  No other
 file knows the attribute `forward`.
 
-A module may have several frames, one around the other.  Which objects have frames:
+A module may have several frames, one around the other.  Its copies have these:
 
-    the module                      those that `put` gave it
-    `copy.copy(module)`             frames of its own, with the same scopes
-    a replica of `nn.DataParallel`  the module's
+    `copy.copy(module)`             frames of their own, with the same scopes
+    replicas of `nn.DataParallel`   the module's
     `copy.deepcopy(module)`         none, as pickles, scripted modules and copies of the attributes
 
 If the script sets another `forward` later, that stays.  It has the casts if it calls the earlier
@@ -333,9 +332,8 @@ def copying_methods() -> list[Replacement]:
         return _replicate_for_data_parallel
 
     methods: list[Replacement] = [(nn.Module, "__copy__", shallow)]
-    if hasattr(nn.Module, REPLICATE):
-        methods.append((nn.Module, REPLICATE, replicate))
-    return methods
+    more: list[Replacement] = [(nn.Module, REPLICATE, replicate)]
+    return methods + more if hasattr(nn.Module, REPLICATE) else methods
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..casting.calls import Call, computes_in, here
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import has_forward
 from .half_copy_slots import StaysFloat
-from .half_copy_swaps import enclosing_swap, is_traced_by_fx, swappers
+from .half_copy_swaps import enclosing_swap, is_fx_traced, swappers
 from .io_casting import ModelInputs
 from .own_frame import SubmoduleFrames
 from .values import cast_tensors
@@ -92,7 +92,7 @@ class SubmoduleCalls:
             inputs is None
             or (here.stack and enclosing_swap(module) is not None)
             or id(module) in swappers
-            or is_traced_by_fx(args, kwargs)
+            or is_fx_traced(args, kwargs)
         ):
             return None
         return self._root.enter_with(inputs, call, module, args, kwargs)
@@ -121,5 +121,6 @@ class SubmoduleCalls:
             or enclosing_swap(module) is not None
         ):
             return forward(module, *args, **kwargs)
-        output = self._root.run_traced_with(inputs, forward, module, args, kwargs)
-        return self.convert_output(output)
+        return self.convert_output(
+            self._root.run_traced_with(inputs, forward, module, args, kwargs)
+        )

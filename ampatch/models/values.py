@@ -105,8 +105,8 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """`value` with each FP32 or half tensor in it converted to `dtype`."""
     if type(value) is Tensor:
-        is_cast = value.dtype is not dtype and value.dtype in CASTABLE
-        return value.to(dtype) if is_cast else value
+        current = value.dtype
+        return value.to(dtype) if current is not dtype and current in CASTABLE else value
     casts: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
 
     def convert_once(tensor: Tensor) -> Tensor:

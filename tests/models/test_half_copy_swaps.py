@@ -39,7 +39,7 @@ def is_float(model):
     return True
 
 
-def test_parameters_and_parts_that_come_later_are_lent():
+def test_parameters_and_submodules_that_come_later_get_half_copies():
     """Put in between forwards, by a forward, or by a parametrization."""
     model, _ = start()
     model(inputs())
