@@ -5,14 +5,10 @@ It is a bound method of the module and calls the `forward` of the class.  `model
 says what is done around the call: `ManagedModel`, `ModuleOverride` or `SubmoduleCalls`.  No other
 file knows the attribute `forward`.
 
-A module may have several frames, one around the other.  Its copies have these:
-
-    `copy.copy(module)`             frames of their own, with the same scopes
-    replicas of `nn.DataParallel`   the module's
-    `copy.deepcopy(module)`         none, as pickles, scripted modules and copies of the attributes
-
-If the script sets another `forward` later, that stays.  It has the casts if it calls the earlier
-one, as accelerate's does.
+A module may have several frames, one around the other.  Deep copies, pickles, scripted modules and
+copies of the attributes have none.  `copy.copy(module)` has frames of its own with the same scopes,
+and a replica of `nn.DataParallel` has those of its module.  If the script sets another `forward`
+later, that stays; it has the casts if it calls the earlier one, as accelerate's does.
 
 torch.compile runs the frame as it is, and compiles what the frame calls.  It compiles the `forward`
 of torch's own modules only within a frame that is not torch's: then it traces the frame, which has
