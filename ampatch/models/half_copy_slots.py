@@ -278,7 +278,7 @@ class HalfCopies:
         return self.parameters[index]
 
     def record_values(self, copy: Tensor) -> None:
-        """Keep the present values of `copy`: `write_back` compares them with those of then."""
+        """Keep the present values of `copy`, with which `write_back` compares the later ones."""
         index = self._index_of(copy)
         if index is None or index in self._values:
             return
