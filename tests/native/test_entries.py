@@ -28,7 +28,7 @@ def test_one_tensor_goes_to_several_places():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-@pytest.mark.skipif(native.part is None, reason="the native part is not in force")
+@pytest.mark.skipif(native.part is None, reason="the native part is not active")
 def test_small_inputs_within_the_limit_are_cast_in_one_call():
     def copy_of(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor | None:
         return native.part.fitting_copy(tensor, dtype, 256.0)
