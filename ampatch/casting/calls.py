@@ -3,7 +3,7 @@
 Calls of managed models, of their submodules and of module overrides, blocks of the user's, regions
 of torch.autocast, recomputations, backwards of custom Functions and optimizer steps are one `Call`
 each, on one stack for each thread, the innermost last.  A call records its policy, its half copies,
-what is lent, and what its exit gives back.  Nothing else records that a forward runs, whose it is,
+its swap, and what its exit undoes.  Nothing else records that a forward runs, whose it is,
 or with what.
 
 `CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -54,13 +54,6 @@ BACKWARD = "backward"
 _TRACED_REGION = "a region of torch.autocast that Dynamo traces"
 
 
-class Ends(Protocol):
-    """A change that a call has made, such as half copies in the slots of weights."""
-
-    def end(self) -> None:
-        """Undo the change.  May be called again."""
-
-
 class Call:
     """One call on the stack.  It has no `__init__`, whose call would cost more than the rest."""
 
@@ -80,9 +73,9 @@ class Call:
     counted_by: Any = None  # the `CastState` of which it is a user: see `acquire`
     was_per_thread = False  # `per_thread` before it; where Dynamo traces
     autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
-    lending: Any = None  # half copies in the slots of weights
-    traced_places: Ends | None = None  # the same where Dynamo traces
-    removed_frames: Ends | None = None  # the frames of submodules
+    swap: Any = None  # of half copies into the slots of weights
+    traced_swap: Any = None  # the same where Dynamo traces
+    removed_frames: Any = None  # the frames of submodules
     input_casts: Any = None  # for what the forward writes into its inputs
 
 
@@ -178,7 +171,7 @@ class CastState:
             self.remove(call)
 
     def remove(self, call: Call) -> None:
-        """Exit a call that lends nothing, and the blocks that were entered in it.
+        """Exit a call without a swap, and the blocks that were entered in it.
 
         Generators exit blocks in any order.  Where a call with a frame runs inside of `call`, that
         call and all others stay on the stack.
@@ -205,11 +198,11 @@ class CastState:
         while last is not call:
             last = stack[-1]
             if last.removed_frames is not None:
-                last.removed_frames.end()
-            if last.lending is not None:
-                last.lending.end()
-            if last.traced_places is not None:
-                last.traced_places.end()
+                last.removed_frames.put_back()
+            if last.swap is not None:
+                last.swap.swap_out()
+            if last.traced_swap is not None:
+                last.traced_swap.swap_out()
             if last.autocast_off:
                 switch_on(last.autocast_off)
             if len(stack) > 1:
@@ -356,18 +349,18 @@ class CastState:
                 return True
         return False
 
-    def lent(self) -> list[Any]:
-        """The lendings of this thread's calls that are in place, the outermost first."""
-        lendings = []  # a comprehension is a call before Python 3.12
+    def swaps(self) -> list[Any]:
+        """The swaps of this thread's calls that are in place, the outermost first."""
+        swaps = []  # a comprehension is a call before Python 3.12
         for call in here.stack:
-            if call.lending is not None and call.lending.is_in_place:
-                lendings.append(call.lending)
-        return lendings
+            if call.swap is not None and call.swap.is_in_place:
+                swaps.append(call.swap)
+        return swaps
 
     def float_of(self, copy: Any) -> Any:
-        """The FP32 weight whose half copy `copy` is, if this thread has lent it; else `copy`."""
-        for lending in self.lent():
-            if (weight := lending.half.float_of(copy)) is not None:
+        """The FP32 weight whose half copy in a slot `copy` is; other tensors are returned."""
+        for swap in self.swaps():
+            if (weight := swap.half_copies.float_of(copy)) is not None:
                 return weight
         return copy
 

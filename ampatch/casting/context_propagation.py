@@ -2,9 +2,9 @@
 
 *Custom autograd Functions*: each call makes a context, which keeps the policy for its backward.
 The backward pass may run in another thread, after the forward's `with` block has ended, or after
-another session has opened with other rules.  The context also keeps the half copies that were lent
-where the Function was called (O2): code that calls modules again in the backward pass (reversible
-networks, adjoint solvers) computes with the forward's own copies, and may ask for their gradients.
+another session has opened with other rules.  The context also keeps the half copies of the forward
+(O2): code that calls modules again in the backward pass (reversible networks, adjoint solvers)
+computes with the forward's own copies, and may ask for their gradients.
 The context drops the copies when autograd frees the graph's buffers.
 
 *Activation checkpoints*: the recompute makes the casts of the forward.  The functions that
@@ -34,7 +34,7 @@ from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, he
 from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
-_LENT = "_ampatch_lent"
+_SWAPS = "_ampatch_swaps"
 _BESIDE_TORCH = "_ampatch_beside_torch"
 """torch's autocast was on too: `custom_bwd` restores torch's casts, and none of ampatch."""
 _UNKNOWN = object()
@@ -78,9 +78,9 @@ def _recording(original: Callable, state: CastState) -> Callable:
         if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
         for call in here.stack:
-            if call.lending is not None:
-                if lent := state.lent():
-                    setattr(self, _LENT, (lent, computes_in()))
+            if call.swap is not None:
+                if swaps := state.swaps():
+                    setattr(self, _SWAPS, (swaps, computes_in()))
                 break
 
     return __init__
@@ -88,22 +88,22 @@ def _recording(original: Callable, state: CastState) -> Callable:
 
 def _under_recorded(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy, (lent, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _LENT, _NOTHING)
-        if policy is None and state.process is None and not (state.per_thread or lent):
+        policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
+        if policy is None and state.process is None and not (state.per_thread or swaps):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
         means_ours = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
         if policy is state.current() and not means_ours:
-            if not lent:
+            if not swaps:
                 return original(self, *args)
             policy = KEEP
-        captured = _Captured(policy, BACKWARD if means_ours else BLOCK, lent, dtype)
+        captured = _Captured(policy, BACKWARD if means_ours else BLOCK, swaps, dtype)
         try:
             return state.within(functools.partial(captured.enter, state), original, self, *args)
         finally:
-            if lent and not keeps_graph():
-                setattr(self, _LENT, _NOTHING)
+            if swaps and not keeps_graph():
+                setattr(self, _SWAPS, _NOTHING)
 
     return apply
 
@@ -116,7 +116,7 @@ class _Captured(NamedTuple):
 
     policy: Any
     kind: str
-    lent: Sequence[Any] = ()
+    swaps: Sequence[Any] = ()
     computes_in: Any = KEEP
 
     def enter(self, state: CastState, call: Call) -> None:
@@ -124,11 +124,11 @@ class _Captured(NamedTuple):
         call.kind = self.kind
         state.enter(call, None)
         state.set_policy(call, self.policy)
-        for index, lending in enumerate(self.lent):
+        for index, swap in enumerate(self.swaps):
             if index:
                 call = Call()
                 state.enter(call, None)
-            lending.lend_again(call)
+            swap.swap_in_again(call)
         call.computes_in = self.computes_in
 
     def enter_recompute(self, state: CastState, call: Call) -> None:
@@ -142,12 +142,12 @@ def _capture(state: CastState) -> _Captured:
     """The state of this thread; the call's kind is USER where the user has set the policy."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
     kind = USER if by_user and policy is setting else BLOCK
-    return _Captured(policy, kind, state.lent(), computes_in())
+    return _Captured(policy, kind, state.swaps(), computes_in())
 
 
 def _along(function: Callable, state: CastState) -> Callable:
     """`function` under the active policy of now; torch's autocast stays that of its thread."""
-    captured = _capture(state)._replace(lent=())
+    captured = _capture(state)._replace(swaps=())
     return functools.partial(state.within, functools.partial(captured.enter, state), function)
 
 

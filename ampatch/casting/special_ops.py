@@ -45,7 +45,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
 
     It is `run_in_fp32` of `wrapper.replacement`.  The row says which calls it concerns.  The result
     has the dtype that PyTorch gives it; a call that works in place writes the result into its first
-    argument.  Where an argument is a half copy that a model has lent, the call reads the FP32
+    argument.  Where an argument is a half copy in the slot of a weight, the call reads the FP32
     weight instead.
     """
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
@@ -189,7 +189,7 @@ def of_modules(state: CastState) -> list[tuple[str, str, Make]]:
 
 
 def embeddings() -> list[tuple[str, str, Make]]:
-    """Forwards that look up in the FP32 weight where a half model has lent its half copy."""
+    """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
     return [(f"torch.nn.{kind.__name__}", "forward", _looking_up) for kind in EMBEDDINGS]
 
 

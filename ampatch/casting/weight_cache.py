@@ -277,4 +277,4 @@ _wants_grad = operator.attrgetter("requires_grad")
 
 
 if native.part is not None:  # it casts weights at their use, unless there are observers
-    native.part.watch(observers)
+    native.part.set_observers(observers)

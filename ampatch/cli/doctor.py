@@ -130,7 +130,7 @@ def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def native_part() -> str:
-    """Whether it is in force, and what keeps it from being built."""
+    """Whether it is active, and what keeps it from being built."""
     from ampatch import native
 
     return "; ".join(filter(None, [native.status().reason, native.missing()]))

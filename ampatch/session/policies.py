@@ -17,7 +17,7 @@ from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
 from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..models.managed_model import Places
+from ..models.managed_model import Slots
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
 from ..torch_private.probes import current_backward_pass
@@ -88,12 +88,12 @@ def outside_passes(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited(policy: Policy, slot_maps: Sequence[Places]) -> Policy:
+def limited(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
     return dataclasses.replace(policy, condition=_touches(slot_maps))
 
 
-def _touches(slot_maps: Sequence[Places]) -> Callable[[tuple, dict], bool]:
+def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
         for slots in slot_maps:
             slot = slots.get(id(tensor))

@@ -28,7 +28,7 @@ FILES = (
     "casting/calls.py",
     "casting/context_propagation.py",
     "casting/policy.py",
-    "models/lent_weights.py",
+    "models/half_copy_swaps.py",
     "models/managed_model.py",
     "models/module_overrides.py",
     "models/own_frame.py",
