@@ -152,7 +152,7 @@ def of_a_forward(model: nn.Module, level: str) -> int:
 
 
 def test_a_managed_forward_adds_so_many_python_calls():
-    """Weights are lent to a model, not to its layers: more layers add the patched calls in them."""
+    """A model swaps copies in, its layers do not: more layers add the patched calls in them."""
     added = {}
     for level, most in FORWARDS.items():
         assert of_a_forward(nn.Linear(2, 2), level) <= most, level
