@@ -17,7 +17,6 @@ MISSING_WITH = r"'with ampatch.scale_loss\(loss, .*\) as scaled_loss: scaled_los
 
 
 def training(**kwargs):
-    """A small model and optimizer, not initialized."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
 
@@ -255,7 +254,6 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
 
 
 def test_a_model_is_no_optimizer_and_an_optimizer_no_model():
-    """Both are in one table."""
     model, optimizer = ampatch.initialize(*training(), verbosity=0)
     for call in (
         lambda: ampatch.scale_loss(L, model),

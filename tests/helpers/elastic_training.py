@@ -24,7 +24,6 @@ ROWS = 16  # of all ranks together
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
     return model, torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
@@ -53,7 +52,6 @@ def one_step(model: nn.Module, optimizer, step: int, rank: int, ranks: int) -> N
 
 
 def state_of(model: nn.Module, optimizer, step: int) -> dict:
-    """A checkpoint."""
     return {
         "step": step,
         "model": model.state_dict(),
@@ -63,7 +61,6 @@ def state_of(model: nn.Module, optimizer, step: int) -> dict:
 
 
 def load(state: dict, model: nn.Module, optimizer) -> int:
-    """Go back to a checkpoint; returns its step."""
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     ampatch.load_state_dict(state["ampatch"])
@@ -71,7 +68,6 @@ def load(state: dict, model: nn.Module, optimizer) -> int:
 
 
 def main(folder: str, level: str, dtype: str, steps: str, *death: str) -> None:
-    """Train to the end, from the checkpoint if there is one."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

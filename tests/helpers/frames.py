@@ -13,7 +13,6 @@ def frames(function: Callable, *args) -> int:
 
 
 def frames_of_each(function: Callable, calls: list[tuple]) -> list[int]:
-    """The same of several calls, in turn."""
     gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
     gc.disable()
     try:

@@ -73,7 +73,6 @@ class Call:
         return rules_of(self.rows)
 
     def is_touched(self, dtype: torch.dtype) -> bool:
-        """Whether a rule acts on arguments of this dtype."""
         return any(dtype in (HALVES if row in IN_HALF else CASTABLE) for row in self.rows)
 
     @property
@@ -89,7 +88,6 @@ class Call:
 
 
 def rules_of(rows: Iterable[str]) -> set[Rule]:
-    """The rules by which rows cast."""
     return {RULE_OF[row] for row in rows if row not in IN_HALF}
 
 
@@ -173,7 +171,6 @@ class Sample:
         return Sample(*tree_map(copy, (self.args, self.kwargs)))
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
-        """With every castable tensor in `dtype`."""
         return self.fresh(lambda leaf: leaf.to(dtype) if leaf.dtype in CASTABLE else leaf)
 
     def tensors(self) -> list[Tensor]:
@@ -304,8 +301,6 @@ def _fake_errors_unlogged() -> Iterator[None]:
 
 
 def backward(call: Callable) -> Callable:
-    """A function that returns the gradients of `call`, for random gradients of its outputs."""
-
     def call_and_go_back(*args: Any, **kwargs: Any) -> list:
         inputs = [tensor for tensor in Sample(args, kwargs).tensors() if tensor.requires_grad]
         found = tree_leaves(call(*args, **kwargs))

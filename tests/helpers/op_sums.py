@@ -340,6 +340,5 @@ RIGHT: dict[str, Case] = {
 
 
 def error_of(case: Case, half: torch.dtype) -> float:
-    """`error` of such a call."""
     call, shapes = case
     return error(call, Sample(tuple(torch.empty(shape) for shape in shapes), {}), half)

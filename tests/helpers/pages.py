@@ -23,8 +23,6 @@ SHELL = ("bash", "console")  # in "console" the lines of commands begin with "$ 
 
 @dataclass(frozen=True)
 class Snippet:
-    """A block between fences."""
-
     page: Path
     heading: str  # of the second level
     language: str
@@ -36,7 +34,6 @@ class Snippet:
 
 
 def snippets(page: Path) -> list[Snippet]:
-    """The snippets of a page, in its order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for block in FENCE.finditer(text):

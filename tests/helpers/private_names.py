@@ -54,7 +54,6 @@ def is_home(path: Path) -> bool:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file, read once."""
     return ast.parse(path.read_text())
 
 
@@ -121,7 +120,6 @@ def _names_of_class(node: ast.ClassDef) -> Iterator[str]:
 
 @functools.cache
 def _slots() -> frozenset[str]:
-    """Names of attributes in `__slots__`."""
     return frozenset(
         found.value
         for path in ROOT.rglob("*.py")

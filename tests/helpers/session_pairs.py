@@ -25,7 +25,6 @@ def backward(model, optimizer, step, **options):
 
 
 def one_step(model, optimizer, step):
-    """A step on the batch of that number, and its loss."""
     return small_training.train(model, optimizer, data(step))
 
 

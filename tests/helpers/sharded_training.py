@@ -43,8 +43,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks between two linear layers."""
-
     def __init__(self, norm: bool = False, width: int = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -82,7 +80,6 @@ def shard(model: Net, **options: Any) -> Net:
 
 
 def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
-    """The keyword for `fully_shard` that a level needs."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)} if level == "O2" else {}
@@ -91,7 +88,6 @@ def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
 def managed(
     model: nn.Module, make: Any, order: str, options: dict[str, Any], **settings: Any
 ) -> torch.optim.Optimizer:
-    """Shard a model and put it under ampatch, in one of the two orders; gives its optimizer."""
     settings = {"verbosity": 0, **settings}
     policy = policy_of(settings["opt_level"], settings.get("dtype", torch.float16))
     options, make = {**policy, **options}, MAKE.get(make, make)

@@ -33,7 +33,6 @@ def start(level, kind=torch.optim.SGD, dtype=torch.float16, seed=0, options=None
 
 
 def managed(model, level, dtype=torch.bfloat16, kind=torch.optim.SGD, lr=0.1, **settings):
-    """A model and an optimizer of its parameters, initialized."""
     optimizer = kind(model.parameters(), lr=lr)
     settings = {"verbosity": 0, **settings}
     ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
@@ -41,7 +40,6 @@ def managed(model, level, dtype=torch.bfloat16, kind=torch.optim.SGD, lr=0.1, **
 
 
 def step(loss, optimizer):
-    """One step on the gradients of a loss."""
     optimizer.zero_grad()
     with ampatch.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
@@ -49,7 +47,6 @@ def step(loss, optimizer):
 
 
 def with_norms(seed=0):
-    """Layers, norms, and a buffer of the user's."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
     model.register_buffer("offset", torch.randn(2))
@@ -130,7 +127,6 @@ def grads(optimizer):
 
 
 def train(model, optimizer, batch=None, factor=1.0, **options):
-    """One step: zero_grad, a block, step; returns the loss."""
     optimizer.zero_grad()
     loss = backward(model, optimizer, batch or data(), factor, **options)
     optimizer.step()
@@ -138,7 +134,6 @@ def train(model, optimizer, batch=None, factor=1.0, **options):
 
 
 def values(optimizer):
-    """Copies of what the optimizer updates."""
     return [param.detach().clone() for param in ampatch.master_params(optimizer)]
 
 
@@ -151,7 +146,6 @@ def float_grads(*batches, seed=0, factors=None):
 
 
 def everything(model, optimizer):
-    """Copies of all weights and of all optimizer state."""
     found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
     for state in optimizer.state.values():
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]

@@ -23,7 +23,6 @@ def calls(does: Callable[[], object], room: str = "") -> int:
 
 
 def stop() -> None:
-    """What Python does at Ctrl-C."""
     raise KeyboardInterrupt
 
 

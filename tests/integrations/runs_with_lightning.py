@@ -61,7 +61,6 @@ class Batches(DataLoader):
 
 
 def run(plan: Plan) -> Run:
-    """Train as the plan says; under DDP where `torch.distributed` is initialised."""
     training, data = Training(plan), dataset()
     precision: dict[str, Any] = {"precision": "32-true"}
     if plan.precision == "amp":

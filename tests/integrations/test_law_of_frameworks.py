@@ -54,7 +54,6 @@ BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "
 
 
 def cases(*kinds: str) -> pytest.MarkDecorator:
-    """Every level in both half types; most of them are slow tests."""
     listed = []
     for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
         of_kind = BY_DEFAULT[1:3] if kind in ("ranks", "resume") else BY_DEFAULT
@@ -76,7 +75,6 @@ def framework(request) -> str:
 
 @pytest.fixture(scope="module")
 def runs(framework, tmp_path_factory):
-    """`runs(precision, **plan)`: each run of the framework is made once."""
     folder = tmp_path_factory.mktemp(framework)
 
     @functools.cache
@@ -96,7 +94,6 @@ def assert_near(found: Watched, expected: Watched, level: str, half: str) -> Non
 
 
 def assert_same(found: Watched, losses: list[float], expected: Watched) -> None:
-    """Bit for bit."""
     assert found.run.losses == losses
     assert found.run.weights.keys() == expected.run.weights.keys()
     for name, value in found.run.weights.items():
@@ -119,7 +116,6 @@ def assert_quiet(found: Watched, beside: Watched) -> None:
 
 
 def scale_of(level: str, half: str) -> float:
-    """The loss scale at the end, of `Plan`'s 1024."""
     return 1024.0 if half == "float16" and level in ("O1", "O2") else 1.0
 
 

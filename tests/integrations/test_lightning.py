@@ -188,8 +188,6 @@ def test_manual_optimization_of_two_optimizers(level):
 
 
 class Own(torch.optim.SGD):
-    """No class of torch's."""
-
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 

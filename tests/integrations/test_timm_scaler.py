@@ -50,7 +50,6 @@ IMAGES = _images()
 
 
 def in_float32(loss, optimizer, clip_grad, clip_mode, parameters) -> None:
-    """What train.py does without a scaler."""
     loss.backward()
     if clip_grad is not None:
         dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
@@ -58,8 +57,6 @@ def in_float32(loss, optimizer, clip_grad, clip_mode, parameters) -> None:
 
 
 class Training:
-    """A model, its optimizer and its scaler."""
-
     def __init__(self, level: str | None = None, half: str = "float16") -> None:
         self.model = transformer()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
@@ -70,7 +67,6 @@ class Training:
             self.scaler = AmpatchScaler()
 
     def train(self, clip: float | None = None, mode: str = "norm") -> list[float]:
-        """The losses of one epoch."""
         losses = []
         for inputs, targets in IMAGES:
             loss = F.cross_entropy(self.model(inputs), targets)

@@ -51,7 +51,6 @@ def sentences() -> list[dict[str, torch.Tensor]]:
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """For language models."""
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sentences()]
 
 
@@ -75,7 +74,6 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """One layer on each side, no dropout."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
@@ -102,12 +100,10 @@ def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options
 
 
 def logged(trainer: Trainer, name: str = "loss") -> list[float]:
-    """One value a step."""
     return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
 def trained(*args: Any, **options: Any) -> Trainer:
-    """A trainer that has trained."""
     trainer = trainer_of(*args, **options)
     trainer.train()
     return trainer

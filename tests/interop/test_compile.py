@@ -28,8 +28,6 @@ def compiled(model, backend="eager"):
 
 
 class Twice(nn.Module):
-    """One layer used twice."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -40,7 +38,6 @@ class Twice(nn.Module):
 
 @pytest.fixture
 def inputs():
-    """Input (3, 4)."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -187,14 +184,12 @@ def of_model(model, optimizer, compile_it):
 
 
 def given(model, optimizer, compile_it):
-    """`initialize(torch.compile(model))` instead of `torch.compile(initialize(model))`."""
     fast = torch.compile(model, **{**compile_it.keywords, "fullgraph": False})
     assert amp.initialize(fast, optimizer, **SETTINGS)[0] is fast
     return lambda x: step(fast(x).float().square().mean(), optimizer)
 
 
 def in_place(model, optimizer, compile_it):
-    """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
     model.compile(**compile_it.keywords)
     return lambda x: step(model(x).float().square().mean(), optimizer)
 
@@ -219,7 +214,6 @@ SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
     ],
 )
 def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch):
-    """At O2 half copies stand for FP32 weights in the forward: bit for bit, gradients too."""
     found, graphs = [], []
 
     def backend(graph, inputs):

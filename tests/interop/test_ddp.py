@@ -84,7 +84,6 @@ def train(
 
 
 def float_masters(options: str, micro: int, left_out: set[int]) -> list[torch.Tensor]:
-    """Both ranks' steps in one process and FP32; steps in `left_out` are not made."""
     heads = 1 if options == "find_unused_parameters" else 2
     model = Net(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -121,7 +120,6 @@ ON_GPU = [
     "level, options, given, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
 )
 def test_ddp_trains_as_one_process_in_float(ranks, level, options, given, micro, device):
-    """The ranks have the same weights, skips and loss scale, whichever rank has seen an inf."""
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
     dtype = torch.float16 if poisoned else torch.bfloat16
     one, two = ranks(train, level, options, micro, poisoned, dtype, given, device)

@@ -61,7 +61,6 @@ def trained(level: str, **options) -> Net:
 
 
 def asked(level: str, **options) -> Net:
-    """The same, after a first request."""
     model = trained(level, **options)
     if not options.get("checkpoints"):
         torch.autograd.grad(of(model(X)[0]), model.head.weight)

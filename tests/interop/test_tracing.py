@@ -43,7 +43,6 @@ def managed(level, model=None, **options):
 
 
 def same(found, expected) -> bool:
-    """Equal, dtype by dtype and bit by bit."""
     return all(
         a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
     )

@@ -74,18 +74,15 @@ class Driver:
             scaled.backward(**options)
 
     def plain_backward(self, loss: Tensor) -> None:
-        """`loss.backward()` without a scaler."""
         self.record(loss)
         loss.backward()
 
     def step(self, loss: Tensor, optimizer: Any) -> None:
-        """An ordinary step: zero_grad, backward, step."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         optimizer.step()
 
     def weights(self) -> list[Tensor]:
-        """All weights in FP32, buffers, and what optimizers step on."""
         found = []
         for model, optimizer in self.started:
             found += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
@@ -116,7 +113,6 @@ class Ampatch(Driver):
         return self._started(net, nets, optimizers)
 
     def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
-        """Scale a loss; after the block gradients are unscaled."""
         return ampatch.scale_loss(loss, optimizers, **block)
 
     def casts(self) -> AbstractContextManager:
@@ -141,7 +137,6 @@ class Ampatch(Driver):
             return model(*args)
 
     def set_scale(self, value: float) -> None:
-        """Set a dynamic loss scale."""
         ampatch.set_loss_scale(value)
 
     def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -149,7 +144,6 @@ class Ampatch(Driver):
         return copy.deepcopy((model, optimizer))
 
     def renew(self) -> None:
-        """`initialize` once more on everything that was started."""
         nets, optimizers = zip(*self.started, strict=True)
         started, self.started = self.started, []
         ampatch.deactivate()

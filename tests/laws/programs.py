@@ -29,8 +29,6 @@ Program = list[tuple[str, int]]
 
 
 class Net(nn.Module):
-    """Layers in a row, one used twice, one that joins the optimizer late."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -48,8 +46,6 @@ class Net(nn.Module):
 
 
 class Run:
-    """A program in progress, under one driver."""
-
     def __init__(self, amp: Driver, adam: bool) -> None:
         self.amp = amp
         make = torch.optim.AdamW if adam else torch.optim.SGD
@@ -358,7 +354,6 @@ OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by
 
 
 def program(seed: int, length: int = 25) -> Program:
-    """A program that ends with a step and an evaluation."""
     chance = random.Random(seed)
     names = list(ACTIONS)
     chosen = [
@@ -372,7 +367,6 @@ def program(seed: int, length: int = 25) -> Program:
 
 
 def results(driver: Driver, actions: Program) -> list[Tensor]:
-    """What a run recorded, and its final weights."""
     run = Actions(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
@@ -380,7 +374,6 @@ def results(driver: Driver, actions: Program) -> list[Tensor]:
 
 
 def fault(level: str, half: str, actions: Program) -> str:
-    """What goes wrong with a program under ampatch; empty if nothing does."""
     expected = results(ByHand(level, HALVES[half]), actions)
     try:
         found = results(Ampatch(level, HALVES[half]), actions)

@@ -16,15 +16,11 @@ EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
 
 
 class Early:
-    """What libraries keep: a function of torch's as a class attribute, a default, a partial."""
-
     backward = staticmethod(torch.autograd.backward)
     retaining = partial(torch.autograd.backward, retain_graph=True)
 
 
 class Loss(torch.Tensor):
-    """A tensor whose backward pass is its own."""
-
     def backward(self, *args, **kwargs):
         return EARLY[0](self.as_subclass(torch.Tensor), *args, **kwargs)
 

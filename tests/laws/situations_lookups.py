@@ -173,7 +173,6 @@ def an_embedding_is_read_by(amp, case):
 
 @situation("O2", halves="bf16", against="FP32", within=3e-3)
 def an_embedding_of_two_models(amp):
-    """The one runs within the other."""
     inner = Reading(product)
     outer = Reading(lambda model, hidden: inner(IDS) + product(inner, model.layer(hidden)))
     outer.embed = inner.embed

@@ -63,8 +63,6 @@ def closure_of(amp, model, optimizer, x, y):
 
 
 class ZeroFirst(torch.optim.SGD):
-    """Zeroes the gradients, calls the closure, steps."""
-
     def step(self, closure):
         self.zero_grad()
         with torch.enable_grad():
@@ -152,8 +150,6 @@ def zeroth_order_steps(amp):
 
 
 class Lookahead:
-    """An optimizer around an optimizer: duck-typed."""
-
     def __init__(self, params):
         self.inner = SGD(params)
         self.slow, self.count = None, 0
@@ -183,8 +179,6 @@ class Lookahead:
 
 
 class Cached(torch.optim.SGD):
-    """Keeps a list of its own, and steps on that."""
-
     def __init__(self, params):
         params = list(params)
         super().__init__(params, lr=0.1)

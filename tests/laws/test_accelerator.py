@@ -79,7 +79,6 @@ def steps(make_model, kind, options, factors, **settings):
 
 
 def of_each_kind(kinds):
-    """The model with all layers, and a small one with the first kind."""
     return pytest.mark.parametrize(
         ("model", "kind", "options"),
         [*((Attention, *kind) for kind in kinds), (mlp, *kinds[0])],
@@ -138,7 +137,6 @@ def test_all_that_training_keeps_is_on_the_device(level):
 
 
 def test_a_long_row_of_skips_is_noticed_without_a_wait(caplog):
-    """The counts come to the host by a copy that nobody waits for."""
     model = mlp().to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     ampatch.initialize(model, optimizer, max_consecutive_skips=8)

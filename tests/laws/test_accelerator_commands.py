@@ -141,7 +141,6 @@ def test_doctor_names_and_times_the_device(monkeypatch):
 
 
 def trained(device, watch, size):
-    """What `watch(model)` saw of some steps, the last of which overflows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

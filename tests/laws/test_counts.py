@@ -60,7 +60,6 @@ def test_autocast_does_more_and_the_counting_sees_it(optimizer):
 
 
 def step_of(layers, level):
-    """A training step of a chain of Linear(8, 8)."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(4, 8), torch.randint(0, 8, (4,))
     task = counts.TASKS[MLP]()._replace(

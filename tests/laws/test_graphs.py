@@ -28,7 +28,6 @@ def tied(model):
 
 
 def start(level, optimizers_of, loss_scale="dynamic", **settings):
-    """A driver, a model, and the optimizers that `optimizers_of(model)` makes."""
     amp, model = Ampatch(level, torch.float16), mlp()
     optimizers = optimizers_of(model)
     amp.start(model, optimizers, loss_scale=loss_scale, **settings)

@@ -18,8 +18,6 @@ PLANS = (("O1", FP16), ("O1", H), ("O2", FP16), ("O3", H), ("O0", H), (None, FP3
 
 
 class Training:
-    """A small network, its optimizer and its data, all from one seed."""
-
     def __init__(self, seed, plan, scope):
         torch.manual_seed(seed)
         self.model = nn.Sequential(

@@ -55,7 +55,6 @@ PHASES = {
 
 
 def look(model, optimizer, level):
-    """What one sees of a model: a step's gradients, parts, copies, another thread's forward."""
     x, y = data(5)
     loss = F.mse_loss(model(x).float(), y)
     step(loss, optimizer)

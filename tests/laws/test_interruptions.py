@@ -43,8 +43,6 @@ def is_usable(model, optimizer, level):
 
 
 class Raises(torch.autograd.Function):
-    """A backward pass that fails half-way through the model."""
-
     @staticmethod
     def forward(ctx, x, error):
         ctx.error = error

@@ -23,7 +23,6 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py")
 
 
 def kinds_named(tree: ast.AST) -> Iterator[str]:
-    """Each kind of device that is named in code, as text or as an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.removeprefix("torch.").partition(":")[0].partition(".")[0]

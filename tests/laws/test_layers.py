@@ -83,12 +83,10 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def room(module: str) -> str:
-    """The part of the house a module is in."""
     return module.partition(".")[0]
 
 
 def imported(path: Path, text: str | None = None, annotations: bool = False) -> set[str]:
-    """The modules of ours that a file imports, in functions too; `annotations`: for these too."""
     package = ["ampatch", *path.relative_to(ROOT).parts[:-1]]
     found = set()
     tree = tree_of(path) if text is None else ast.parse(text)
@@ -124,7 +122,6 @@ def _module(dotted: str) -> str:
 
 @pytest.fixture(scope="module")
 def graph():
-    """What each module imports."""
     return {name: imported(path) for name, path in MODULES.items()}
 
 
@@ -163,7 +160,6 @@ def test_the_check_can_see_a_forbidden_import():
 
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
-    """The classes of a file, inner ones too."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             yield node

@@ -36,7 +36,6 @@ def _is_ours(module: str) -> bool:
 
 
 def made_by_ours(tree: ast.Module, known: set[str]) -> set[str]:
-    """Variables that are assigned what begins with one of the known names."""
     return {
         target.id
         for node in ast.walk(tree)

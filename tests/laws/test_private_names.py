@@ -18,7 +18,6 @@ def torchs():
 
 @pytest.fixture(scope="module")
 def met(torchs):
-    """The private names of torch in each file."""
     own = own_names()
     return {
         path: set(private_names.private_names(tree_of(path), own, torchs))

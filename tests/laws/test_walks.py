@@ -24,12 +24,10 @@ FILES = re.compile(r"`([\w/]+\.py)`")
 
 
 def section(title: str) -> str:
-    """The text under a heading of the page."""
     return DESIGN.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
 def entered(call: Callable[[], object]) -> set[str]:
-    """The files of ampatch that `call` enters, relative to the package."""
     found: set[str] = set()
 
     def note(frame, event, argument):

@@ -46,8 +46,6 @@ class ZeroFirst(torch.optim.SGD):
 
 
 class OfOptions(torch.optim.SGD):
-    """Takes its closure in a dict of options, and another one beside it."""
-
     def step(self, options, check=None):
         options["closure"]()
         check()
@@ -58,8 +56,6 @@ STATIC = {"loss_scale": 128.0}
 
 
 def closure_of(model, optimizer, factor=1.0, batch=None, **options):
-    """What the docs pass to `step`."""
-
     def closure():
         optimizer.zero_grad()
         return backward(model, optimizer, batch or data(), factor, **options)
@@ -108,7 +104,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
 
 
 def test_torch_optimizers_evaluate_once():
-    """All but LBFGS, with the weights from before: so the closure and then `step()` do the same."""
     kinds = set(classes().values()) - {torch.optim.LBFGS}
     assert len(kinds) >= 12
     for kind in kinds:

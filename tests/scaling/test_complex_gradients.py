@@ -14,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("scale_lives_on")
 
 
 class Spectral(nn.Module):
-    """A layer of real weights, and a product with complex ones in the frequency domain."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -24,8 +24,6 @@ DYNAMIC = {"loss_scale": "dynamic", "init_scale": 64.0, "verbosity": 0}
 
 
 class Watch:
-    """What steps did: which were skipped and which moved weights, and where the scale went."""
-
     def __init__(self, model, *optimizers) -> None:
         self.model, self.optimizers = model, optimizers
         self.found: dict = {"skipped": [], "moved": [], "scales": []}

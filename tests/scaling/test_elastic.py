@@ -37,7 +37,6 @@ def same(one, other) -> bool:
 
 
 def go_on(rank: int, ranks: int, level: str, dtype: str, state: dict | None, until: int) -> dict:
-    """The checkpoint after training from another one."""
     model, optimizer = script.managed(level, dtype, seed=rank + until)
     step = 0
     if state is not None:
@@ -84,7 +83,6 @@ def assert_near(one: dict, other: dict, level: str) -> None:
 
 
 def torchrun(folder: Path, count: int, *arguments: object) -> dict:
-    """What the script has written at its end."""
     path = os.pathsep.join([str(Path(amp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), "--max-restarts", "1"]

@@ -68,8 +68,6 @@ class Strike:
 
 
 class Training:
-    """Micro-batches and steps; the second micro-batch, or what comes after it, is struck."""
-
     def __init__(self, options=None, **settings) -> None:
         self.options = options or {}
         self.strike, self.phase, self.tries_again = Strike(0), "", False
@@ -81,7 +79,6 @@ class Training:
         ampatch.initialize(self.model, self.optimizer, **settings)
 
     def during(self, phase, act):
-        """Do it, struck in its phase; returns whether it was."""
         if phase != self.phase:
             act()
             return False
@@ -93,7 +90,6 @@ class Training:
         return False
 
     def micro(self, number, factor=1.0, is_struck=False):
-        """As `with scale_loss(...) as scaled: scaled.backward()`."""
         inputs, targets = self.batches[number]
         loss = F.mse_loss(self.model(inputs).float(), targets) * factor
         scaled = block = None

@@ -82,7 +82,6 @@ def plain(model, optimizer):
 
 
 def again(model, optimizer):
-    """A second step on the gradients of a block."""
     train(model, optimizer)
     optimizer.step()
 

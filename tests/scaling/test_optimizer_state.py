@@ -86,7 +86,6 @@ KINDS = {
 
 
 def entries(state, model):
-    """What there is for each weight."""
     found = [state[param] for param in model.parameters()]
     return [dict(entry) if isinstance(entry, dict) else {"value": entry} for entry in found]
 

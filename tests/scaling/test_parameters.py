@@ -17,7 +17,6 @@ import ampatch
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_sparse_gradients(delay):
-    """Of two passes each, the third step overflows."""
     model, plain = (nn.EmbeddingBag(10, 3, mode="sum", sparse=True) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     optimizer, reference = (torch.optim.SparseAdam(m.parameters(), lr=0.1) for m in (model, plain))

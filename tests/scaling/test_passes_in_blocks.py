@@ -16,7 +16,6 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pair(**settings):
-    """Two models in a row, each with an optimizer; the second loss may have another scale."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

@@ -34,7 +34,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
     params=[(2,), slow((4,)), slow((2, 2))], ids=["two ranks", "four ranks", "HSDP on four"]
 )
 def on_mesh(request):
-    """The ranks and the shape of their mesh."""
     count = 2 if request.param == (2,) else 4
     return request.getfixturevalue("ranks" if count == 2 else "four_ranks"), request.param
 
@@ -303,7 +302,6 @@ def test_the_policy_stays_the_users_at_every_level(ranks):
 
 
 def precisions(rank: int, order: str) -> tuple[list, float]:
-    """Overrides, parts in FP32, and inputs that half cannot hold."""
     model = training.Net()
     settings = {"opt_level": "O2", "verbosity": 0, "overrides": {"blocks.1": "float"}}
     in_half = fsdp.MixedPrecisionPolicy(param_dtype=FP16, cast_forward_inputs=False)
@@ -441,7 +439,6 @@ def test_the_first_fsdp(ranks, use_orig_params):
 
 
 def in_half(rank: int, level: str, sharded_first: bool) -> tuple[set[torch.dtype], bool]:
-    """Of shards that are half: their dtypes in the end, and whether they learn."""
     model = training.Net()
     settings = {"opt_level": level, "dtype": BF16, "verbosity": 0}
     if sharded_first:

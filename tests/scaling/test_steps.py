@@ -25,8 +25,6 @@ from ampatch.torch_private import optimizers as torch_optimizers
 
 
 class Answers(torch.optim.SGD):
-    """An optimizer whose step has arguments and an answer of its own."""
-
     def step(self, closure=None, *, note: str = "none"):
         """What it does."""
         super().step(closure)
@@ -54,7 +52,6 @@ def test_step_keeps_its_signature(scheduled):
 
 
 def frames(act):
-    """Names of the Python functions called."""
     names = []
     sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_name))
     try:

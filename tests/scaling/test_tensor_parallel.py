@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 
 @pytest.fixture(params=["ranks", slow("four_ranks")])
 def some_ranks(request) -> Ranks:
-    """Two and four of them."""
     return request.getfixturevalue(request.param)
 
 
@@ -44,8 +43,6 @@ WORDS, STEPS = 16, 3
 
 
 class Net(nn.Module):
-    """A block of a transformer, without attention."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -136,7 +133,6 @@ def optimizer_of(model: Net, run: Run) -> torch.optim.Optimizer:
 
 
 def start(run: Run, mesh: DeviceMesh | None) -> tuple[Net, torch.optim.Optimizer]:
-    """The model and its optimizer; parallel if there is a mesh."""
     model = Net()
     settings = {
         **{"opt_level": run.level, "dtype": run.dtype, "loss_scale": run.loss_scale},
@@ -179,7 +175,6 @@ def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh | None:
 
 
 def train(rank: int, run: Run) -> dict:
-    """Train on all ranks, and say what came of it."""
     mesh = mesh_of((2, 2) if run.by_two else None)
     model, optimizer = start(run, mesh)
     found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
@@ -299,7 +294,6 @@ def test_situations(some_ranks, level, dtype):
 
 
 def check(run: Run, found: list[dict]) -> None:
-    """All ranks as one process."""
     reference, bound = in_one_process(run), 5 * BOUNDS[run.dtype]
     for rank in found:
         assert_close(rank, reference, run.dtype)

@@ -170,7 +170,6 @@ def test_four_ranks(four_ranks, level, dtype, kind, options):
 
 
 def saved(optimizer, model, rank: int) -> bytes | None:
-    """A checkpoint of rank 0 alone, as scripts write it."""
     optimizer.consolidate_state_dict(to=0)
     return packed(model.module, optimizer) if rank == 0 else None
 
@@ -296,7 +295,6 @@ def test_buckets_hold_weights_that_have_changed_their_dtype(ranks, change):
 
 
 def overlapping(rank: int, cases: list) -> list[str]:
-    """What is said of a ZeRO optimizer that steps in the backward pass."""
     said = []
     for level, late, settings in cases:
         model = Net()

@@ -25,8 +25,6 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 
 
 class Net(nn.Module):
-    """A layer and a softmax."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -62,8 +60,6 @@ def test_a_shallow_copy_shares_weights_and_casts(level):
 
 
 class PicklesItself(Net):
-    """A class with its own idea of its state."""
-
     def __getstate__(self):
         return [self.layer]
 

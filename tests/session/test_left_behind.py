@@ -85,7 +85,6 @@ def test_a_mock_from_before_the_session():
 
 @pytest.fixture
 def library(monkeypatch):
-    """A module of the user's."""
     library = types.ModuleType("late_library")
     library.dtype_of = lambda x: x.dtype
     monkeypatch.setitem(sys.modules, "late_library", library)

@@ -26,8 +26,6 @@ def test_the_shape_given_is_the_shape_returned(opt_level, wrap):
 
 
 class Raising:
-    """An observer that fails at one event."""
-
     def __init__(self, event):
         setattr(self, event, self.fail)
 

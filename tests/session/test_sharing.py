@@ -18,8 +18,6 @@ INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 class Net(nn.Module):
-    """An encoder and a head."""
-
     def __init__(self, seed=0, encoder=None):
         super().__init__()
         torch.manual_seed(seed)
@@ -47,7 +45,6 @@ def by_hand(model):
 
 
 def train(models, optimizers, call=lambda model: model(INPUTS), with_ampatch=True):
-    """Three steps of each pair of model and optimizer in turn; the weights in the end."""
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             loss = call(model).square().mean()

@@ -53,12 +53,10 @@ class Counts(collections.Counter):
 
     @property
     def casts(self) -> int:
-        """Copies of one tensor of the device to another dtype."""
         return self._sum("launch", "cast")
 
     @property
     def list_copies(self) -> int:
-        """Copies of whole lists of tensors, to another dtype or not."""
         return self._sum("launch", "aten::_foreach_copy_")
 
     @property
@@ -68,12 +66,10 @@ class Counts(collections.Counter):
 
     @property
     def uploads(self) -> int:
-        """Copies from the host to the device."""
         return self._sum("launch", "copy from the host")
 
     @property
     def downloads(self) -> int:
-        """Copies from the device to the host, waited for or not."""
         return self._sum("launch", "copy to the host")
 
 

@@ -11,7 +11,6 @@ from torch.utils import cpp_extension
 
 
 def main(target: str) -> None:
-    """Build the library `target`."""
     compiler = os.environ.get("CXX", "c++")
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]

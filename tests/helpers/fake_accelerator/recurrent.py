@@ -19,7 +19,6 @@ def lstm_cell(
     input_bias: Maybe = None,
     hidden_bias: Maybe = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The next hidden state and cell; the gates, for the backward pass."""
     gates = _with(from_input, input_bias) + _with(from_hidden, hidden_bias)
     enter, keep, new, out = gates.chunk(4, 1)
     enter, keep, new, out = enter.sigmoid(), keep.sigmoid(), new.tanh(), out.sigmoid()
@@ -30,7 +29,6 @@ def lstm_cell(
 def lstm_cell_backward(
     grad_hidden: Maybe, grad_cell: Maybe, cell: Tensor, after: Tensor, gates: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Maybe]:
-    """Gradients of the gates, the cell and the bias."""
     enter, keep, new, out = gates.chunk(4, 1)
     to_hidden = torch.zeros_like(cell) if grad_hidden is None else grad_hidden
     seen = after.tanh()
@@ -52,7 +50,6 @@ def gru_cell(
     input_bias: Maybe = None,
     hidden_bias: Maybe = None,
 ) -> tuple[Tensor, Tensor]:
-    """The next hidden state; what the backward pass needs."""
     reset_in, keep_in, new_in = _with(from_input, input_bias).chunk(3, 1)
     reset_own, keep_own, new_own = _with(from_hidden, hidden_bias).chunk(3, 1)
     reset, keep = (reset_in + reset_own).sigmoid(), (keep_in + keep_own).sigmoid()
@@ -63,7 +60,6 @@ def gru_cell(
 def gru_cell_backward(
     grad: Tensor, workspace: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor, Maybe, Maybe]:
-    """Gradients of both kinds of gates, the hidden state and both biases."""
     reset, keep, new, hidden, new_own = workspace.chunk(5, 1)
     to_new = grad * (1 - keep) * (1 - new * new)
     to_keep = grad * (hidden - new) * keep * (1 - keep)
