@@ -39,10 +39,15 @@ def managed(model, level, dtype=torch.bfloat16, kind=torch.optim.SGD, lr=0.1, **
     return model, optimizer
 
 
+def pass_back(loss, optimizers, *args, **options):
+    """A `scale_loss` block with the backward pass of the loss."""
+    with ampatch.scale_loss(loss, optimizers, *args, **options) as scaled:
+        scaled.backward()
+
+
 def step(loss, optimizer):
     optimizer.zero_grad()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 
@@ -117,8 +122,7 @@ def in_threads(*calls):
 
 def backward(model, optimizer, batch, factor=1.0, **options):
     loss = F.mse_loss(model(batch[0]), batch[1]) * factor
-    with ampatch.scale_loss(loss, optimizer, **options) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer, **options)
     return loss
 
 

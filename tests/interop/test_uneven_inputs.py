@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ddp_training import batch, build
-from small_training import step
+from small_training import pass_back, step
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
@@ -64,8 +64,7 @@ def uneven(rank: int, level: str, dtype, settings: dict) -> list[torch.Tensor]:
                         if is_plain:
                             loss.backward()
                             continue
-                        with amp.scale_loss(loss, optimizer) as scaled:
-                            scaled.backward()
+                        pass_back(loss, optimizer)
                 optimizer.step()
         weights += [p.detach().float().clone() for p in model.parameters()]
     amp.deactivate()

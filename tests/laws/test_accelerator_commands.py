@@ -33,8 +33,7 @@ ampatch.initialize(model, optimizer)
 x = torch.randn(64, 4, device=device)
 for _ in range(12):
     optimizer.zero_grad()
-    with ampatch.scale_loss((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer) as loss:
-        loss.backward()
+    pass_back((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer)
     optimizer.step()
 """
 

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import data, everything, same, seeded
+from small_training import data, everything, pass_back, same, seeded
 
 import ampatch
 
@@ -87,8 +87,7 @@ class Example:
             for one in fed if through == "loss" else [victim]:
                 self.dirty[one] = True
         if delayed:
-            with ampatch.scale_loss(self.loss(fed, 0.05), optimizers, loss_id) as scaled:
-                scaled.backward()
+            pass_back(self.loss(fed, 0.05), optimizers, loss_id)
         self.scales[loss_id] = ruled(*self.scales[loss_id], faulty)
 
     def interrupt(self, fed, loss_id, bad):

@@ -21,24 +21,10 @@ from test_situations import check
 from torch import Tensor, nn
 
 import ampatch
-from ampatch.errors import AmpatchError
 
 needs_distributed = pytest.mark.skipif(
     not dist.is_available(), reason="torch without torch.distributed"
 )
-
-
-def test_a_scale_for_an_optimizer_that_was_not_given():
-    """Only managed optimizers unscale; the cure is one call, also in the middle."""
-    model = mlp()
-    ampatch.initialize(model, opt_level="O2", init_scale=64.0, verbosity=0)
-    optimizer = SGD(model.parameters())
-    [(x, y)] = batches(1)
-    with pytest.raises(AmpatchError, match=r"not given to ampatch.*add_optimizers"):
-        ampatch.scale_loss(mse(model(x), y), optimizer).__enter__()
-    ampatch.add_optimizers(optimizer)
-    step(mse(model(x), y), optimizer)
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
 
 
 # Checkpoints

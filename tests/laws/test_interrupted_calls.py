@@ -15,7 +15,7 @@ import pytest
 import strikes
 import torch
 from engine import STATE, here, nothing_runs
-from small_training import data
+from small_training import data, pass_back
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,8 +105,7 @@ def forward(model, optimizer, way="plain"):
 
 def whole_step(model, optimizer, way="plain"):
     loss = forward(model, optimizer, way).float().sum()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 
@@ -121,8 +120,7 @@ def with_closure(model, optimizer):
     def closure():
         lbfgs.zero_grad()
         loss = forward(model, lbfgs).float().square().sum()
-        with ampatch.scale_loss(loss, lbfgs) as scaled:
-            scaled.backward()
+        pass_back(loss, lbfgs)
         return loss
 
     lbfgs = optimizer.lbfgs

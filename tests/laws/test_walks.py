@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from repository import DOCS
-from small_training import data, start, train
+from small_training import data, pass_back, start, train
 from torch import nn
 
 import ampatch
@@ -54,8 +54,7 @@ def begun(level: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
 
 def block_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     """From the public `scale_loss` to the optimizer's own step."""
-    with ampatch.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 

@@ -52,29 +52,6 @@ def assert_equal_and_finite(one: dict, two: dict) -> None:
 # DistributedDataParallel
 
 
-def accumulate_under_ddp(rank: int, level: str) -> list[torch.Tensor]:
-    """Two micro-batches, the first within `no_sync`; a second optimizer shares a layer."""
-    model, optimizer = build(seed=0)
-    given = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
-    amp.initialize(model, given, opt_level=level, verbosity=0, loss_scale=128.0)
-    parallel = DistributedDataParallel(model)
-    with parallel.no_sync():
-        backward(parallel, given, rank, weight=0.5)
-    backward(parallel, given, 10 + rank, weight=0.5)
-    return [param.grad.float() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
-    one, two = ranks(accumulate_under_ddp, level)
-    model, _ = build(seed=0)
-    for inputs, targets in map(batch, (0, 1, 10, 11)):
-        (F.cross_entropy(model(inputs), targets) / 4).backward()
-    for grad, param in zip(one, model.parameters(), strict=True):
-        torch.testing.assert_close(grad, param.grad, atol=3e-3, rtol=0.05)
-    assert all(map(torch.equal, one, two))
-
-
 def kept_loss(rank: int) -> None:
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()

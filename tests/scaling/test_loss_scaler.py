@@ -109,21 +109,6 @@ def test_gradients_that_cudas_kernel_does_not_take_are_unscaled_without_it(monke
         taken.clear()
 
 
-def test_it_is_the_rule_of_torchs_gradscaler():
-    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    ours = DynamicScaler(init_scale=1024.0, growth_interval=4)
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    for number in range(40):
-        bad = number % 11 == 7
-        theirs.scale(weight.sum() * (math.inf if bad else 1.0)).backward()
-        theirs.step(optimizer)
-        theirs.update()
-        optimizer.zero_grad()
-        ours.update(flags(bad))
-        assert ours.get() == theirs.get_scale()
-
-
 def test_defaults_start_at_two_to_the_sixteen_below_the_cap():
     assert DynamicScaler().get() == 65536.0
     assert DynamicScaler(max_loss_scale=128.0).get() == 128.0

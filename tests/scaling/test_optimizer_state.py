@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import data, seeded
+from small_training import data, pass_back, seeded
 from small_training import train as one_step
 
 import ampatch
@@ -128,8 +128,7 @@ def test_lists_in_the_state_go_along():
     def closure():
         optimizer.zero_grad()
         loss = F.mse_loss(model(data()[0]), data()[1])
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss, optimizer)
         return loss
 
     for level, kept in (("O0", torch.float32), ("O3", BF16), ("O1", torch.float32)):

@@ -128,19 +128,6 @@ def test_methods_that_others_have_wrapped_are_called(monkeypatch):
     assert seen == ["zero_grad", "step"]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"set_to_none": True}, {"set_to_none": False}])
-def test_gradients_of_all_groups_are_dropped_and_zeros_are_kept_where_asked(kwargs):
-    model = seeded()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    ampatch.initialize(model, optimizer, verbosity=0)
-    backward(model, optimizer, data())
-    optimizer.zero_grad(**kwargs)
-    kept = not kwargs.get("set_to_none", True)
-    assert all((p.grad is not None) == kept for p in model.parameters())
-    assert not kept or not any(p.grad.any() for p in model.parameters())
-
-
 class Around(torch.optim.Optimizer):
     """Its methods are those of an optimizer that it holds."""
 

@@ -13,9 +13,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import close, data, float_grads, grads, seeded, start
+from small_training import close, data, float_grads, grads, pass_back, seeded, start
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.compat.apex import amp
@@ -80,8 +79,7 @@ def test_a_backward_pass_of_the_plain_loss_is_refused(use):
 def test_it_is_refused_at_each_level_with_a_scale(opt_level, scale_lives_on):
     """Earlier gradients, the count of clean steps and the scale are as before."""
     model, optimizer = start(opt_level, loss_scale="dynamic")
-    with ampatch.scale_loss(loss_of(model, data(1)), optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss_of(model, data(1)), optimizer)
     before, kept = ampatch.state_dict(), copy.deepcopy(grads(optimizer))
     held = grads(optimizer)
     loss = loss_of(model)
@@ -89,8 +87,7 @@ def test_it_is_refused_at_each_level_with_a_scale(opt_level, scale_lives_on):
         loss.backward()
     assert all(map(torch.equal, grads(optimizer), kept)) and ampatch.state_dict() == before
     assert all(one is other for one, other in zip(grads(optimizer), held, strict=True))
-    with ampatch.scale_loss(loss_of(model, data(2)), optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss_of(model, data(2)), optimizer)
     assert close(grads(optimizer), float_grads(data(1), data(2)))
 
 
@@ -99,8 +96,7 @@ def test_delayed_blocks_are_looked_at_too(caplog):
     for waits in (False, True):
         model, optimizer = start("O1", verbosity=1)
         if waits:
-            with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-                scaled.backward()
+            pass_back(loss_of(model), optimizer, delay_unscale=True)
         loss = loss_of(model)
         with (
             pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"),
@@ -154,8 +150,7 @@ def under_ddp(rank):
     model, optimizer = start("O1", kind=Adam)
     parallel = DistributedDataParallel(model)
     for number in (0, 1):
-        with ampatch.scale_loss(loss_of(parallel, data(number)), optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss_of(parallel, data(number)), optimizer)
     loss, errors = loss_of(parallel), []
     for _ in range(2):  # beside earlier gradients, and beside none
         try:
@@ -210,8 +205,7 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
     """These are no new ones."""
     model, optimizer = start("O0", loss_scale=64.0, verbosity=1)
     for _ in range(2):
-        with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
+        pass_back(loss_of(model), optimizer, delay_unscale=True)
     with ampatch.scale_loss(loss_of(model), optimizer):
         pass
     assert caplog.text.count("without a backward pass") == 1
@@ -330,41 +324,6 @@ def test_blocks_inside_blocks_and_a_sum_of_two_are_silent(caplog):
         with ampatch.scale_loss(losses[1], pair[1], loss_id=1) as second:
             (first + second).backward()
     assert silent(caplog) and close(grads(pair[1]), float_grads(data(1), data(2))[2:])
-
-
-def test_penalties_and_second_derivatives_are_silent(caplog):
-    model, optimizer = start("O0", loss_scale=64.0, verbosity=1)
-    caplog.clear()
-    loss = loss_of(model)
-    params = list(model.parameters())
-    penalty = sum(g.square().sum() for g in torch.autograd.grad(loss, params, create_graph=True))
-    expected = torch.autograd.grad(loss + penalty, params, retain_graph=True)
-    with ampatch.scale_loss(loss + penalty, optimizer) as scaled:
-        scaled.backward()
-    assert silent(caplog) and close(grads(optimizer), expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_is_silent(reentrant, caplog):
-    model, optimizer = start("O1", verbosity=1)
-    caplog.clear()
-    inputs = data()[0].requires_grad_()
-    loss = F.mse_loss(checkpoint(model, inputs, use_reentrant=reentrant), data()[1])
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    assert silent(caplog)
-
-
-def test_sparse_gradients_are_silent(caplog):
-    model = torch.nn.EmbeddingBag(5, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O0", loss_scale=64.0)
-    caplog.clear()
-    for _ in range(2):
-        loss = model(torch.tensor([[1, 2]])).sum()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-    assert silent(caplog) and model.weight.grad.to_dense().sum() == 4
 
 
 def test_the_exception_of_the_block_wins():

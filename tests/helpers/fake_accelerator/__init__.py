@@ -33,8 +33,6 @@ import torch
 
 from ampatch.config import environment
 
-from . import recurrent
-
 NAME = "fake"
 _HERE = Path(__file__).parent
 _FILE = "fake_accelerator.so"
@@ -100,14 +98,12 @@ def _built() -> Path:
 
 
 @functools.cache
-def load() -> object:
+def load() -> None:
     """Make the device known to torch, once.  There is no way back in this process."""
     _library()
-    kernels = recurrent.register()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    return kernels  # the cache holds them
 
 
 def installed(folder: Path) -> list[str]:
