@@ -16,7 +16,7 @@ import ampatch as amp
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
-BATCHES = {0: 3, 1: 6, 2: 4, 3: 0}  # the others run out of data before rank 1
+BATCHES = (3, 6)  # of each rank: the first runs out of data
 
 
 def joining(model, optimizer, settings: dict):
@@ -119,10 +119,3 @@ def test_what_join_cannot_shadow_is_refused(ranks):
     assert ranks(joined, {"loss_scale": 8.0}) == ["taken", "taken"]
     for error in ranks(joined, {}, True):
         assert "in Join([...]) under a dynamic loss scale" in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level, dtype, settings", [*HERE, *CASES])
-def test_four_ranks_of_which_one_has_no_data(four_ranks, level, dtype, settings):
-    first, *others = four_ranks(uneven, level, dtype, settings)
-    assert all(all(map(torch.equal, first, one)) for one in others)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from frames import entered
 from repository import DOCS
 from small_training import data, pass_back, start, train
 from torch import nn
@@ -25,22 +23,6 @@ FILES = re.compile(r"`([\w/]+\.py)`")
 
 def section(title: str) -> str:
     return DESIGN.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
-
-
-def entered(call: Callable[[], object]) -> set[str]:
-    found: set[str] = set()
-
-    def note(frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            found.add(path.relative_to(PACKAGE).as_posix())
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def begun(level: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -79,7 +61,8 @@ def test_a_walk_names_every_file_that_is_entered(title):
     assert list(map(int, numbers)) == list(range(1, len(files) + 1))
     assert len(set(files)) == len(files) <= longest
 
-    found = entered(functools.partial(walk, *begun(level)))
+    paths = {Path(code.co_filename) for code in entered(walk, *begun(level))}
+    found = {path.relative_to(PACKAGE).as_posix() for path in paths if PACKAGE in path.parents}
     ampatch.deactivate()
 
     named = set(FILES.findall(text))

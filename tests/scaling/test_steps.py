@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 
 import pytest
 import torch
+from frames import entered
 from small_training import backward, data, same, seeded, start, train
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -51,24 +51,16 @@ def test_step_keeps_its_signature(scheduled):
     assert inspect.signature(optimizer.step) == before and "note" in before.parameters
 
 
-def frames(act):
-    names = []
-    sys.setprofile(lambda frame, event, _: event == "call" and names.append(frame.f_code.co_name))
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return names
-
-
 def test_nothing_is_recorded_while_no_profiler_runs():
     """The gain: plain torch opens a range around each, though no profiler reads it."""
     model, optimizer = start("O1")
     train(model, optimizer)
-    assert "record_function" not in " ".join(frames(lambda: train(model, optimizer)))
+    names = [code.co_name for code in entered(train, model, optimizer)]
+    assert "record_function" not in " ".join(names)
     ampatch.deactivate()
-    names = frames(lambda: (optimizer.step(), optimizer.zero_grad()))
-    assert names.count("wrapper") == 1, "torch's own wrapper around step has another name by now"
+    codes = entered(lambda: (optimizer.step(), optimizer.zero_grad()))
+    wrappers = [code for code in codes if code.co_name == "wrapper"]
+    assert len(wrappers) == 1, "torch's own wrapper around step has another name by now"
 
 
 @pytest.mark.parametrize("lacking", ["CODE_AROUND_STEPS", "is_profiling"])
@@ -76,7 +68,7 @@ def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch)
     model, optimizer = start("O1")
     less = None if lacking == "CODE_AROUND_STEPS" else lambda: True
     monkeypatch.setattr(torch_optimizers, lacking, less)
-    assert "wrapper" in frames(lambda: train(model, optimizer))
+    assert "wrapper" in [code.co_name for code in entered(train, model, optimizer)]
 
 
 def test_a_profiler_sees_both_ranges():

@@ -18,7 +18,7 @@ import ampatch as amp
 
 pytest.importorskip("torch.distributed.tensor.debug", reason="torch without torch.distributed")
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -72,27 +72,12 @@ class Run:
     losses_are_parallel: bool = False
     tied: bool = False
     partly: bool = False
-    by_two: bool = False  # a mesh of two dimensions: batches differ along one
     autocast: bool = False
     loss_scale: str | None = None
     counts: bool = False  # collectives are counted
 
 
-PLACES = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
-
-
-def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a module's parameters along the second dimension of a mesh."""
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        place = PLACES.get(f"{name}.{key}")
-        layout = [Replicate(), Replicate() if place is None else Shard(place)]
-        value = distribute_tensor(parameter.data, mesh, layout)
-        module.register_parameter(key, nn.Parameter(value))
-
-
 def parallel(model: Net, mesh: DeviceMesh, run: Run) -> Net:
-    if run.by_two:
-        return distribute_module(model, mesh, distribute)
     plan = {
         "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -165,15 +150,13 @@ def backward(model: Net, loss: Tensor, optimizer: Any, delay=False, bad=False) -
             local.view(-1)[-1] = float("inf")
 
 
-def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh | None:
+def mesh_of() -> DeviceMesh | None:
     """A mesh of all ranks; None in one process."""
-    if not dist.is_initialized():
-        return None
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
 
 def train(rank: int, run: Run) -> dict:
-    mesh = mesh_of((2, 2) if run.by_two else None)
+    mesh = mesh_of()
     model, optimizer = start(run, mesh)
     found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
     for step in range(STEPS):
@@ -185,8 +168,6 @@ def train(rank: int, run: Run) -> dict:
                 stack.enter_context(loss_parallel())
             for part in range(run.micro):
                 x = data(10 * step + part)
-                if run.by_two and mesh is not None:
-                    x = distribute_tensor(x, mesh, [Shard(0), Replicate()])
                 loss = loss_of(model, x, run)
                 bad = step in run.poisoned and rank == (mesh.size() if mesh else 1) - 1
                 backward(model, loss, optimizer, run.delay and part < run.micro - 1, bad)
@@ -300,14 +281,6 @@ def check(run: Run, found: list[dict]) -> None:
         assert rank["norms"] == pytest.approx(reference["norms"], rel=bound)
         assert rank["skipped"] == [step in run.poisoned for step in range(STEPS)]
         assert not run.poisoned or rank["scales"] == [256.0, 128.0, 128.0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_mesh_of_two_dimensions(four_ranks, level):
-    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
-    run = Run(level, by_two=True, **BAD)
-    check(run, four_ranks(train, run))
 
 
 def under_ddp(rank: int, level: str, group: bool) -> dict:
