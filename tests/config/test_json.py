@@ -13,7 +13,7 @@ from ampatch.config import environment
 TEXT = '{"0": "float"}'
 
 
-def precisions(**given):
+def precisions(**settings):
     seen = []
 
     class Seen(nn.Linear):
@@ -22,7 +22,7 @@ def precisions(**given):
             return super().forward(x)
 
     model = nn.Sequential(Seen(2, 2), Seen(2, 2))
-    ampatch.initialize(model, opt_level="O2", verbosity=0, **given)
+    ampatch.initialize(model, opt_level="O2", verbosity=0, **settings)
     model(torch.ones(1, 2))
     return seen
 

@@ -208,8 +208,8 @@ def samples(op: Any, dtype: torch.dtype, limit: int | None, requires_grad: bool 
         return []
     seed()
     with quietly(), torch.no_grad():
-        made = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
-        return [plain_sample(sample) for sample in islice(made, limit)]
+        inputs = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
+        return [plain_sample(sample) for sample in islice(inputs, limit)]
 
 
 def plain_sample(sample: Any) -> Sample:

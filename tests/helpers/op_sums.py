@@ -109,7 +109,7 @@ def _computed(
     """Floating results, and gradients, of inputs that are `change` of `values`."""
     inputs: list[Tensor] = []
 
-    def made(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if not leaf.is_floating_point():
@@ -117,7 +117,7 @@ def _computed(
         inputs.append(change(values(*leaf.shape)).requires_grad_())
         return inputs[-1]
 
-    args, kwargs = tree_map(made, (sample.args, sample.kwargs))
+    args, kwargs = tree_map(changed, (sample.args, sample.kwargs))
     seed()
     with quietly():
         found = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
@@ -159,16 +159,16 @@ def at(place: str, name: str) -> Callable:
     return call
 
 
-def like(x: Tensor, given: Tensor) -> Tensor:
+def like(x: Tensor, numbers: Tensor) -> Tensor:
     """The values of `given`, with the gradients of `x`."""
-    return x - x.detach() + given.to(x.dtype)
+    return x - x.detach() + numbers.to(x.dtype)
 
 
 def peak(x: Tensor) -> Tensor:
     """`x` with one largest value, in the middle of each dimension."""
-    given = torch.zeros(x.shape)
-    given[tuple(size // 2 for size in x.shape)] = 1
-    return like(x, given)
+    numbers = torch.zeros(x.shape)
+    numbers[tuple(size // 2 for size in x.shape)] = 1
+    return like(x, numbers)
 
 
 def _everywhere(name: str, use: Callable, shapes: Shapes) -> Iterator[tuple[str, Case]]:

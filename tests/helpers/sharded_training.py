@@ -71,7 +71,7 @@ def shard(model: Net, **options: Any) -> Net:
     """As FSDP2's users do: each block, then the root; batch norms by themselves, in FP32."""
     from torch.distributed.fsdp import fully_shard
 
-    of_norms = {name: given for name, given in options.items() if name != "mp_policy"}
+    of_norms = {name: option for name, option in options.items() if name != "mp_policy"}
     for block in model.blocks:
         if isinstance(getattr(block, "norm", None), nn.BatchNorm1d):
             fully_shard(block.norm, **of_norms)

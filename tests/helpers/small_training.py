@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
@@ -10,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-
-BAD = [math.inf, -math.inf, math.nan]
 
 
 def seeded(seed=0):

@@ -62,8 +62,8 @@ def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) ->
 
 
 def _without_python_path(path: list[str]) -> list[str]:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [place for place in path if place not in given]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [place for place in path if place not in places]
 
 
 def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:

@@ -122,7 +122,7 @@ def test_products_are_half_and_losses_are_not(level, by):
 
     inside: list[torch.dtype] = []
     module = Seen()
-    module.net[0].register_forward_hook(lambda layer, given, out: inside.append(out.dtype))
+    module.net[0].register_forward_hook(lambda layer, args, out: inside.append(out.dtype))
     runs = trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0)
     runs.fit(module, loader(), loader())
     runs.predict(module, loader())
@@ -318,8 +318,8 @@ def test_compiled_modules(level, whole):
         module = Training()
         if not whole:
             module.net = torch.compile(module.net, backend="eager")
-        given = torch.compile(module, backend="eager") if whole else module
-        trainer(plugin, limit_train_batches=3).fit(given, loader())
+        fitted = torch.compile(module, backend="eager") if whole else module
+        trainer(plugin, limit_train_batches=3).fit(fitted, loader())
         return module.losses
 
     torch._dynamo.reset()

@@ -63,10 +63,10 @@ def test_clipping_is_that_of_fp32_weights(level, half, mode, bound):
 def test_the_head_is_left_out_and_no_parameters_means_all(level):
     for exclude, parameters in ((2, lambda model: list(model.parameters())[:-2]), (0, None)):
         training = Training(level)
-        given = parameters and parameters(training.model)
+        clipped = parameters and parameters(training.model)
         inputs, targets = next(iter(batches()))
         loss = F.cross_entropy(training.model(inputs), targets)
-        training.scaler(loss, training.optimizer, 1e-3, "value", given)
+        training.scaler(loss, training.optimizer, 1e-3, "value", clipped)
         largest = [p.grad.abs().max() for p in ampatch.master_params(training.optimizer)]
         assert sum(bool(one > 1.01e-3) for one in largest) == exclude
         ampatch.deactivate()

@@ -183,7 +183,7 @@ def of_model(model, optimizer, compile_it):
     return lambda x: step(forward(x).float().square().mean(), optimizer)
 
 
-def given(model, optimizer, compile_it):
+def wrapped(model, optimizer, compile_it):
     fast = torch.compile(model, **{**compile_it.keywords, "fullgraph": False})
     assert amp.initialize(fast, optimizer, **SETTINGS)[0] is fast
     return lambda x: step(fast(x).float().square().mean(), optimizer)
@@ -209,8 +209,12 @@ SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
     [
         *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "after")),
         *(("O2", around_forward, "before"), ("O2", whole_step, "after")),
-        *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, given)),
-        *(("O2", given, "before"), ("O1", of_model, "after")),
+        *(
+            (level, ways, "before")
+            for level in ("O0", "O1", "O3")
+            for ways in (in_place, wrapped)
+        ),
+        *(("O2", wrapped, "before"), ("O1", of_model, "after")),
     ],
 )
 def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch):
@@ -229,7 +233,7 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
         compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
         if is_compiled and when == "before":
             train = ways(model, optimizer, compile_it)
-        if not (is_compiled and ways is given):
+        if not (is_compiled and ways is wrapped):
             amp.initialize(model, optimizer, **SETTINGS)
         if not is_compiled:
             train = of_model(model, optimizer, lambda model: model)

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def train(
-    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, given: str, device: str
+    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, order: str, device: str
 ) -> dict:
     """Eight steps of `micro` batches, all but the last in `no_sync`.
 
@@ -51,10 +51,10 @@ def train(
     heads = 1 if options == "find_unused_parameters" else 2
     model = Net(seed=rank).to(device)  # DDP's broadcast makes the ranks equal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if given != "first":
+    if order != "first":
         parallel = DistributedDataParallel(model, **OPTIONS[options])
     amp.initialize(
-        parallel if given == "wrapper" else model,
+        parallel if order == "wrapper" else model,
         optimizer,
         opt_level=level,
         dtype=dtype,
@@ -62,7 +62,7 @@ def train(
         growth_interval=3,
         verbosity=0,
     )
-    if given == "first":
+    if order == "first":
         parallel = DistributedDataParallel(model, **OPTIONS[options])
     skipped, scales = [], []
     for step in range(8):
@@ -119,10 +119,10 @@ ON_GPU = [
 @pytest.mark.parametrize(
     "level, options, given, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
 )
-def test_ddp_trains_as_one_process_in_float(ranks, level, options, given, micro, device):
+def test_ddp_trains_as_one_process_in_float(ranks, level, options, order, micro, device):
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
     dtype = torch.float16 if poisoned else torch.bfloat16
-    one, two = ranks(train, level, options, micro, poisoned, dtype, given, device)
+    one, two = ranks(train, level, options, micro, poisoned, dtype, order, device)
     skipped = {step for _, step, _ in poisoned}
     assert one["skipped"] == two["skipped"] == [step in skipped for step in range(8)]
     assert one["scales"] == two["scales"]

@@ -324,9 +324,9 @@ class ByHand(Driver):
         for group in groups:
             owned = [names[id(params[index])] for index in group["params"]]
             group["params"] = [fresh.get_parameter(name) for name in owned]
-        made = type(optimizer).__mro__[1](groups, lr=0.1)
-        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return fresh, made
+        copied = type(optimizer).__mro__[1](groups, lr=0.1)
+        copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return fresh, copied
 
     def renew(self) -> None:
         """What a second `initialize` keeps is everything, so there is nothing to do."""

@@ -237,10 +237,10 @@ def a_weight_of_two_optimizers(amp, case):
     """It is unscaled once, also where a loss is given one of them."""
     net = mlp()
     model, both = amp.start(net, [SGD(net.parameters()), PLAIN(net[2].parameters())], **DYNAMIC)
-    given = both if amp.by_hand else [both[index] for index in case]
+    named = both if amp.by_hand else [both[index] for index in case]
     for x, y in batches(4):
         for block in (LATE, {}, {}):
-            amp.backward(mse(model(x), y), given, block)
+            amp.backward(mse(model(x), y), named, block)
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad()
@@ -383,14 +383,14 @@ def state_by_the_models_parameters(amp):
 @situation("O0 O1 O2")
 def an_optimizer_that_was_not_given(amp):
     """Made after `initialize`, beside one that was given: it steps on the same weights."""
-    model, given = amp.start(mlp(), loss_scale=1.0)
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
     own = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, y in batches(4):
         own.zero_grad()
         amp.plain_backward(mse(model(x), y))
         own.step()
         amp.record(*model.parameters())
-        plain_loop(amp, model, given, 1, seed=8)
+        plain_loop(amp, model, optimizer, 1, seed=8)
 
 
 @situation("O1 O2")

@@ -191,8 +191,8 @@ def test_autocast_and_casts_are_the_devices_and_work_of_the_host_stays_float32()
     assert torch.is_autocast_enabled(NAME) and not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype(NAME) is torch.bfloat16
     for device, dtype in (("cpu", torch.float32), (NAME, torch.bfloat16)):
-        given = [torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)]
-        assert torch.nn.functional.linear(*given).dtype is dtype
+        operands = [torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)]
+        assert torch.nn.functional.linear(*operands).dtype is dtype
 
 
 # Launches
@@ -209,8 +209,8 @@ def launches(layers, width, level):
     found = []
     for settings in ({}, {"opt_level": level, "dtype": torch.bfloat16}):
         make = functools.partial(linears, layers, width)
-        made = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
-        found.append(made[-1].launches)
+        counts = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
+        found.append(counts[-1].launches)
         ampatch.deactivate()
     return found[1] - found[0]
 
@@ -314,11 +314,11 @@ def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
     shape, target, options = CROSS_ENTROPIES[case]
     ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
     x, target, found = torch.randn(shape, device=NAME).half(), target.to(NAME), []
-    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        logits = given.float() if found else given
+    for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
+        logits = leaf.float() if found else leaf
         loss = torch.nn.functional.cross_entropy(logits, target, **options)
         loss.sum().backward()
-        found.append((loss.detach().cpu(), given.grad.cpu()))
+        found.append((loss.detach().cpu(), leaf.grad.cpu()))
     assert all(map(torch.equal, *found))
 
 
@@ -346,10 +346,10 @@ TOTALS = {
 def test_float_functions_have_the_results_of_a_copy_in_fp32(name):
     ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
     x, found = torch.randn(4, 8, device=NAME).half(), []
-    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        result = TOTALS[name](given.float() if found else given)
+    for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
+        result = TOTALS[name](leaf.float() if found else leaf)
         assert result.dtype is torch.float32
         result.square().sum().backward()
-        found.append((result.detach().cpu(), given.grad.cpu()))
+        found.append((result.detach().cpu(), leaf.grad.cpu()))
     for ours, expected in zip(*found, strict=True):  # a sum may be made in another order
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

@@ -57,10 +57,10 @@ def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
     losses: list[int] = []
     initialize = drivers.ampatch.initialize
 
-    def watched_initialize(given, *args, **kwargs):
-        models.append(len(given) if isinstance(given, list) else 1)
+    def watched_initialize(nets, *args, **kwargs):
+        models.append(len(nets) if isinstance(nets, list) else 1)
         losses.append(kwargs.get("num_losses", 1))
-        return initialize(given, *args, **kwargs)
+        return initialize(nets, *args, **kwargs)
 
     def watched(row, driver):
         with counted() as counts:

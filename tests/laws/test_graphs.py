@@ -15,7 +15,7 @@ from small_training import grads, same
 
 import ampatch
 
-GIVEN = pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+GIVEN = pytest.mark.parametrize("indices", [[0, 1], [1, 0], [0], [1]])
 
 
 def one(model):
@@ -74,18 +74,18 @@ def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_lev
 
 @GIVEN
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, given):
+def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, indices):
     amp, model, optimizers = start(level, tied)
-    pair = [optimizers[index] for index in given]
+    pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model) * math.inf, pair)
     amp.backward(loss_of(model), pair)
     assert step_all(optimizers) == [True, True]
 
 
 @GIVEN
-def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, given):
+def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, indices):
     amp, model, optimizers = start(opt_level, tied)
-    pair = [optimizers[index] for index in given]
+    pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model), pair)
     before = [copies(grads(optimizer)) for optimizer in optimizers]
     with pytest.raises(KeyboardInterrupt):

@@ -129,11 +129,11 @@ def with_closure(model, optimizer):
 
 PHASES = {
     "step": whole_step,
-    "recompute": lambda *given: whole_step(*given, "checkpoint"),
-    "reentrant": lambda *given: whole_step(*given, "reentrant"),
-    "backward": lambda *given: whole_step(*given, "function"),
+    "recompute": lambda *args: whole_step(*args, "checkpoint"),
+    "reentrant": lambda *args: whole_step(*args, "reentrant"),
+    "backward": lambda *args: whole_step(*args, "function"),
     "closure": with_closure,
-    "itself": lambda *given: forward(*given, "itself"),
+    "itself": lambda *args: forward(*args, "itself"),
     "submodule": lambda model, _: model.first(data()[0]),
     "direct": lambda model, _: model.forward(data()[0]),
     "blocks": in_blocks,

@@ -48,7 +48,7 @@ def made_by_ours(tree: ast.Module, known: set[str]) -> set[str]:
 def private_reads(tree: ast.Module) -> Iterator[str]:
     """Private names of ours that a file imports, reads or patches, as far as its text shows."""
     known = ours(tree)
-    made = made_by_ours(tree, known)
+    assigned = made_by_ours(tree, known)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -61,7 +61,7 @@ def private_reads(tree: ast.Module) -> Iterator[str]:
             ]
         elif isinstance(node, ast.Attribute):
             names = [node.attr] if _root(node) in known else []
-            if _root(node) in made and node.attr in own_names() - attributes_of_torch():
+            if _root(node) in assigned and node.attr in own_names() - attributes_of_torch():
                 names = [node.attr]
         elif isinstance(node, ast.Call):
             names = list(_patched(node, known))

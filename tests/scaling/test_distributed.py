@@ -156,12 +156,12 @@ def averaging(rank: int, case: dict) -> dict:
     watch = Watch(model, *pair)
     for number in range(4):
         overflows = (rank, number) == (1, 1)
-        for given in [[optimizer] for optimizer in pair] if case["blocks"] == 2 else [pair]:
+        for group in [[optimizer] for optimizer in pair] if case["blocks"] == 2 else [pair]:
             inputs, targets = batch(10 * rank + number)
-            params = [p for one in given for p in one.param_groups[0]["params"]]
-            with amp.scale_loss(F.cross_entropy(model(inputs), targets), given) as scaled_loss:
+            params = [p for one in group for p in one.param_groups[0]["params"]]
+            with amp.scale_loss(F.cross_entropy(model(inputs), targets), group) as scaled_loss:
                 scaled_loss.backward(inputs=params)
-                if overflows and case["inside"] and given[-1] is pair[-1]:
+                if overflows and case["inside"] and group[-1] is pair[-1]:
                     model[2].bias.grad[0] = float("inf")
         if overflows and not case["inside"]:
             model[2].bias.grad[0] = float("inf")

@@ -38,9 +38,9 @@ def everything():
 def test_settings_are_those_of_initialize():
     start()
     assert ampatch.loss_scale_settings() == DEFAULTS
-    given = {name: value * 4 for name, value in DEFAULTS.items() if name != "backoff_factor"}
-    start(**given, backoff_factor=0.25)
-    assert ampatch.loss_scale_settings() == {**given, "backoff_factor": 0.25}
+    settings = {name: value * 4 for name, value in DEFAULTS.items() if name != "backoff_factor"}
+    start(**settings, backoff_factor=0.25)
+    assert ampatch.loss_scale_settings() == {**settings, "backoff_factor": 0.25}
 
 
 def test_settings_count_from_now_on_and_for_one_loss():

@@ -261,8 +261,8 @@ def from_meta(rank: int, order: str) -> dict:
 @pytest.mark.parametrize("order", [ORDERS[0], slow(ORDERS[1])])
 def test_models_that_are_made_on_the_meta_device(ranks, order):
     """To the bit as a model that was made in memory."""
-    made = ranks(by_ampatch, order, "AdamW", {"opt_level": "O2", "dtype": BF16}, {}, True)
-    for ours, theirs in zip(ranks(from_meta, order), made, strict=True):
+    in_memory = ranks(by_ampatch, order, "AdamW", {"opt_level": "O2", "dtype": BF16}, {}, True)
+    for ours, theirs in zip(ranks(from_meta, order), in_memory, strict=True):
         assert ours["losses"] == theirs["losses"]
         assert all(map(torch.equal, ours["weights"], theirs["weights"]))
 
@@ -316,18 +316,18 @@ def precisions(rank: int, order: str) -> tuple[list, float]:
         amp.initialize(model, optimizer, **settings)
     else:
         amp.add_optimizers(optimizer)
-    seen, given = [], []
+    seen, largest = [], []
     for part in (model.blocks[0].up, model.blocks[1].up, model.last):
         part.register_forward_pre_hook(
             lambda part, args: seen.append((part.weight.dtype, args[0].dtype))
         )
-    model.first.register_forward_pre_hook(lambda part, args: given.append(args[0].max()))
+    model.first.register_forward_pre_hook(lambda part, args: largest.append(args[0].max()))
     inputs = training.batch(rank)[0]
     with amp.scale_loss(model(inputs).square().mean(), optimizer) as scaled:
         scaled.backward()
     inputs[0, 0] = 1e6
     model(inputs)
-    return seen[:3], given[1].item()
+    return seen[:3], largest[1].item()
 
 
 @pytest.mark.parametrize("order", ORDERS)

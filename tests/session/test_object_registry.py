@@ -129,8 +129,8 @@ def test_what_initialize_costs_does_not_grow_with_what_is_open(level, together):
         pairs = [pair() for _ in range(count)]
         for model, optimizer in [] if together else pairs[:-1]:
             ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
-        given = map(list, zip(*pairs, strict=True)) if together else pairs[-1]
-        found.append(frames(partial(ampatch.initialize, *given, opt_level=level, **SETTINGS)))
+        arguments = map(list, zip(*pairs, strict=True)) if together else pairs[-1]
+        found.append(frames(partial(ampatch.initialize, *arguments, opt_level=level, **SETTINGS)))
         ampatch.deactivate()
     steps = found[2] - found[1], found[3] - found[2]
     assert abs(steps[1] - steps[0]) <= 10 + steps[0] / 50  # a call for each pair of 20 would be 800

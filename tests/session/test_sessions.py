@@ -16,9 +16,9 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x,)])
 def test_the_shape_given_is_the_shape_returned(opt_level, wrap):
     model, optimizer = pair()
-    given = wrap(model), wrap(optimizer)
-    models, optimizers = ampatch.initialize(*given, opt_level=opt_level, verbosity=0)
-    assert (type(models), type(optimizers)) == (type(given[0]), type(given[1]))
+    arguments = wrap(model), wrap(optimizer)
+    models, optimizers = ampatch.initialize(*arguments, opt_level=opt_level, verbosity=0)
+    assert (type(models), type(optimizers)) == (type(arguments[0]), type(arguments[1]))
     assert models == wrap(model) and optimizers == wrap(optimizer)
     alone = wrap(build())
     assert ampatch.initialize(alone, opt_level=opt_level, verbosity=0) == alone

@@ -17,8 +17,8 @@ def main(target: str) -> None:
     flags = ["-std=c++20", "-O0", "-g0", "-w", "-fPIC"]
     objects = [f"{target}.{source.stem}.o" for source in sources]
     compiling = [
-        subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", made])
-        for source, made in zip(sources, objects, strict=True)
+        subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", path])
+        for source, path in zip(sources, objects, strict=True)
     ]
     failed = [one.wait() for one in compiling]
     if any(failed):
@@ -27,8 +27,8 @@ def main(target: str) -> None:
     libraries = ["-ltorch_cpu", "-lc10"]
     fresh = f"{target}.new"
     subprocess.run([compiler, "-shared", *objects, *places, *libraries, "-o", fresh], check=True)
-    for made in objects:
-        os.remove(made)
+    for path in objects:
+        os.remove(path)
     os.replace(fresh, target)
 
 
