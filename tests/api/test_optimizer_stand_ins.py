@@ -69,10 +69,10 @@ def test_given_again_in_its_place_it_is_the_same_one(how, enabled, caplog):
     model, optimizer = managed(nn.Linear(4, 4), "O1", **settings)
     wrapped = Wrapper(Wrapper(optimizer))
     if how == "initialize":
-        found = ampatch.initialize(
+        results = ampatch.initialize(
             model, [optimizer, wrapped], opt_level="O2", dtype="bfloat16", **settings
         )
-        assert found[0] is model and found[1][1] is wrapped
+        assert results[0] is model and results[1][1] is wrapped
     else:
         assert ampatch.add_optimizers(wrapped) is wrapped
     pass_back(model(torch.ones(1, 4)).sum(), wrapped)

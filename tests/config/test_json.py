@@ -136,7 +136,7 @@ def test_the_class_of_the_model_may_stand_in_front_as_debug_prints_it():
         ampatch.initialize(model, opt_level="O2", verbosity=0, overrides={key: "float"})
         seen = []
         for layer in model:
-            layer.register_forward_pre_hook(lambda one, args: seen.append(one.weight.dtype))
+            layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.dtype))
         model(torch.ones(1, 2))
         return [dtype is torch.float16 for dtype in seen]
 

@@ -50,9 +50,9 @@ def of_any_page() -> dict[str, Any]:
 
 def of_docstrings() -> dict[str, Any]:
     names = of_any_page()
-    one, other = nn.Linear(8, 8), nn.Linear(8, 3)
-    names |= {"generator": one, "discriminator": other, "StepLR": StepLR, "ampatch": ampatch}
-    return names | {"first": torch.optim.SGD(one.parameters(), lr=0.1)}
+    first, other = nn.Linear(8, 8), nn.Linear(8, 3)
+    names |= {"generator": first, "discriminator": other, "StepLR": StepLR, "ampatch": ampatch}
+    return names | {"first": torch.optim.SGD(first.parameters(), lr=0.1)}
 
 
 def of_several_devices() -> dict[str, Any]:
@@ -123,7 +123,7 @@ def run_on_rank(rank: int, texts: list[str], folder: str) -> list[tuple]:
     before = Path.cwd()
     os.chdir(folder)
     reader = sys.modules["reader"] = types.ModuleType("reader")  # a module, as a script is
-    names, found = vars(reader), []
+    names, results = vars(reader), []
     try:
         for text, following in zip(texts, [*texts[1:], "initialize("], strict=True):
             if "initialize(" in text:
@@ -131,8 +131,8 @@ def run_on_rank(rank: int, texts: list[str], folder: str) -> list[tuple]:
                 names |= of_several_devices()
             exec(compile(text, "a page on several devices", "exec"), names)
             if "initialize(" in following:
-                found.append(_trained(names["model"], names["optimizer"]))
-        return found
+                results.append(_trained(names["model"], names["optimizer"]))
+        return results
     finally:
         os.chdir(before)
         del sys.modules["reader"]

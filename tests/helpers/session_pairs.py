@@ -30,11 +30,11 @@ def one_step(model, optimizer, step):
 
 def values(model, optimizer):
     """FP32 weights, buffers, momentum and gradients of the masters."""
-    found = list(model.state_dict().values())
+    results = list(model.state_dict().values())
     for param in ampatch.master_params(optimizer):
-        found += optimizer.state[param].values()
-        found += [] if param.grad is None else [param.grad]
-    return [value.clone() for value in found]
+        results += optimizer.state[param].values()
+        results += [] if param.grad is None else [param.grad]
+    return [value.clone() for value in results]
 
 
 def state_of(model):

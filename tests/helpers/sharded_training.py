@@ -143,11 +143,11 @@ def of_ranks(count: int, parts: int) -> Callable[[int, int], int]:
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
     """The values of a model's parameters, put together from all ranks, in FP32."""
-    found = []
+    results = []
     for parameter in model.parameters():
         value = parameter.detach()
-        found.append((value.full_tensor() if hasattr(value, "full_tensor") else value).float())
-    return [value.clone() for value in found]
+        results.append((value.full_tensor() if hasattr(value, "full_tensor") else value).float())
+    return [value.clone() for value in results]
 
 
 def mesh(shape: tuple[int, ...]) -> Any:

@@ -99,22 +99,22 @@ class Net(nn.Module):
 
 def in_threads(*calls):
     """What each call returns, or its error; each in a thread of its own, all at once."""
-    found, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)
+    results, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)
 
     def work(index, call):
         try:
             start.wait()
-            found[index] = call()
+            results[index] = call()
         except Exception as error:
-            found[index] = error
+            results[index] = error
 
-    threads = [threading.Thread(target=work, args=one) for one in enumerate(calls)]
+    threads = [threading.Thread(target=work, args=numbered) for numbered in enumerate(calls)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    return found
+    return results
 
 
 def backward(model, optimizer, batch, factor=1.0, **options):
@@ -147,10 +147,10 @@ def float_grads(*batches, seed=0, factors=None):
 
 
 def everything(model, optimizer):
-    found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
+    results = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
     for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [tensor.detach().clone() for tensor in found]
+        results += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in results]
 
 
 def same(first, second):

@@ -61,7 +61,7 @@ def _listening() -> Iterator[list[str]]:
     finally:
         for logger in (logging.root, *loggers):
             logger.removeHandler(ear)
-        said += [f"{one.category.__name__}: {one.message}" for one in warned]
+        said += [f"{warning.category.__name__}: {warning.message}" for warning in warned]
 
 
 class _Ear(logging.Handler):

@@ -53,8 +53,8 @@ class Training:
 @pytest.mark.parametrize("mode, bound", [("norm", 0.3), ("value", 0.01), ("agc", 0.01)])
 def test_clipping_is_that_of_fp32_weights(level, half, mode, bound):
     expected = Training().train(bound, mode)
-    found = Training(level, half).train(bound, mode)
-    assert found == pytest.approx(expected, rel=BOUNDS[half], abs=BOUNDS[half])
+    actual = Training(level, half).train(bound, mode)
+    assert actual == pytest.approx(expected, rel=BOUNDS[half], abs=BOUNDS[half])
     unclipped = Training().train()
     assert max(abs(a - b) for a, b in zip(expected, unclipped, strict=True)) > 0.15
 
@@ -68,7 +68,7 @@ def test_the_head_is_left_out_and_no_parameters_means_all(level):
         loss = F.cross_entropy(training.model(inputs), targets)
         training.scaler(loss, training.optimizer, 1e-3, "value", clipped)
         largest = [p.grad.abs().max() for p in ampatch.master_params(training.optimizer)]
-        assert sum(bool(one > 1.01e-3) for one in largest) == exclude
+        assert sum(bool(value > 1.01e-3) for value in largest) == exclude
         ampatch.deactivate()
 
 

@@ -134,15 +134,15 @@ BOUNDS = {"O1": 0.002, "O2": 0.01}
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
-    "variant", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_VARIANTS)]
+    "variant", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_VARIANTS)]
 )
 @pytest.mark.parametrize("level", BOUNDS)
 def test_losses_and_norms_are_those_of_float32(variant, level, tmp_path):
     make, options = {**VARIANTS, **MORE_VARIANTS}[variant]
     expected = trained(tmp_path, None, make(), **options)
-    found = trained(tmp_path, level, make(), **options)
+    actual = trained(tmp_path, level, make(), **options)
     for name in ("loss", "grad_norm") if variant in VARIANTS else ("loss",):
-        assert logged(found, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
+        assert logged(actual, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
 
 
 def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
@@ -251,10 +251,10 @@ def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp
 
 def test_generation_while_evaluating_and_after(tmp_path):
     trainer = trained(tmp_path, "O2", t5(), max_steps=2, predict_with_generate=True)
-    found = trainer.predict(trainer.eval_dataset, max_new_tokens=4).predictions
+    results = trainer.predict(trainer.eval_dataset, max_new_tokens=4).predictions
     words = trainer.eval_dataset[0]["input_ids"][None]
     tokens = trainer.model.generate(words, max_new_tokens=4, do_sample=False)
-    assert tokens[0].tolist() == found[0].tolist()[: tokens.shape[1]]
+    assert tokens[0].tolist() == results[0].tolist()[: tokens.shape[1]]
 
 
 @pytest.mark.parametrize(
@@ -298,5 +298,5 @@ def _trained_twice(rank: int, folder: str) -> tuple[list[float], bool]:
 @pytest.mark.slow
 def test_two_ranks_train_again_after_deactivate(ranks, tmp_path):
     """O2 refuses a model in DDP, so the trainer wraps it anew."""
-    (one, one_wrapped), (other, other_wrapped) = ranks(_trained_twice, str(tmp_path))
-    assert one == other and one_wrapped and other_wrapped
+    (first, one_wrapped), (other, other_wrapped) = ranks(_trained_twice, str(tmp_path))
+    assert first == other and one_wrapped and other_wrapped

@@ -209,16 +209,12 @@ SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
     [
         *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "after")),
         *(("O2", around_forward, "before"), ("O2", whole_step, "after")),
-        *(
-            (level, ways, "before")
-            for level in ("O0", "O1", "O3")
-            for ways in (in_place, wrapped)
-        ),
+        *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, wrapped)),
         *(("O2", wrapped, "before"), ("O1", of_model, "after")),
     ],
 )
 def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch):
-    found, graphs = [], []
+    results, graphs = [], []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -248,10 +244,10 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
             outputs = [model.eval()(torch.ones(n, 4)).float() for n in (2, 3)]
         used = [p for name, p in model.named_parameters() if "unused" not in name]
         assert all(p.grad.dtype is p.dtype for p in used) and model.unused.weight.grad is None
-        found.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
+        results.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
         amp.deactivate()
     assert graphs
-    for eager, traced in zip(*found, strict=True):  # O1 adds up both uses of a layer in half
+    for eager, traced in zip(*results, strict=True):  # O1 adds up both uses of a layer in half
         bound = 0.02 if level == "O1" else 0
         torch.testing.assert_close(traced, eager, rtol=bound, atol=bound)
 

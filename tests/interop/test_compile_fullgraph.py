@@ -141,8 +141,8 @@ def test_compiled_equals_eager(cases, backend):
     torch.manual_seed(0)
     model, inputs = start(Several(cases)), [torch.randn(CASES[case][1]) for case in cases]
     fast = torch.compile(model, backend=backend, fullgraph=True)
-    found = passes(model, model, inputs), passes(model, fast, inputs)
-    for case, plain, compiled in zip(cases, *found, strict=True):
+    results = passes(model, model, inputs), passes(model, fast, inputs)
+    for case, plain, compiled in zip(cases, *results, strict=True):
         assert [value.dtype for value in plain] == [value.dtype for value in compiled], case
         assert all(map(torch.equal, plain, compiled)), case
 

@@ -68,7 +68,9 @@ def train(
     for step in range(8):
         optimizer.zero_grad()
         for part in range(micro):
-            inputs, targets = (one.to(device) for one in batch(1000 * rank + 10 * step + part))
+            inputs, targets = (
+                tensor.to(device) for tensor in batch(1000 * rank + 10 * step + part)
+            )
             last = part == micro - 1 or (step == 0 and "static_graph" in OPTIONS[options])
             with contextlib.nullcontext() if last else parallel.no_sync():
                 loss = F.cross_entropy(parallel(inputs, heads).float(), targets) / micro
@@ -122,12 +124,12 @@ ON_GPU = [
 def test_ddp_trains_as_one_process_in_float(ranks, level, options, order, micro, device):
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
     dtype = torch.float16 if poisoned else torch.bfloat16
-    one, two = ranks(train, level, options, micro, poisoned, dtype, order, device)
+    first, second = ranks(train, level, options, micro, poisoned, dtype, order, device)
     skipped = {step for _, step, _ in poisoned}
-    assert one["skipped"] == two["skipped"] == [step in skipped for step in range(8)]
-    assert one["scales"] == two["scales"]
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    for ours, theirs in zip(one["weights"], float_masters(options, micro, skipped), strict=True):
+    assert first["skipped"] == second["skipped"] == [step in skipped for step in range(8)]
+    assert first["scales"] == second["scales"]
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+    for ours, theirs in zip(first["weights"], float_masters(options, micro, skipped), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.05)
 
 
@@ -137,7 +139,7 @@ def heads_in_turn(rank: int, level: str) -> list:
     if level == "O1":
         amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    found = []
+    results = []
     for number, heads in enumerate((2, 2, 2, 1, 2, 1, 1, 2)):
         x, target = batch(2 * number + rank)
         theirs = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -145,14 +147,14 @@ def heads_in_turn(rank: int, level: str) -> list:
             out = parallel(x, heads)
         parallel.zero_grad()
         F.cross_entropy(out.float(), target).backward()
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        results.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     amp.deactivate()
-    return found
+    return results
 
 
 def test_weights_that_ddp_finds_unused_now_and_then(ranks):
-    expected, found = ranks(heads_in_turn, "autocast"), ranks(heads_in_turn, "O1")
-    for wanted, got in zip(expected, found, strict=True):
+    expected, actual = ranks(heads_in_turn, "autocast"), ranks(heads_in_turn, "O1")
+    for wanted, got in zip(expected, actual, strict=True):
         for step, others in zip(got, wanted, strict=True):
-            for one, other in zip(step, others, strict=True):
-                assert one is other is None or torch.equal(one, other)
+            for ours, other in zip(step, others, strict=True):
+                assert ours is other is None or torch.equal(ours, other)

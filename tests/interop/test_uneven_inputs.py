@@ -88,10 +88,10 @@ CASES = [
     [*HERE, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
 def test_a_rank_without_data_follows_the_others(ranks, level, dtype, settings):
-    one, two = ranks(uneven, level, dtype, settings)
-    assert all(map(torch.equal, one, two))
+    first, second = ranks(uneven, level, dtype, settings)
+    assert all(map(torch.equal, first, second))
     wide = 0.1 if level == "O3" else 0.03
-    for ours, theirs in zip(one, ranks(uneven, "FP32", dtype, settings)[0], strict=True):
+    for ours, theirs in zip(first, ranks(uneven, "FP32", dtype, settings)[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=wide, rtol=wide)
 
 

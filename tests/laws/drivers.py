@@ -83,12 +83,12 @@ class Driver:
         optimizer.step()
 
     def weights(self) -> list[Tensor]:
-        found = []
+        results = []
         for model, optimizer in self.started:
-            found += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
-            found += [] if optimizer is None else list(ampatch.master_params(optimizer))
-        found += [value for other in self._others for value in other.weights()]
-        return [value.detach().double().clone() for value in found]
+            results += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+            results += [] if optimizer is None else list(ampatch.master_params(optimizer))
+        results += [value for other in self._others for value in other.weights()]
+        return [value.detach().double().clone() for value in results]
 
 
 class Ampatch(Driver):
@@ -179,8 +179,8 @@ class ByHand(Driver):
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
         nets, optimizers = _made(net, make, self.device)
-        for one in nets:
-            self._convert(one)
+        for model in nets:
+            self._convert(model)
         for optimizer in filter(None, optimizers):
             optimizer.__class__ = _stepping(self, type(optimizer))
         return self._started(net, nets, optimizers)
@@ -254,7 +254,7 @@ class ByHand(Driver):
     def _put(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[name] = tensor
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [module._parameters[one] for one in module._flat_weights_names]
+            module._flat_weights = [module._parameters[key] for key in module._flat_weights_names]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -355,8 +355,8 @@ def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]
     makes = make if isinstance(make, list) else [make] * len(nets)
     owners = nets if len(nets) > 1 else nets * len(makes)
     optimizers = [
-        one and (one if isinstance(one, Optimizer) else one(model.parameters()))
-        for model, one in zip(owners, makes, strict=True)
+        maker and (maker if isinstance(maker, Optimizer) else maker(model.parameters()))
+        for model, maker in zip(owners, makes, strict=True)
     ]
     return nets, optimizers
 

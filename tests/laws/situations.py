@@ -70,9 +70,9 @@ def situation(
             f"{run.__name__}_{name}": functools.partial(run, case=value)
             for name, value in (cases or {}).items()
         }
-        for name, one in (rows or {run.__name__: run}).items():
-            assert name not in {row.name for row in TABLE}, f"{name}: declared twice"
-            TABLE.append(Situation(one, name, levels, **fields))
+        for name, row in (rows or {run.__name__: run}).items():
+            assert name not in {known.name for known in TABLE}, f"{name}: declared twice"
+            TABLE.append(Situation(row, name, levels, **fields))
         return run
 
     return declare

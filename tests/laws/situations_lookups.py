@@ -108,10 +108,10 @@ def in_branches(model, hidden):
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = [future.result() for future in [pool.submit(model.embed, IDS)] * 20]
+            results = [future.result() for future in [pool.submit(model.embed, IDS)] * 20]
     finally:
         sys.setswitchinterval(interval)
-    assert {values.dtype for values in found} == {hidden.dtype}
+    assert {values.dtype for values in results} == {hidden.dtype}
     return product(model, hidden)
 
 

@@ -24,11 +24,11 @@ def schedules_and_param_groups_with_their_own_rates(amp):
     schedulers = torch.optim.lr_scheduler
     cycle = schedulers.OneCycleLR(optimizer, 0.5, total_steps=8)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
-    for one in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
+    for scheduler in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
         for _ in range(4):
             plain_loop(amp, model, optimizer, 1, on_gradients=clip)
-            one.step()
-            amp.record(*one.get_last_lr())
+            scheduler.step()
+            amp.record(*scheduler.get_last_lr())
         optimizer.param_groups[0]["lr"] *= 2
 
 
@@ -220,14 +220,15 @@ def losses_several_times_through_one_graph(amp):
     and has the weights of two models, of which each loss reaches one."""
     nets = [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1), mlp(2)]
     makes = [SGD, SGD([*nets[1].parameters(), *nets[2].parameters()]), None]
-    (body, *heads), (one, two, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
+    (body, *heads), (first, second, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
     for x, y in batches(4):
         hidden = body(x)
         losses = [mse(head(hidden), y) for head in heads]
-        amp.backward(sum(losses), [one, two], LATE, retain_graph=True)
+        amp.backward(sum(losses), [first, second], LATE, retain_graph=True)
         for number, loss in enumerate(losses):
-            amp.backward(loss, [two, one, two], {"loss_id": number}, retain_graph=number == 0)
-        for optimizer in (one, two):
+            order = [second, first, second]
+            amp.backward(loss, order, {"loss_id": number}, retain_graph=number == 0)
+        for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
 

@@ -63,7 +63,7 @@ def steps(make_model, kind, options, factors, **settings):
     if settings:
         ampatch.initialize(model, optimizer, verbosity=0, **settings)
     data = [(x.to(NAME), y.to(NAME)) for x, y in batches(len(factors))]
-    found = []
+    results = []
     for (x, y), factor in zip(data, factors, strict=True):
         with counted() as counts:
             optimizer.zero_grad()
@@ -73,8 +73,8 @@ def steps(make_model, kind, options, factors, **settings):
             else:
                 loss.backward()
             optimizer.step()
-        found.append(counts)
-    return found
+        results.append(counts)
+    return results
 
 
 def of_each_kind(kinds):
@@ -84,9 +84,9 @@ def of_each_kind(kinds):
     )
 
 
-def assert_nothing_moves(found):
+def assert_nothing_moves(results):
     """Between the devices, not even a number: whatever a step needs is where the model is."""
-    for counts in found:
+    for counts in results:
         late = counts["launch copy to the host, not waited for"]
         assert (counts.uploads, counts.downloads - late) == (0, 0)
 
@@ -95,10 +95,10 @@ def assert_nothing_moves(found):
 @of_each_kind(FUSED)
 def test_with_fused_optimizers_the_host_never_waits(model, kind, options, level):
     options, settings = {"fused": True, **options}, {"opt_level": level, "growth_interval": 2}
-    found = steps(model, kind, options, FACTORS, init_scale=256.0, **settings)[FIRST:]
-    assert [counts.waits for counts in found] == [0] * len(found)
+    results = steps(model, kind, options, FACTORS, init_scale=256.0, **settings)[FIRST:]
+    assert [counts.waits for counts in results] == [0] * len(results)
     assert ampatch.loss_scale() == 128.0
-    assert_nothing_moves(found)
+    assert_nothing_moves(results)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -106,10 +106,10 @@ def test_with_fused_optimizers_the_host_never_waits(model, kind, options, level)
 def test_with_others_the_host_waits_once(model, kind, options, level):
     settings = {"opt_level": level, "growth_interval": 2, "init_scale": 256.0}
     plain = steps(model, kind, options, HEALTHY)[-1].waits
-    found = steps(model, kind, options, FACTORS, **settings)
+    actual = steps(model, kind, options, FACTORS, **settings)
     expected = [1 + (plain if factor == 1.0 else 0) for factor in FACTORS]
-    assert [counts.waits for counts in found[FIRST:]] == expected[FIRST:]
-    assert_nothing_moves(found[FIRST:])
+    assert [counts.waits for counts in actual[FIRST:]] == expected[FIRST:]
+    assert_nothing_moves(actual[FIRST:])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -117,8 +117,8 @@ def test_with_others_the_host_waits_once(model, kind, options, level):
 def test_without_loss_scaling_the_host_never_waits(fused, level):
     options = {"fused": True} if fused else {}
     settings = {"opt_level": level, "dtype": torch.bfloat16}
-    found = steps(Attention, torch.optim.SGD, options, HEALTHY, **settings)[FIRST:]
-    assert [counts.waits for counts in found] == [0] * len(found)
+    results = steps(Attention, torch.optim.SGD, options, HEALTHY, **settings)[FIRST:]
+    assert [counts.waits for counts in results] == [0] * len(results)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -206,13 +206,13 @@ def linears(layers, width=8):
 
 def launches(layers, width, level):
     """Of one step beyond what a step of FP32 launches."""
-    found = []
+    results = []
     for settings in ({}, {"opt_level": level, "dtype": torch.bfloat16}):
         make = functools.partial(linears, layers, width)
         counts = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
-        found.append(counts[-1].launches)
+        results.append(counts[-1].launches)
         ampatch.deactivate()
-    return found[1] - found[0]
+    return results[1] - results[0]
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_a_model_on_two_devices(level, half):
 
     plain, ours = trained(), trained(opt_level=level, dtype=half)
     assert [param.device.type for param in ours] == ["cpu", "cpu", NAME, NAME]
-    for one, other in zip(plain, ours, strict=True):
-        torch.testing.assert_close(one, other, atol=0.02, rtol=0)
+    for reference, other in zip(plain, ours, strict=True):
+        torch.testing.assert_close(reference, other, atol=0.02, rtol=0)
 
 
 CLASSES = torch.tensor([1, 2, 3, -100])
@@ -313,13 +313,13 @@ CROSS_ENTROPIES = {
 def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
     shape, target, options = CROSS_ENTROPIES[case]
     ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, target, found = torch.randn(shape, device=NAME).half(), target.to(NAME), []
+    x, target, results = torch.randn(shape, device=NAME).half(), target.to(NAME), []
     for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        logits = leaf.float() if found else leaf
+        logits = leaf.float() if results else leaf
         loss = torch.nn.functional.cross_entropy(logits, target, **options)
         loss.sum().backward()
-        found.append((loss.detach().cpu(), leaf.grad.cpu()))
-    assert all(map(torch.equal, *found))
+        results.append((loss.detach().cpu(), leaf.grad.cpu()))
+    assert all(map(torch.equal, *results))
 
 
 TOTALS = {
@@ -345,11 +345,11 @@ TOTALS = {
 @pytest.mark.parametrize("name", TOTALS)
 def test_float_functions_have_the_results_of_a_copy_in_fp32(name):
     ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, found = torch.randn(4, 8, device=NAME).half(), []
+    x, actual = torch.randn(4, 8, device=NAME).half(), []
     for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        result = TOTALS[name](leaf.float() if found else leaf)
+        result = TOTALS[name](leaf.float() if actual else leaf)
         assert result.dtype is torch.float32
         result.square().sum().backward()
-        found.append((result.detach().cpu(), leaf.grad.cpu()))
-    for ours, expected in zip(*found, strict=True):  # a sum may be made in another order
+        actual.append((result.detach().cpu(), leaf.grad.cpu()))
+    for ours, expected in zip(*actual, strict=True):  # a sum may be made in another order
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

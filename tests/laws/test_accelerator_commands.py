@@ -127,14 +127,14 @@ def test_doctor_names_and_times_the_device(monkeypatch):
     calls = []
 
     def operations(device, dtype):
-        one = torch.ones(2, device=device, dtype=dtype)
-        return {"sum": lambda: calls.append((one + one).device.type)}
+        ones = torch.ones(2, device=device, dtype=dtype)
+        return {"sum": lambda: calls.append((ones + ones).device.type)}
 
     monkeypatch.setattr(speed, "operations", operations)
     with counted() as counts:
-        found = doctor.as_dict()
-    assert found["accelerators"] == [f"{NAME}:0"]
-    assert found["speed"].keys() == {"cpu", NAME}
+        results = doctor.as_dict()
+    assert results["accelerators"] == [f"{NAME}:0"]
+    assert results["speed"].keys() == {"cpu", NAME}
     assert calls.count(NAME) == calls.count("cpu") > 9
     assert counts["wait device"] == calls.count(NAME)  # or the launch alone would be timed
 

@@ -64,9 +64,9 @@ def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
 
     def watched(row, driver):
         with counted() as counts:
-            found = everything(row, driver)
+            results = everything(row, driver)
         runs.append(counts)
-        return found
+        return results
 
     monkeypatch.setattr(test_situations, "everything", watched)
     monkeypatch.setattr(drivers.ampatch, "initialize", watched_initialize)

@@ -93,12 +93,12 @@ def hogwild(rank: int, model: nn.Module) -> list[Tensor]:
 def test_a_shared_model_that_several_processes_train_and_evaluate(ranks):
     """Hogwild: each sees at once what the other writes, in its half forwards too."""
     model = mlp().share_memory()
-    one, two = ranks(hogwild, model)
+    first, second = ranks(hogwild, model)
     oracle = ByHand("O2", torch.float16)
     expected, optimizers = oracle.start(mlp(), [SGD, SGD], init_scale=64.0)
     seen = []
     for number, (x, y) in enumerate(batches(6)):
         oracle.step(mse(expected(x), y), optimizers[number % 2])
         seen += [outputs(expected), *(p.detach().clone() for p in expected.parameters())]
-    assert all(map(torch.equal, one, two)) and all(map(torch.equal, one, seen))
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, seen))
     assert all(map(torch.equal, model.parameters(), expected.parameters()))

@@ -146,11 +146,11 @@ def values(model):
     x = data(5)[0]
     out = model(x)
     out.float().square().sum().backward()
-    found = [out.detach(), model.first(x).detach()]
-    found += [parameter.grad.clone() for parameter in model.parameters()]
-    found += [value.clone() for value in model.state_dict().values()]
+    results = [out.detach(), model.first(x).detach()]
+    results += [parameter.grad.clone() for parameter in model.parameters()]
+    results += [value.clone() for value in model.state_dict().values()]
     model.zero_grad()
-    return found
+    return results
 
 
 def left(model, level):

@@ -35,8 +35,8 @@ def kinds_named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_other_module_names_a_kind():
-    found = {name: set(kinds_named(tree_of(path))) for name, path in FILES.items()}
-    naming = {name: kinds for name, kinds in found.items() if kinds and name not in HOMES}
+    results = {name: set(kinds_named(tree_of(path))) for name, path in FILES.items()}
+    naming = {name: kinds for name, kinds in results.items() if kinds and name not in HOMES}
     assert naming.keys() == ALLOWED.keys(), naming
 
 

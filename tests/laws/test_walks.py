@@ -62,10 +62,10 @@ def test_a_walk_names_every_file_that_is_entered(title):
     assert len(set(files)) == len(files) <= longest
 
     paths = {Path(code.co_filename) for code in entered(walk, *begun(level))}
-    found = {path.relative_to(PACKAGE).as_posix() for path in paths if PACKAGE in path.parents}
+    results = {path.relative_to(PACKAGE).as_posix() for path in paths if PACKAGE in path.parents}
     ampatch.deactivate()
 
     named = set(FILES.findall(text))
-    assert found <= named
+    assert results <= named
     if native.part is None:  # it does in C++ what some of the files say in Python
-        assert found == named and set(files) <= named
+        assert results == named and set(files) <= named

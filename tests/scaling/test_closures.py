@@ -160,7 +160,7 @@ def test_others_are_refused_under_a_dynamic_scale(kind):
     """Before the closure runs; gradients, weights and state stay, and so does the training."""
     model, optimizer = start("O2", kind)
     closure_of(model, optimizer)()
-    before, found = everything(model, optimizer), grads(optimizer)
+    before, results = everything(model, optimizer), grads(optimizer)
     with pytest.raises(ampatch.AmpatchError) as refusal:
         optimizer.step(lambda: 1 / 0)
     message = str(refusal.value)
@@ -168,7 +168,7 @@ def test_others_are_refused_under_a_dynamic_scale(kind):
     for part in ("Nothing was changed.", "dtype=torch.bfloat16", "loss_scale=128.0"):
         assert part in message
     assert same(everything(model, optimizer), before)
-    assert all(one is two for one, two in zip(found, grads(optimizer), strict=True))
+    assert all(first is two for first, two in zip(results, grads(optimizer), strict=True))
     assert ampatch.step_counts(optimizer) == (0, 0, 0) and ampatch.loss_scale() == 1024.0
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0, **STATIC)
     optimizer.step(closure_of(model, optimizer))

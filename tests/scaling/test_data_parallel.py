@@ -27,5 +27,5 @@ def test_data_parallel_on_the_cpu_is_its_module(opt_level):
         kept = torch.bfloat16 if opt_level == "O3" else torch.float32
         assert {value.dtype for value in wrapped.state_dict().values()} == {kept}
         amp.deactivate()
-    for found in results[1:]:
-        assert all(map(torch.equal, results[0], found))
+    for actual in results[1:]:
+        assert all(map(torch.equal, results[0], actual))

@@ -110,7 +110,7 @@ def test_optimizers_that_share_through_a_third_one_skip_together():
     pass_back(third(torch.ones(1, 2)).sum() * math.inf, several[0])
     for optimizer in several:
         optimizer.step()
-    assert [ampatch.step_was_skipped(one) for one in several] == [False, True, True]
+    assert [ampatch.step_was_skipped(optimizer) for optimizer in several] == [False, True, True]
 
 
 def test_clip_grad_value():

@@ -78,16 +78,16 @@ def reads_in(monkeypatch, kind, options, factors, enabled=True, **settings):
     model = two_layers()
     optimizer = kind(model.parameters(), lr=0.01, **options)
     ampatch.initialize(model, optimizer, verbosity=0, enabled=enabled, **settings)
-    found = []
+    results = []
     for factor in factors:
         before = [p.detach().clone() for p in model.parameters()]
         with monkeypatch.context() as patch, Reads(patch) as reads:
             training_step(model, optimizer, torch.ones(3, 4), factor)
             seen = reads.seen
         moved = not all(map(torch.equal, before, model.parameters()))
-        found.append((seen, ampatch.step_was_skipped(optimizer), moved))
+        results.append((seen, ampatch.step_was_skipped(optimizer), moved))
     assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()  # were there for the kernel
-    return found
+    return results
 
 
 def waits(monkeypatch, kind, options, factors, **settings):

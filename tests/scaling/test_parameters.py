@@ -24,8 +24,8 @@ def test_sparse_gradients(delay):
     batches = [torch.tensor([[1, 2, 2]]), torch.tensor([[2, 5, 7]])]
     for factor in (1.0, 1.0, math.inf, 1.0):
         before = values(optimizer)
-        for one in (optimizer, reference):
-            one.zero_grad()
+        for trained in (optimizer, reference):
+            trained.zero_grad()
         for index, batch in enumerate(batches):
             loss = model(batch).square().sum() * factor
             pass_back(loss, optimizer, delay_unscale=delay and index == 0)

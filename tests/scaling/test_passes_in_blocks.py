@@ -30,7 +30,7 @@ def joint_loss(models) -> torch.Tensor:
 def expected(models) -> list:
     plain = copy.deepcopy(models)
     joint_loss(plain).backward()
-    return [weight.grad for one in plain for weight in one.parameters()]
+    return [weight.grad for model in plain for weight in model.parameters()]
 
 
 def lower_second_scale(models, optimizers):
@@ -101,8 +101,8 @@ def test_an_unscaled_pass_beside_the_scaled_one_is_refused(order, earlier):
     with pytest.raises(ampatch.AmpatchError, match="Add another loss to this one first"):
         with ampatch.scale_loss(loss, optimizer) as scaled:
             AUX[order](scaled, aux)
-    found = grads(optimizer)
-    assert found == before == [None, None] if not earlier else close(found, before)
+    results = grads(optimizer)
+    assert results == before == [None, None] if not earlier else close(results, before)
 
 
 def test_passes_that_bring_the_block_nothing_are_silent():

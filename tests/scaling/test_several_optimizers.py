@@ -70,12 +70,12 @@ def begun(level="O1", **options):
 
 @pytest.mark.parametrize("second", ["O0", "O1", "O2"])
 def test_a_loss_that_reaches_the_optimizer_of_another_session_is_said(second, caplog):
-    (first, one), (other, another) = begun(), begun(second)
-    pass_back(other(first(X)).float().mean(), one)
-    one.step()
+    (first, own), (other, another) = begun(), begun(second)
+    pass_back(other(first(X)).float().mean(), own)
+    own.step()
     assert not any("still scaled" in record.getMessage() for record in caplog.records)
     another.step()
-    [said] = [one.getMessage() for one in caplog.records if "still scaled" in one.getMessage()]
+    [said] = [message for message in caplog.messages if "still scaled" in message]
     assert "Pass every optimizer that the loss reaches" in said
 
 

@@ -131,7 +131,7 @@ def test_each_skip_is_a_line(kind, verbosity, scale_lives_on, caplog):
 def test_from_the_tenth_in_a_row_each_doubling_is_a_line(caplog):
     caplog.set_level("INFO", "ampatch")
     told = run(caplog, [math.nan] * 45, limit=1000)
-    assert [one.rpartition(" skipped ")[2] for one in told] == [
+    assert [message.rpartition(" skipped ")[2] for message in told] == [
         f"{n} steps in a row ({n} of {n} since initialize)." for n in (10, 20, 40)
     ]
     assert caplog.text.count("skipped a step") == 9

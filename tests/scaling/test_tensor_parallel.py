@@ -158,7 +158,7 @@ def mesh_of() -> DeviceMesh | None:
 def train(rank: int, run: Run) -> dict:
     mesh = mesh_of()
     model, optimizer = start(run, mesh)
-    found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
+    results: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
     for step in range(STEPS):
         optimizer.zero_grad()
         with contextlib.ExitStack() as stack:
@@ -173,20 +173,21 @@ def train(rank: int, run: Run) -> dict:
                 backward(model, loss, optimizer, run.delay and part < run.micro - 1, bad)
             if run.clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-                found["norms"].append(full(norm).item())
+                results["norms"].append(full(norm).item())
             optimizer.step()
-        found["losses"].append(full(loss).item())
+        results["losses"].append(full(loss).item())
         if run.counts:
-            found["collectives"].append(seen.get_total_counts())
-        found["skipped"].append(amp.step_was_skipped(optimizer))
-        found["scales"].append(amp.loss_scale() if run.enabled else 1.0)
-    found["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
-    found["weights"] = [full(value) for value in model.state_dict().values()]
-    found["placed"] = placements_of(optimizer)
+            results["collectives"].append(seen.get_total_counts())
+        results["skipped"].append(amp.step_was_skipped(optimizer))
+        results["scales"].append(amp.loss_scale() if run.enabled else 1.0)
+    results["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
+    results["weights"] = [full(value) for value in model.state_dict().values()]
+    results["placed"] = placements_of(optimizer)
     amp.deactivate()
-    found["after"] = [full(parameter) for parameter in model.state_dict().values()]
-    found["own"] = [p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"])]
-    return found
+    results["after"] = [full(parameter) for parameter in model.state_dict().values()]
+    held = optimizer.param_groups[0]["params"]
+    results["own"] = [p is q for p, q in zip(model.parameters(), held)]
+    return results
 
 
 def placements_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
@@ -213,31 +214,31 @@ def assert_close(ours: dict, reference: dict, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         torch.tensor(ours["losses"]), torch.tensor(reference["losses"]), rtol=bound, atol=bound
     )
-    for one, other in zip(ours["weights"], reference["weights"], strict=True):
-        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+    for first, other in zip(ours["weights"], reference["weights"], strict=True):
+        torch.testing.assert_close(first, other, rtol=bound, atol=bound)
 
 
 LEVELS = [(level, dtype) for level in ("O0", "O1", "O2", "O3") for dtype in BOUNDS]
 
 
 @pytest.mark.parametrize(
-    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS]
+    "level, dtype", [row if row == ("O2", torch.float16) else slow(*row) for row in LEVELS]
 )
 def test_as_in_one_process(some_ranks, level, dtype):
-    """In both orders, with the collectives of FP32 and one for the overflow flag."""
+    """In both orders, with the collectives of FP32 and first_order for the overflow flag."""
     first = Run(level, dtype, counts=True)
     later = dataclasses.replace(first, order="initialize first")
     plain = dataclasses.replace(first, enabled=False, autocast=level == "O1")
-    found = some_ranks(several, [first, later, plain])
-    one, other, without = found[0]
-    assert_close(one, in_one_process(Run(level, dtype)), dtype)
+    results = some_ranks(several, [first, later, plain])
+    first_order, other, without = results[0]
+    assert_close(first_order, in_one_process(Run(level, dtype)), dtype)
     if level in ("O0", "O1"):
-        assert_close(one, without, dtype)
-        assert one["losses"] == without["losses"]
-    for run in (one, other, *(rank[0] for rank in found[1:])):
-        assert run["losses"] == one["losses"]
-        assert all(map(torch.equal, run["weights"], one["weights"]))
-        assert run["scales"] == one["scales"] and not any(run["skipped"])
+        assert_close(first_order, without, dtype)
+        assert first_order["losses"] == without["losses"]
+    for run in (first_order, other, *(rank[0] for rank in results[1:])):
+        assert run["losses"] == first_order["losses"]
+        assert all(map(torch.equal, run["weights"], first_order["weights"]))
+        assert run["scales"] == first_order["scales"] and not any(run["skipped"])
         assert run["kinds"] == {"DTensor"} and all(run["own"])
         kept = dtype if level == "O3" else torch.float32
         assert {value.dtype for value in run["weights"]} == {kept}
@@ -263,20 +264,20 @@ SITUATIONS = [
 
 
 @pytest.mark.parametrize(
-    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS[2:]]
+    "level, dtype", [row if row == ("O2", torch.float16) else slow(*row) for row in LEVELS[2:]]
 )
 def test_situations(some_ranks, level, dtype):
     runs = [Run(level, dtype, **settings) for settings in SITUATIONS]
     runs = [run for run in runs if (level, run.kind) != NO_KERNEL]
-    for run, *found in zip(runs, *some_ranks(several, runs), strict=True):
-        check(run, found)
+    for run, *results in zip(runs, *some_ranks(several, runs), strict=True):
+        check(run, results)
 
 
-def check(run: Run, found: list[dict]) -> None:
+def check(run: Run, results: list[dict]) -> None:
     reference, bound = in_one_process(run), 5 * BOUNDS[run.dtype]
-    for rank in found:
+    for rank in results:
         assert_close(rank, reference, run.dtype)
-        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+        assert all(map(torch.equal, rank["weights"], results[0]["weights"]))
         assert all(weight.isfinite().all() for weight in rank["weights"])
         assert rank["norms"] == pytest.approx(reference["norms"], rel=bound)
         assert rank["skipped"] == [step in run.poisoned for step in range(STEPS)]

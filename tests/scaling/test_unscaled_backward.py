@@ -86,7 +86,7 @@ def test_it_is_refused_at_each_level_with_a_scale(opt_level, scale_lives_on):
     with pytest.raises(ampatch.AmpatchError), ampatch.scale_loss(loss, optimizer):
         loss.backward()
     assert all(map(torch.equal, grads(optimizer), kept)) and ampatch.state_dict() == before
-    assert all(one is other for one, other in zip(grads(optimizer), held, strict=True))
+    assert all(ours is other for ours, other in zip(grads(optimizer), held, strict=True))
     pass_back(loss_of(model, data(2)), optimizer)
     assert close(grads(optimizer), float_grads(data(1), data(2)))
 
@@ -249,8 +249,8 @@ def set_by_hand(scaled, loss, model):
 
 def by_a_graph_of_gradients(scaled, loss, model):
     params = list(model.parameters())
-    found = torch.autograd.grad(scaled, params, create_graph=True)
-    for param, grad in zip(params, found, strict=True):
+    results = torch.autograd.grad(scaled, params, create_graph=True)
+    for param, grad in zip(params, results, strict=True):
         param.grad = grad.detach()
 
 
@@ -382,7 +382,7 @@ def test_the_hook_keeps_nothing():
                 torch.autograd.grad(scaled * scaled, list(model.parameters()), create_graph=graph)
             gone = [weakref.ref(loss), weakref.ref(scaled)]
             del loss, scaled
-            assert [one() for one in gone] == [None, None]
+            assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
 

@@ -39,9 +39,9 @@ def test_every_level_after_every_level(first, opt_level):
         assert torch.equal(value, weights[name].to(value.dtype))
     masters = ampatch.master_params(optimizer)
     for master, param, before in zip(masters, params, momentum, strict=True):
-        found = state[master]["momentum_buffer"]
-        assert master is param and found.dtype is master.dtype is kept
-        assert torch.equal(found, before.to(kept))
+        results = state[master]["momentum_buffer"]
+        assert master is param and results.dtype is master.dtype is kept
+        assert torch.equal(results, before.to(kept))
     before = values(model, optimizer)
     one_step(model, optimizer, 3)
     assert not same(before, values(model, optimizer))

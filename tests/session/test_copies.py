@@ -69,7 +69,7 @@ class PicklesItself(Net):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_model_with_its_own_state(level, copied):
     loaded, kept = copied(start(level, PicklesItself())[0]), weights_in(level)
     assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks

@@ -71,8 +71,8 @@ def test_the_same_as_with_all_at_once(level, dtype, count):
     optimizers = [adam(model) for model in models]
     assert ampatch.add_optimizers(optimizers) is optimizers
     assert train(models, optimizers) == expected
-    found = [value for model in models for value in model.state_dict().values()]
-    assert all(map(torch.equal, found, weights))
+    actual = [value for model in models for value in model.state_dict().values()]
+    assert all(map(torch.equal, actual, weights))
     assert list(ampatch.state_dict()) == ["loss_scaler0"]
 
 

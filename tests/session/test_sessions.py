@@ -55,8 +55,8 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level, event, first, monk
     assert registry.sessions == earlier and hook_count(model) == hooks
     after = values(model, optimizer)
     assert len(before) == len(after) and all(map(torch.equal, before, after))
-    for found in (model.parameters(), optimizer.param_groups[0]["params"]):
-        assert all(a is b and a.dtype is torch.float32 for a, b in zip(found, params, strict=True))
+    for held in (model.parameters(), optimizer.param_groups[0]["params"]):
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(held, params, strict=True))
     if first is None:
         assert F.linear is linear and "step" not in vars(optimizer)
         assert [set(vars(module)) for module in model.modules()] == keys

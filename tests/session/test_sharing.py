@@ -100,7 +100,7 @@ def test_two_calls_of_initialize_and_the_same_again(make, order):
     before = [p for model in models for p in model.parameters()]
     for index in order:
         initialize(models[index], optimizers[index])
-    found = train(models, optimizers)
+    actual = train(models, optimizers)
     for _ in range(2):
         after = [p for model in models for p in model.parameters()]
         assert all(a is b for a, b in zip(before, after, strict=True))
@@ -112,8 +112,8 @@ def test_two_calls_of_initialize_and_the_same_again(make, order):
             for p in group["params"]
         ]
         assert {id(p) for p in owned} <= set(map(id, after))
-        assert all(map(torch.equal, found, expected))
-        assert all(map(torch.equal, found, [p.detach() for p in after]))
+        assert all(map(torch.equal, actual, expected))
+        assert all(map(torch.equal, actual, [p.detach() for p in after]))
         ampatch.deactivate()
 
 

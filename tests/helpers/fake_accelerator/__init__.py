@@ -133,19 +133,19 @@ def _module() -> types.ModuleType:
 
 def counts() -> Counts:
     """What has been counted since the process began, or since it was last forgotten."""
-    found = Counts()
+    results = Counts()
     for line in _library().fake_counts().decode().splitlines():
         times, _, what = line.partition(" ")
-        found[what] = int(times)
-    return found
+        results[what] = int(times)
+    return results
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     """Counts of what happens inside, filled in when the block ends."""
-    before, found = counts(), Counts()
-    yield found
-    found.update(counts() - before)
+    before, results = counts(), Counts()
+    yield results
+    results.update(counts() - before)
 
 
 @contextlib.contextmanager

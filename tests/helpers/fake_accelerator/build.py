@@ -20,7 +20,7 @@ def main(target: str) -> None:
         subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", path])
         for source, path in zip(sources, objects, strict=True)
     ]
-    failed = [one.wait() for one in compiling]
+    failed = [process.wait() for process in compiling]
     if any(failed):
         raise SystemExit(1)
     places = [f"-L{path}" for path in cpp_extension.library_paths()]
