@@ -119,7 +119,7 @@ ON_GPU = [
 
 
 @pytest.mark.parametrize(
-    "level, options, given, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
+    "level, options, order, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
 )
 def test_ddp_trains_as_one_process_in_float(ranks, level, options, order, micro, device):
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
