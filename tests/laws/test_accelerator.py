@@ -309,17 +309,27 @@ CROSS_ENTROPIES = {
 }
 
 
+def of_half_and_of_fp32(function, shape):
+    """Results and gradients of half inputs, and of a copy of them in FP32."""
+    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
+    x, results = torch.randn(shape, device=NAME).half(), []
+    for copied in (lambda leaf: leaf, torch.Tensor.float):
+        leaf = x.clone().requires_grad_()
+        result = function(copied(leaf))
+        assert result.dtype is torch.float32
+        result.square().sum().backward()
+        results.append((result.detach().cpu(), leaf.grad.cpu()))
+    return results
+
+
 @pytest.mark.parametrize("case", CROSS_ENTROPIES)
 def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
     shape, target, options = CROSS_ENTROPIES[case]
-    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, target, results = torch.randn(shape, device=NAME).half(), target.to(NAME), []
-    for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        logits = leaf.float() if results else leaf
-        loss = torch.nn.functional.cross_entropy(logits, target, **options)
-        loss.sum().backward()
-        results.append((loss.detach().cpu(), leaf.grad.cpu()))
-    assert all(map(torch.equal, *results))
+
+    def loss_of(logits):
+        return torch.nn.functional.cross_entropy(logits, target.to(NAME), **options)
+
+    assert all(map(torch.equal, *of_half_and_of_fp32(loss_of, shape)))
 
 
 TOTALS = {
@@ -344,12 +354,6 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_float_functions_have_the_results_of_a_copy_in_fp32(name):
-    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, actual = torch.randn(4, 8, device=NAME).half(), []
-    for leaf in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        result = TOTALS[name](leaf.float() if actual else leaf)
-        assert result.dtype is torch.float32
-        result.square().sum().backward()
-        actual.append((result.detach().cpu(), leaf.grad.cpu()))
-    for ours, expected in zip(*actual, strict=True):  # a sum may be made in another order
+    for ours, expected in zip(*of_half_and_of_fp32(TOTALS[name], (4, 8)), strict=True):
+        # a sum may be made in another order
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

@@ -63,9 +63,9 @@ class Example:
         return sum(F.mse_loss(output, targets) * factor for output in outputs)
 
     def backward(self, fed, loss_id, bad, through, where, delayed):
-        """One block; `bad` goes into the loss, into a gradient on its way, or into index at rest.
+        """One block; `bad` goes into the loss, into a gradient on its way, or into one at rest.
 
-        `delayed`: the block leaves its gradients scaled, and a healthy index comes after it.
+        `delayed`: the block leaves its gradients scaled, and a healthy one comes after it.
         Then all gradients are unscaled together, and an old fault among them counts anew.
         """
         victim = fed[where % len(fed)]

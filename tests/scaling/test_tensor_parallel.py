@@ -225,7 +225,7 @@ LEVELS = [(level, dtype) for level in ("O0", "O1", "O2", "O3") for dtype in BOUN
     "level, dtype", [row if row == ("O2", torch.float16) else slow(*row) for row in LEVELS]
 )
 def test_as_in_one_process(some_ranks, level, dtype):
-    """In both orders, with the collectives of FP32 and first_order for the overflow flag."""
+    """In both orders, with the collectives of FP32 and one for the overflow flag."""
     first = Run(level, dtype, counts=True)
     later = dataclasses.replace(first, order="initialize first")
     plain = dataclasses.replace(first, enabled=False, autocast=level == "O1")

@@ -38,10 +38,6 @@ def loss_of(model, batch=None):
 # Wrong uses
 
 
-def backward(scaled, loss, params):
-    loss.backward()
-
-
 def twice(scaled, loss, params):
     loss.backward(retain_graph=True)
     loss.backward()
@@ -52,18 +48,16 @@ def by_hand(scaled, loss, params):
         param.grad = grad
 
 
-def of_a_copy(scaled, loss, params):
-    (loss * 2).backward()
+WRONG = {
+    "backward": lambda scaled, loss, params: loss.backward(),
+    "twice": twice,
+    "by hand": by_hand,
+    "of a copy": lambda scaled, loss, params: (loss * 2).backward(),
+    "of some": lambda scaled, loss, params: loss.backward(inputs=params[:1]),
+}
 
 
-def of_some(scaled, loss, params):
-    loss.backward(inputs=params[:1])
-
-
-WRONG = [backward, twice, by_hand, of_a_copy, of_some]
-
-
-@pytest.mark.parametrize("use", WRONG, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", WRONG)
 def test_a_backward_pass_of_the_plain_loss_is_refused(use):
     model, optimizer = start("O1", kind=Adam, options={"lr": 1.0})
     loss = loss_of(model)
@@ -71,7 +65,7 @@ def test_a_backward_pass_of_the_plain_loss_is_refused(use):
         pytest.raises(ampatch.AmpatchError, match=r"(?s)<Adam>.*scaled_loss\.backward\(\)"),
         ampatch.scale_loss(loss, optimizer) as scaled,
     ):
-        use(scaled, loss, list(model.parameters()))
+        WRONG[use](scaled, loss, list(model.parameters()))
     assert grads(optimizer) == [None] * 4
     assert ampatch.state_dict()["loss_scaler0"] == SCALE
 
@@ -215,17 +209,9 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
 # Right uses
 
 
-def as_ever(scaled, loss, model):
-    scaled.backward()
-
-
 def retained(scaled, loss, model):
     scaled.div(2).backward(retain_graph=True)
     scaled.div(2).backward()
-
-
-def in_a_sum(scaled, loss, model):
-    (scaled + 0.0 * next(model.parameters()).sum()).backward()
 
 
 def in_place(scaled, loss, model):
@@ -254,14 +240,6 @@ def by_a_graph_of_gradients(scaled, loss, model):
         param.grad = grad.detach()
 
 
-def through_the_function(scaled, loss, model):
-    torch.autograd.backward([scaled])
-
-
-def with_inputs(scaled, loss, model):
-    scaled.backward(inputs=list(model.parameters()))
-
-
 def by_the_gradient_of_the_scaled_loss(scaled, loss, model):
     """As a pipeline hands gradients on."""
     (factor,) = torch.autograd.grad(scaled.square() / 2 / scaled.detach(), scaled)
@@ -279,20 +257,28 @@ def pickled(scaled, loss, model):
     scaled.backward()
 
 
-RIGHT = [
-    *(as_ever, retained, in_a_sum, in_place, hooked, set_by_hand, by_a_graph_of_gradients),
-    *(through_the_function, with_inputs, by_the_gradient_of_the_scaled_loss, zeroed_first, pickled),
-]
+RIGHT = {
+    "as ever": lambda scaled, loss, model: scaled.backward(),
+    "in a sum": lambda scaled, loss, model: (scaled + 0.0 * model[0].weight.sum()).backward(),
+    "through the function": lambda scaled, loss, model: torch.autograd.backward([scaled]),
+    "inputs": lambda scaled, loss, model: scaled.backward(inputs=list(model.parameters())),
+    **{
+        use.__name__: use
+        for use in (retained, in_place, hooked, set_by_hand, zeroed_first, pickled)
+    },
+    "a graph of gradients": by_a_graph_of_gradients,
+    "the gradient of the scaled loss": by_the_gradient_of_the_scaled_loss,
+}
 
 
 @pytest.mark.parametrize("delays", [False, True])
-@pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", RIGHT)
 def test_right_uses_are_silent(use, delays, caplog):
     model, optimizer = start("O0", loss_scale="dynamic", verbosity=1)
     caplog.clear()
     loss = loss_of(model)
     with ampatch.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
-        use(scaled, loss, model)
+        RIGHT[use](scaled, loss, model)
     assert silent(caplog)
     optimizer.step()
     assert close(grads(optimizer), float_grads(data()))
