@@ -414,7 +414,7 @@ def test_custom_fwd_and_custom_bwd(cast_inputs, forward_in):
 
 
 def test_custom_bwd_means_the_policy_of_its_forward():
-    """Not the tables in the half type, which torch's autocast would be."""
+    """Not the tables in the half dtype, which torch's autocast would be."""
     function, seen = product(None)
 
     def forward(layer, x):

@@ -78,7 +78,7 @@ FORMS = {
     "recomputed by reentry": lambda m, x: checkpoint(
         lambda y: OPS.in_half(y, m.layer(y)), x, use_reentrant=True
     ),
-    "in a region of another half type": lambda m, x: in_region(m, x, dtype=torch.float16),
+    "in a region of another half dtype": lambda m, x: in_region(m, x, dtype=torch.float16),
     "in a disabled region": lambda m, x: in_region(m, x, enabled=False),
 }
 

@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     function: str
     args: tuple
     kwargs: dict
-    run_as: torch.dtype | None  # None: the half type
+    run_as: torch.dtype | None  # None: the half dtype
     out: torch.dtype | None
 
 
@@ -81,7 +81,7 @@ def by_hand(entry: Entry, half: torch.dtype) -> dict[str, Any]:
 
 
 def for_half(args: Any, half: torch.dtype) -> Any:
-    """A list's arguments with `half` in the place of its own half type."""
+    """A list's arguments with `half` in the place of its own half dtype."""
     halves = (torch.float16, torch.bfloat16)
     return tree_map(
         lambda leaf: leaf.to(half) if getattr(leaf, "dtype", None) in halves else leaf, args

@@ -112,7 +112,7 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     step = suspended(ampatch.disable_casts)
     next(step)
     assert in_threads(lambda: (next(step, None), now())) == [(None, H)] and now() is FP32
-    STATE.end(frames()[-1])  # no other code can
+    STATE.exit(frames()[-1])  # no other code can
     assert now() is H
 
 

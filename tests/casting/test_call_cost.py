@@ -79,12 +79,12 @@ def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
 
 
 def test_outside_a_model_the_gate_is_what_it_costs_more():
-    """`patch_scope="model"`: the gate looks at every argument, and there is no more to it."""
+    """`patch_scope="model"`: the condition looks at every argument, and there is no more to it."""
     start(patch_scope="model")
-    gate = calls(STATE.process.gate, (X, X), {})
+    condition = calls(STATE.process.condition, (X, X), {})
     found = calls(torch.mm, X, X)
-    assert found[-1] == MM and len(found) == 1 + len(gate) + 1
-    assert 1 <= len(gate) <= 20
+    assert found[-1] == MM and len(found) == 1 + len(condition) + 1
+    assert 1 <= len(condition) <= 20
     assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
 
 

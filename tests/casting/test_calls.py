@@ -1,4 +1,4 @@
-"""How a call is made: `dtype=`, containers, two half types, banned functions, exponents."""
+"""How a call is made: `dtype=`, containers, two half dtypes, banned functions, exponents."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_held_checkpoint_stays_in_one_graph():
 # The user's own contexts: `checkpoint(..., context_fn=...)`
 
 CONTEXTS = {
-    "another half type": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "another half dtype": lambda: torch.autocast("cpu", dtype=torch.float16),
     "regions off": lambda: torch.autocast("cpu", enabled=False),
     "disable_casts": ampatch.disable_casts,
     "precision": lambda: ampatch.precision("float"),
@@ -157,7 +157,7 @@ def test_the_users_context_is_the_innermost_setting_in_both_passes(name):
     ways = [functools.partial(way, CONTEXTS[name]) for way in (in_context, recomputed_in)]
     plain, repeated = (gradients("O1", way)[:-4] for way in ways)
     assert same(repeated, plain)
-    if "region" in name or "half type" in name:
+    if "region" in name or "half dtype" in name:
         model, x = Net(ways[1]), X.clone().requires_grad_()
         with torch.autocast("cpu", H):
             output = model(x)

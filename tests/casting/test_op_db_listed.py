@@ -170,7 +170,7 @@ def is_refused(trial: Trial) -> bool:
 def near(new: list, old: list, tolerance: float) -> bool:
     """Within `tolerance` of the largest value of all; a tolerance of 0 asks for equality.
 
-    What overflows a half type has to be infinite.
+    What overflows a half dtype has to be infinite.
     """
     old = [other.to(one.dtype) for one, other in zip(new, old, strict=True)]
     new, old = ([leaf.detach().to_dense().double() for leaf in leaves] for leaves in (new, old))

@@ -116,20 +116,12 @@ SPARED = {
     **of("reads and writes outside of memory for enlarged pivots or offsets", "lu_unpack"),
     **of("offsets that go back", "nn.functional.embedding_bag"),
     **of("results grow with the square of the elements", "combinations cartesian_prod block_diag"),
-    **of(
-        "leaves the range of a half type", "matrix_exp norm linalg.norm prod masked.var masked.std"
-    ),
-    **of(
-        "leaves the range of a half type", "nn.functional.normalize nn.functional.cosine_similarity"
-    ),
-    **of("leaves the range of a half type", "linalg.norm-subgradients_at_zero corrcoef"),
-    **of("leaves the range of a half type", "nn.functional.pairwise_distance"),
-    **of(
-        "leaves the range of a half type", f"{POLYGAMMAS} special.polygamma-special_polygamma_n_0"
-    ),
-    **of(
-        "leaves the range of a half type", " ".join(f"mvlgamma-mvlgamma_p_{n}" for n in (1, 3, 5))
-    ),
+    **of("leaves the range of half", "matrix_exp norm linalg.norm prod masked.var masked.std"),
+    **of("leaves the range of half", "nn.functional.normalize nn.functional.cosine_similarity"),
+    **of("leaves the range of half", "linalg.norm-subgradients_at_zero corrcoef"),
+    **of("leaves the range of half", "nn.functional.pairwise_distance"),
+    **of("leaves the range of half", f"{POLYGAMMAS} special.polygamma-special_polygamma_n_0"),
+    **of("leaves the range of half", " ".join(f"mvlgamma-mvlgamma_p_{n}" for n in (1, 3, 5))),
     **of("differences of near values", "cov trapz trapezoid nn.functional.poisson_nll_loss"),
     **of("the backward pass begins from a rounded result", "log_softmax masked.log_softmax"),
     **of("products, rounded, and then a softmax", "nn.functional.multi_head_attention_forward"),

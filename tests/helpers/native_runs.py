@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler an
 CHECKED = """
 import os, sys, torch
 from ampatch import native
-assert native.status().in_force is (os.environ["AMPATCH_NATIVE"] == "1"), native.status()
+assert native.status().active is (os.environ["AMPATCH_NATIVE"] == "1"), native.status()
 """
 
 

@@ -237,7 +237,7 @@ def _sampled(name: str, dims: int, x: Tensor) -> Tensor:
 
 
 FAR = 8 + (8 * values(ADDED, 4)).round() / 8
-"""Values that half types have, and a mean that they do not have."""
+"""Values that half dtypes have, and a mean that they do not have."""
 
 WRONG: dict[str, Case] = {
     **dict(_pools()),

@@ -39,7 +39,7 @@ SAVED_AFTER, END, OVERFLOW = 5, 10, 2  # steps
 
 
 def runs():
-    """Every level and half type with each of `KINDS`, as `(name, arguments of start)`."""
+    """Every level and half dtype with each of `KINDS`, as `(name, arguments of start)`."""
     for level, dtype, (kind, kernel) in itertools.product(LEVELS, HALF_TYPES, KINDS):
         if (level, kind, kernel) == ("O3", "SGD", "fused"):
             continue  # torch's kernel leaves half parameters unchanged; initialize refuses it

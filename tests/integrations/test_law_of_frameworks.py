@@ -1,11 +1,11 @@
 """The law of frameworks: each of them trains under each opt level as in FP32.
 
-The same network, data and steps run with every framework, at every opt level, in both half types:
+The same network, data and steps run with every framework, at every opt level, in both half dtypes:
 plainly, with clipping, with accumulation, stopped and resumed, and on two ranks.  They are held
 against the same framework in FP32 and against its own AMP.
 
-The bounds are those of a half type: two or three digits for bfloat16, three for float16.  At O3 the
-weights are in half too, so rounding adds up from step to step.  At O0 every bit is FP32's.
+The bounds are those of a half dtype: two or three digits for bfloat16, three for float16.  At O3
+the weights are in half too, so rounding adds up from step to step.  At O0 every bit is FP32's.
 """
 
 from __future__ import annotations

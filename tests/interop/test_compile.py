@@ -1,4 +1,4 @@
-"""torch.compile with `fullgraph=True`: the policy in force is traced, guarded and put back."""
+"""torch.compile with `fullgraph=True`: the active policy is traced, guarded and put back."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LOOKS = 3
 
 
 def there() -> Iterator[Any]:
-    """The rows that the device can run.  It has no part in half types: the second one is slow."""
+    """The rows that the device can run.  It has no part in half dtypes: the second one is slow."""
     for param in ROWS:
         row, level, half = param.values
         if row.name not in NOT_THERE:

@@ -1,6 +1,6 @@
 """Parameters that several optimizers share, and what scripts do inside a block.
 
-With a loss scale the half type would change nothing but roundings.
+With a loss scale the half dtype would change nothing but roundings.
 """
 
 from __future__ import annotations

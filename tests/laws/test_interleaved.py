@@ -14,7 +14,7 @@ from ampatch.session.facade import session_of
 
 FP16, H, FP32 = torch.float16, torch.bfloat16, torch.float32
 PLANS = (("O1", FP16), ("O1", H), ("O2", FP16), ("O3", H), ("O0", H), (None, FP32))
-"""A level (None: unmanaged) and a half type for each model."""
+"""A level (None: unmanaged) and a half dtype for each model."""
 
 
 class Training:
@@ -75,7 +75,7 @@ def solo(plans, scope):
     ids=str,
 )
 def test_each_model_is_bit_equal_to_its_solo_run(scope, order):
-    """All levels, both half types and an unmanaged model.  Of a process one session is at O1, since
+    """All levels, both half dtypes, an unmanaged model.  Of a process one session is at O1, since
     losses outside forwards follow the session opened last."""
     plans = PLANS if scope == "model" else (PLANS[0], *PLANS[2:5])
     expected = solo(plans, scope)

@@ -28,7 +28,7 @@ FILES = (
     "casting/calls.py",
     "casting/context_propagation.py",
     "casting/policy.py",
-    "models/lent_weights.py",
+    "models/half_copy_swaps.py",
     "models/managed_model.py",
     "models/module_overrides.py",
     "models/own_frame.py",
@@ -227,12 +227,12 @@ def test_ctrl_c_at_a_line(phase, level, scope, most):
         _, where = strikes.lines(does, FILES, number)
         if not_begun(where):
             for call in list(here.stack):
-                STATE.end(call)
+                STATE.exit(call)
             torch_autocast.set_enabled("cpu", False)
         if said := wrong(model, level, expected):
             bad.append(f"{number} {where}: {said}")
             for call in list(here.stack):
-                STATE.end(call)
+                STATE.exit(call)
             ampatch.deactivate()
             model, optimizer = start(level, scope)
     assert not bad, f"{phase} {level} {scope}:\n" + "\n".join(bad)

@@ -115,8 +115,8 @@ def test_copies_are_plain_models_of_the_same_weights(opt_level, how):
     for plain, reference in zip(copied.modules(), build().modules(), strict=True):
         assert hooks_of(plain) == hooks_of(reference)
         assert set(vars(plain)) == set(vars(reference)) and type(plain.__dict__) is dict
-    found = copied.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    state = copied.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert dtypes(copied) == dtypes(model)
     is_half = torch.float16 in set(dtypes(copied).values())
     assert is_half is (opt_level == "O3")

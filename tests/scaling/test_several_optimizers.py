@@ -111,7 +111,7 @@ def test_gradients_with_a_graph_are_said_once_under_a_scale(level, settings, cap
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_mixed_calls_are_cast_to_the_type_of_the_model(level, kind):
-    """`cast_model_type` may be another half type than `dtype`."""
+    """`cast_model_type` may be another half dtype than `dtype`."""
 
     class Adding(nn.Sequential):
         def __init__(self):

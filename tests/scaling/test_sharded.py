@@ -341,7 +341,7 @@ GIVE = "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float
 HALF = training.policy_of("O2")
 REFUSED = {  # how it was sharded, the settings, and words of the error
     "no policy": ({}, {}, GIVE),
-    "other half type": (training.policy_of("O2", BF16), {}, GIVE),
+    "other half dtype": (training.policy_of("O2", BF16), {}, GIVE),
     "whole in FP32": ({"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=FP32)}, {}, GIVE),
     "add_optimizers": ({}, {}, GIVE),
     "batch norm": (HALF, {}, "Shard the BatchNorm1d first, by itself"),

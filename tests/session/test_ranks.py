@@ -42,7 +42,7 @@ def managed(settings):
 
 
 DIFFERENT = {  # what one rank is given, and the other; what is shown of each
-    "half type": (PLAIN, {**PLAIN, "dtype": BF16}, "dtype=torch.float16", "dtype=torch.bfloat16"),
+    "half dtype": (PLAIN, {**PLAIN, "dtype": BF16}, "dtype=torch.float16", "dtype=torch.bfloat16"),
     "start": (DYNAMIC, {**DYNAMIC, "init_scale": 1024.0}, "65536.0", "init_scale=1024.0"),
     "static scale": ({**PLAIN, "loss_scale": 128.0}, PLAIN, "loss_scale=128.0", "65536.0"),
     # torch's broadcast would mix up the bytes of weights in other types, or wait for more of them
