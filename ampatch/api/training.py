@@ -267,8 +267,9 @@ def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
     Counted since `initialize`; a step with a closure is one step.  Steps in replays of a CUDA graph
-    count under a dynamic loss scale only.  With `enabled=False` all are 0.  For a fused optimizer it
-    waits for the device.  Raises `AmpatchError` for an optimizer that was not given to `initialize`.
+    count under a dynamic loss scale only.  With `enabled=False` all are 0.  Waits for the device if
+    the optimizer is fused.  Raises `AmpatchError` for an optimizer that was not given to
+    `initialize`.
     """
     managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()
