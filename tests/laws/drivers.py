@@ -170,7 +170,7 @@ class ByHand(Driver):
         super().__init__(level, half)
         self._scale = 1.0
         self._dynamic = False
-        self._lent_to: list[nn.Module] = []  # models whose forward runs
+        self._in_half: list[nn.Module] = []  # models whose forward runs
         self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
 
     def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
@@ -202,7 +202,7 @@ class ByHand(Driver):
     @contextmanager
     def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
         """All FP32 weights but those of batch norms; `again`: the copies of the last forward."""
-        if self.level != "O2" or net in self._lent_to:
+        if self.level != "O2" or net in self._in_half:
             yield
             return
         places = [
@@ -218,11 +218,11 @@ class ByHand(Driver):
         before = {key: copy.detach().clone() for key, copy in copies.items()}
         for module, name, param in places:
             self._put(module, name, copies.get(id(param), param))
-        self._lent_to.append(net)
+        self._in_half.append(net)
         try:
             yield
         finally:
-            self._lent_to.remove(net)
+            self._in_half.remove(net)
             for module, name, param in places:
                 if module._parameters.get(name) is copies.get(id(param)):
                     self._put(module, name, param)

@@ -15,7 +15,7 @@ from small_training import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ROWS, WIDTH = 512, 64  # smaller tables are lent as other weights are
+ROWS, WIDTH = 512, 64  # smaller ones have half copies, as other weights
 IDS = torch.randint(0, ROWS, (4, 8), generator=torch.Generator().manual_seed(0))
 
 

@@ -312,7 +312,7 @@ def under_ddp(rank: int, level: str, group: bool) -> dict:
 
 
 def test_ddp_around_tensor_parallel(ranks):
-    """At O1 with a process group; without one, and with lent weights, it is refused."""
+    """At O1 with a process group; without one, and with half copies, it is refused."""
     reference = in_one_process(Run("O1", poisoned=(1,), loss_scale="dynamic"))
     for rank in ranks(under_ddp, "O1", True):
         assert rank["error"] is None and rank["skipped"] == [False, True, False]
