@@ -336,7 +336,7 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
 
 def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
-    options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out"}
+    options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out", "levels": ["O0"]}
     monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python", "/v/bin/ampatch", "sweep", "a b.py"])
     Sweep(**options).close()
     monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python3", "-m", "ampatch", "sweep"])
