@@ -260,10 +260,12 @@ def test_shtab_is_told_where_a_shell_completes_files(monkeypatch):
     added = []
 
     class Parser(argparse.ArgumentParser):
-        def add_argument(self, *names, **given):
-            added.append(super().add_argument(*names, **given))
+        def add_argument(self, *names, **options):
+            added.append(super().add_argument(*names, **options))
             return added[-1]
 
     monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(FILE="files"))
     add_program(Parser())
-    assert [one.dest for one in added if getattr(one, "complete", "") == "files"] == ["script"]
+    assert [action.dest for action in added if getattr(action, "complete", "") == "files"] == [
+        "script"
+    ]

@@ -139,7 +139,7 @@ def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):
     """Also where the last run has changed what all of it would take."""
     machine.slower = 0.7
     results = sweep("--budget", "2")
-    [note] = [one for one in results.notes if "--resume --budget" in one]
+    [note] = [told for told in results.notes if "--resume --budget" in told]
     said = capsys.readouterr()
     lines = [line for line in (said.err + said.out).splitlines() if line.startswith("Note: ")]
     assert [line for line in lines if "--resume --budget" in line][-1].endswith(note)

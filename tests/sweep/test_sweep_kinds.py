@@ -124,8 +124,8 @@ def test_losses_are_those_before_scaling_however_they_are_scaled(monkeypatch):
         for kind in (list, tuple):
             scaled = scaler.scale(kind([weight * 3, weight * 4]))
             assert type(scaled) is kind
-            for one in scaled:
-                one.backward()
+            for scaled_loss in scaled:
+                scaled_loss.backward()
         (scaler.scale(weight * 6) / 2).backward()
         (weight * 7).backward()
     finally:
