@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sweep_runs import INITIALIZE, TRAINING, Said, log_of, planned
+from sweep_runs import INITIALIZE, PLAIN, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
@@ -11,16 +11,6 @@ from ampatch.sweep.measure.record import Measured
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
-PLAIN = """
-    import torch
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(100):
-        model(torch.ones(8, 4)).pow(2).mean().backward()
-        print("before", step)
-        optimizer.step()
-        print("after", step)
-"""
 RESUMING = f"""
     {TRAINING}
     from pathlib import Path
@@ -41,11 +31,12 @@ def stopped(plan):
 
 
 def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path):
-    plan = planned(tmp_path, PLAIN, levels=["O1", "O2"], autocast=False)
+    script = PLAIN.replace("loss.backward()", "loss.backward(), print('before the step')")
+    plan = planned(tmp_path, script, levels=["O1", "O2"], autocast=False)
     said = stopped(plan)
     reason, line = "never calls ampatch.initialize", "model, optimizer = ampatch.initialize("
     assert said.index(reason) < said.index(line) < said.index("With O0 among --levels")
-    assert log_of(plan, "O1-bfloat16") == "before 0\n"
+    assert log_of(plan, "O1-bfloat16") == "before the step\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("Nothing to compare yet")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sweep_runs import Said, log_of, planned
+from sweep_runs import PLAIN, Said, log_of, planned
 from warm_python import python
 
 from ampatch.sweep import SweepError
@@ -19,19 +19,6 @@ from ampatch.sweep.plan import cases
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
-PLAIN = """
-    import sys
-    import torch
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(15):
-        loss = model(torch.randn(16, 8)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
-"""
 # The third step meets an overflow; the region is entered after a step in FP32.
 TORCH_AMP_SCRIPT = """
     import sys
