@@ -42,13 +42,13 @@ def both(loop, asked=AT_SCALE):
     expected = loop()
     begin(asked)
     torch.manual_seed(0)
-    under_auto = loop()
+    actual = loop()
     end()
-    return expected, under_auto
+    return expected, actual
 
 
-def close(expected, value, atol=2e-3, rtol=2e-2):
-    torch.testing.assert_close(value, expected, atol=atol, rtol=rtol)
+def close(expected, actual, atol=2e-3, rtol=2e-2):
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
 def net(width=8):
