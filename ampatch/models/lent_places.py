@@ -73,7 +73,10 @@ def lent_of(slots: list[Slot], leave: Collection[int]) -> list[Slot]:
 
 
 def divide_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
-    """The weights of embeddings that stand nowhere else, and the slots of all others."""
+    """The weights of embeddings that stand nowhere else, and the slots of all others.
+
+    They are large, or get sparse gradients, which the casts of single weights do not take.
+    """
     owners = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
     in_table = Counter(id(slot.table) for slot in slots)
     times = Counter(id(slot.parameter) for slot in slots)
@@ -81,7 +84,7 @@ def divide_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lo
     for slot in slots:
         owner = owners.get(id(slot.table))
         stands_alone = in_table[id(slot.table)] == times[id(slot.parameter)] == 1
-        if owner is not None and stands_alone and slot.parameter.numel() >= MANY:
+        if owner is not None and stands_alone and (slot.parameter.numel() >= MANY or owner.sparse):
             lookups.append(Lookup(owner, slot.name))
         else:
             others.append(slot)
