@@ -87,7 +87,7 @@ def ratio(step: Callable[[], None], places: list[Place], rounds: int, seconds: f
 def report(options: Namespace) -> Iterator[str]:
     """A row for each function, with geometric means over the models."""
     if native.part is None:
-        sys.exit("The native part is not in force: ampatch build, AMPATCH_NATIVE=1.")
+        sys.exit("The native part is not active: ampatch build, AMPATCH_NATIVE=1.")
     places_of = twins()
     rows: dict[str, list[float]] = {name: [] for name in sorted(places_of)}
     for level, make in COLUMNS.values():

@@ -81,7 +81,7 @@ def opt_level(request) -> str:
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def half(request) -> torch.dtype:
-    """Each of the half types."""
+    """Each of the half dtypes."""
     return request.param
 
 

@@ -15,7 +15,7 @@ from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
 from ..session.session import cast_state, registry
-from ..torch_private.autocast import devices_on, half_type
+from ..torch_private.autocast import devices_on, half_dtype
 from ..types import Function, Owner, Precision
 
 
@@ -44,7 +44,7 @@ def _decorated(function: Any, rule: Rule, what: str) -> Any:
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
         return user_functions.following(function, choose, cast_state)
-    for name, make in user_functions.class_parts(function, choose, cast_state).items():
+    for name, make in user_functions.methods(function, choose, cast_state).items():
         setattr(function, name, make(inspect.getattr_static(function, name)))
     return function
 
@@ -116,7 +116,7 @@ def precision(dtype: Precision) -> PolicyContext:
             return KEEP
         on = devices_on()
         if on:
-            policy = policy.in_type(half_type(on[-1]))
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_type)
+            policy = policy.in_dtype(half_dtype(on[-1]))
+        return policy.forced(torch.float32 if dtype == "float" else policy.half_dtype)
 
     return PolicyContext(registry.state, forced, call)

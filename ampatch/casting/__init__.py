@@ -4,7 +4,7 @@ Where to look first:
 
 * which function follows which rule, and why: `tables`; what a rule chooses: `rules`;
 * what a patched call does: `wrapper` (hot path), `arguments`; what needs more: `special_ops`;
-* what is in force, for which thread, and what begins and ends with it: `calls`; policies and the
+* the stack of calls of each thread, and the policy that is active there: `calls`; policies and the
   user's blocks: `policy`; recomputations, custom Functions' backward and replicas:
   `context_propagation`;
 * half copies of weights, and gradients back to FP32: `weight_cache`, `half_copies`;

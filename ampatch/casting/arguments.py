@@ -1,4 +1,4 @@
-"""What is among the arguments of a call, in nested lists and tuples too."""
+"""The arguments of a call, in nested lists and tuples too."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 def leaves(values: Iterable[Any]) -> list[Any]:
     """The values in nested lists and tuples, in their order."""
-    found = []
+    flat = []
     for value in values:
         if isinstance(value, (list, tuple)):
-            found.extend(leaves(value))
+            flat.extend(leaves(value))
         else:
-            found.append(value)
-    return found
+            flat.append(value)
+    return flat
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -1,29 +1,29 @@
-"""torch.autocast beside ampatch: its regions, its switch, and questions about it.
+"""torch.autocast beside ampatch: its regions, its switch, and questions about its state.
 
-*A region* of `torch.autocast` is an entry in the thread's stack.  One that is disabled casts
-nothing on its device type.  One that is enabled inside a managed forward at O1 gives the half
-type: ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's
-autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
-policy again: see `CastState.setting_of_forward`.  torch's own code enters regions too, to restore
-the autocast state of a forward.  What it runs inside takes the forward's policy along
-(`context_propagation`), which is then the innermost setting.
+*A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region nothing is
+cast on its device type.  A region enabled inside a managed forward at O1 gives the half dtype:
+ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
+casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
+again: see `CastState.setting_of_forward`.  torch's own code enters regions too, to restore the
+autocast state of a forward.  The code that it runs there has the policy of that forward, too
+(`context_propagation`), as the innermost setting.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
-ampatch's casts as they are; a warning names the cure.
+ampatch's casts unchanged; a warning names the remedy.
 
-*`torch.is_autocast_enabled` and `get_autocast_dtype`* answer True and the policy's half type, if
+*`torch.is_autocast_enabled` and `get_autocast_dtype`* return True and the policy's half dtype, if
 calls on the device are cast: libraries ask in order to act as under autocast, and so does
-`custom_fwd`.  Torch's other modules get torch's answer, since they save the state to restore it,
+`custom_fwd`.  torch's other modules get torch's answer, since they save the state to restore it,
 guard on it or choose kernels by it.
 
 So the caller's frame decides one question: *does torch's own code ask for the state, or set it?*
-Only the switch and the questions look at it.  Three other ways were tried:
+Only the switch and the questions look at the frame.  Three other ways were tried:
 
-* One answer for all.  Then `autocast.__enter__`, checkpoints and Dynamo restore it as torch's own,
-  and transformer layers and CUDA graphs leave their fast ways.
+* One answer for all.  Then `autocast.__enter__`, checkpoints and Dynamo restore ampatch's answer as
+  torch's state, and transformer layers and CUDA graphs do not take their fast paths.
 * A flag that is set while such code of torch's runs.  A module's forward asks in its middle, where
   no flag can be set, and such code runs the user's code too.
-* A list of the functions that save the state.  Each newer torch makes it longer.
+* A list of the functions that save the state.  It gets longer with each version of torch.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _IGNORED = "_ampatch_ignored"
 
 
 class AutocastInterop:
-    """What torch.autocast does to ampatch's casts, thread by thread."""
+    """Replacements of torch.autocast's functions, which act on the calling thread."""
 
     def __init__(self, state: CastState) -> None:
         self._state = state
 
     def regions(self) -> list[tuple[str, str, Make]]:
-        """`(where, name, make)` for what enters and leaves regions."""
+        """`(where, name, make)` for enter and exit of regions."""
         return [
             (AUTOCAST + ".autocast", "__enter__", self._enter),
             (AUTOCAST + ".autocast", "__exit__", self._exit),
         ]
 
     def questions(self) -> list[tuple[str, str, Make]]:
-        """The same for what switches, and for what asks."""
+        """`(where, name, make)` for the functions that set the state, and that ask for it."""
         return [
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
             ("torch", "set_autocast_cpu_enabled", lambda original: self._set(original, "cpu")),
@@ -76,11 +76,11 @@ class AutocastInterop:
             ("torch", "get_autocast_gpu_dtype", lambda original: self._dtype(original, "cuda")),
         ]
 
-    def end(self) -> None:
-        """The patches go, and no exit of a region will be seen: this thread leaves all of them."""
+    def exit_regions(self) -> None:
+        """Exit all regions of this thread: without the patches their own exit is not seen."""
         for call in list(here.stack):
             if call.kind == REGION:
-                self._state.end(call)
+                self._state.exit(call)
 
     # Regions
 
@@ -93,7 +93,7 @@ class AutocastInterop:
                 entered = original(region)
                 self._put_under(region)
                 return entered
-            except BaseException:  # whose `with` statement does not begin
+            except BaseException:  # the `with` statement does not begin, so it will not exit
                 if entered is not None:
                     region.__exit__(None, None, None)
                 set_enabled(region.device, was_on)
@@ -105,9 +105,9 @@ class AutocastInterop:
         def exit(region: Any, *exception: Any) -> Any:
             try:
                 if here.stack:
-                    self._state.leave(region)
+                    self._state.exit_block(region)
             except BaseException:  # Ctrl-C: nothing else ends the region
-                self._state.leave(region)
+                self._state.exit_block(region)
                 raise
             finally:
                 try:
@@ -120,20 +120,20 @@ class AutocastInterop:
         return exit
 
     def _put_under(self, region: torch.autocast) -> None:
-        """Push the policy that holds in a region, for tensors on its type of device."""
+        """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
         policy, is_on = state.current(), is_enabled(device)
         is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
         elif is_custom_bwd and is_on:
-            set_enabled(device, False)  # what leaves the region brings back what was before
-        elif is_on and policy.gate is None:
+            set_enabled(device, False)  # the region's exit restores the previous state
+        elif is_on and policy.condition is None:
             set_enabled(device, False)
-            policy = policy.in_type(region.fast_dtype)
+            policy = policy.in_dtype(region.fast_dtype)
         else:
             policy = without(policy, device)
-        state.enter(policy, REGION, region)
+        state.enter_block(policy, REGION, region)
 
     # The switch
 
@@ -159,43 +159,43 @@ class AutocastInterop:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
-            asking = None if is_dynamo_compiling() else sys._getframe(1)
-            if asking is not None and _asks_for_torch(asking):
+            caller = None if is_dynamo_compiling() else sys._getframe(1)
+            if caller is not None and _asks_for_torch(caller):
                 return False
-            return self._answer(asking, _device_of(args, kwargs, usual)) is not None
+            return self._answer(caller, _device_of(args, kwargs, usual)) is not None
 
         return is_autocast_enabled
 
     def _dtype(self, original: Callable, usual: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
-            asking = None if is_dynamo_compiling() else sys._getframe(1)
-            if asking is not None and _asks_for_torch(asking):
+            caller = None if is_dynamo_compiling() else sys._getframe(1)
+            if caller is not None and _asks_for_torch(caller):
                 return original(*args, **kwargs)
             device = _device_of(args, kwargs, usual)
-            policy = None if is_enabled(device) else self._answer(asking, device)
-            return original(*args, **kwargs) if policy is None else policy.half_type
+            policy = None if is_enabled(device) else self._answer(caller, device)
+            return original(*args, **kwargs) if policy is None else policy.half_dtype
 
         return get_autocast_dtype
 
-    def _answer(self, asking: FrameType | None, device: str) -> Policy | None:
+    def _answer(self, caller: FrameType | None, device: str) -> Policy | None:
         """The policy by which to answer about `device`; None: the answer is torch's.
 
-        Where only some calls are cast (a gate), libraries must not cast the others: `custom_fwd`
-        alone gets the answer of that policy.
+        A policy with a condition casts some calls only, and libraries must not cast the others.  So
+        only `custom_fwd` gets an answer by that policy.
         """
         policy = self._state.policy_on(device)
-        if policy is None or policy.gate is None:
+        if policy is None or policy.condition is None:
             return policy
-        return policy if asking is not None and _module(asking) == AUTOCAST else None
+        return policy if caller is not None and _module(caller) == AUTOCAST else None
 
 
 def silence(region: Any) -> None:
-    """Have a region of torch.autocast change no casts of ampatch when it is entered."""
+    """Have a region of torch.autocast leave ampatch's casts unchanged when it is entered."""
     setattr(region, _IGNORED, True)
 
 
 def _module(frame: FrameType) -> Any:
-    """The name of the module that the frame's code is of."""
+    """The name of the module of the frame's code."""
     return frame.f_globals.get("__name__")
 
 
@@ -205,7 +205,7 @@ def _is_of_torch(module: Any) -> bool:
 
 
 def _asks_for_torch(frame: FrameType) -> bool:
-    """Whether the frame is of torch's own code that keeps the state, in order to restore it."""
+    """Whether the frame is of torch's own code, which asks for the state of torch's autocast."""
     module = _module(frame)
     if not _is_of_torch(module) or module in ASK_TO_CAST:
         return False
@@ -213,7 +213,7 @@ def _asks_for_torch(frame: FrameType) -> bool:
 
 
 def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
-    """The device type that a call of torch's autocast functions names, or the `usual` one."""
+    """The device type in the arguments of one of torch's autocast functions, else `usual`."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, str):
             return value
@@ -222,8 +222,8 @@ def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
 
 def without(policy: Policy, device: str) -> Policy | None:
     """`policy`, except for tensors on one type of device; the same if it casts none there."""
-    left = set(device_types() if policy.devices is None else policy.devices)
-    if device not in left:
+    devices = set(device_types() if policy.devices is None else policy.devices)
+    if device not in devices:
         return policy
-    left -= {device, "meta"}
-    return dataclasses.replace(policy, devices=left) if left else None
+    devices -= {device, "meta"}
+    return dataclasses.replace(policy, devices=devices) if devices else None

@@ -1,9 +1,8 @@
-"""Operators that bring a kernel for autocast, such as torchvision's `nms` and `roi_align`.
+"""Operators with a kernel for autocast of their own, such as torchvision's `nms` and `roi_align`.
 
-Their authors have written down which dtypes they compute in (`torch.library.register_autocast`,
-or a kernel of their own).  Where calls are cast such an operator runs inside torch's own autocast,
-for that call alone and without casts of ampatch, as its authors expect it.  No row of a table could
-know them.
+Their authors have said which dtypes they compute in (`torch.library.register_autocast`, or a
+kernel).  No row of a table could know these operators.  Where calls are cast such an operator runs
+under torch's own autocast, for that call alone and without casts of ampatch, as its authors expect.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .rules import kind_of
 
 
 def replacements(state: CastState) -> list[Replacement]:
-    """What to replace: the call of an operator, and that of one of its overloads."""
+    """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
         (owner, "__call__", functools.partial(_calling, state, name_of))
         for owner, name_of in CALLED
@@ -33,21 +32,21 @@ def replacements(state: CastState) -> list[Replacement]:
 
 
 def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable) -> Callable:
-    devices: dict[str, frozenset[str]] = {}  # those with a kernel for autocast: asked once
+    devices: dict[str, frozenset[str]] = {}  # with a kernel for autocast, by operator: asked once
 
     @functools.wraps(original)
     def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         name = name_of(self)
-        found = devices.get(name)
-        if found is None:
-            found = devices[name] = autocast_devices(self, name, device_types())
-        if not found or is_exporting():  # it records the call, not the kernel for autocast
+        supported = devices.get(name)
+        if supported is None:
+            supported = devices[name] = autocast_devices(self, name, device_types())
+        if not supported or is_exporting():  # export records the call, not the kernel for autocast
             return original(self, *args, **kwargs)
-        kinds = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))} & found
-        for kind in sorted(kinds, key="cpu".__eq__):  # an accelerator before the host
-            half = None if is_enabled(kind) else state.half_dtype_of(kind, args, kwargs)
+        present = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))}
+        for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
+            half = None if is_enabled(device) else state.half_dtype_of(device, args, kwargs)
             if half in HALF_TYPES:
-                return state.casts_off(call_with, kind, half, original, (self, *args), kwargs)
+                return state.casts_off(call_with, device, half, original, (self, *args), kwargs)
         return original(self, *args, **kwargs)
 
     return __call__

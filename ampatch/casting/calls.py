@@ -1,17 +1,17 @@
-"""What runs in a thread, and which policy is in force there.
+"""The stack of calls of each thread, and the policy that is active there.
 
 Calls of managed models, of their submodules and of module overrides, blocks of the user's, regions
 of torch.autocast, recomputations, backwards of custom Functions and optimizer steps are one `Call`
-each, on one stack for each thread, the innermost last.  A call says which policy is in force, which
-half copies serve, what is lent, and what its end gives back.  Nothing else records that a forward
-runs, whose it is, or with what.
+each, on one stack for each thread, the innermost last.  A call records its policy, its half copies,
+its swap, and what its exit undoes.  Nothing else records that a forward runs, whose it is,
+or with what.
 
-`CastState` begins and ends them.  Each call has a Python frame of its own, whose `try` ends it,
+`CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
 whatever exception passes: `models/own_frame` for modules, `CastState.within` for all else.  Only
-`with` blocks have none, of the user's and of torch.autocast: `leave` ends them.
+`with` blocks, of the user's and of torch.autocast, have no frame: `exit_block` exits them.
 
 A function is cast under the process's policy, unless its thread is inside a call that has set a
-policy of its own.  Patched functions ask at every call, so the state is plain attributes.
+policy of its own.  Patched functions read this state at every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing.  Its guards are right for plain attributes,
 and for those that a `threading.local` subclass sets in `__init__`.  It freezes a class-level
 default of a `threading.local` into the graph silently, and refuses a `ContextVar`.
@@ -22,67 +22,60 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, half_type, switch_on, switched_off
+from ..torch_private.autocast import devices_on, half_dtype, switch_on, switched_off
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
 
-if TYPE_CHECKING:  # a policy has a cache, which looks at the calls
+if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
     from .policy import Policy
 
 FOLLOW: Any = object()
-"""Instead of a policy: the policy of the process is in force."""
+"""Instead of a policy: the policy of the process is active."""
 KEEP: Any = object()
-"""Instead of a policy or a dtype: what is in force stays."""
+"""Instead of a policy or a dtype: the active one stays."""
 
 CALL = "call"
 """A call of a module."""
 BLOCK = "block"
 """Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
 USER = "user"
-"""A `with` block of the user's: it holds in managed models too."""
+"""A `with` block of the user's: its policy holds in managed models too."""
 REGION = "region"
 """A region of torch.autocast."""
 BACKWARD = "backward"
-"""The backward of a Function with `custom_fwd`: `custom_bwd` brings back its forward's casts."""
+"""The backward of a Function with `custom_fwd`: `custom_bwd` restores its forward's casts."""
 
 _TRACED_REGION = "a region of torch.autocast that Dynamo traces"
 
 
-class Ends(Protocol):
-    """What a call has put somewhere."""
-
-    def end(self) -> None:
-        """Take it back.  May be called again."""
-
-
 class Call:
-    """One thing that runs.  It has no `__init__`, whose call would cost more than the rest."""
+    """One call on the stack.  It has no `__init__`, whose call would cost more than the rest."""
 
-    owner: Any = None  # who has begun it
+    owner: Any = None  # the object that has entered it
     kind = CALL
     is_traced = False  # by Dynamo: no inputs, no copies
 
-    # In force from here upwards.
+    # Active in this call, and in the calls inside that set none of their own.
     policy: Any = FOLLOW
     copies: Any = None  # the `ForwardCopies` that serve at O1
     computes_in: Any = KEEP  # the dtype of half models and of overrides; None: any
     results_in: Any = KEEP  # the dtype of what submodules return in a framework's step; None: any
 
-    # What began with it, for its end.
+    # What its exit undoes.
     sets_policy = False
-    opened_copies: Any = None  # the `ForwardCopies`
-    counted_by: Any = None  # the `CastState`, where `policy` is a reason to look at this thread
-    looked_before = False  # whether functions did so before; where Dynamo traces
-    autocast_off: Sequence[str] = ()  # device types on which torch's is off meanwhile
-    lending: Any = None  # half copies in the places of weights
-    traced_places: Ends | None = None  # the same where Dynamo traces
-    removed_frames: Ends | None = None  # those of submodules
+    opened_copies: Any = None  # the `ForwardCopies` that were opened with it
+    counted_by: Any = None  # the `CastState` of which it is a user: see `acquire`
+    was_per_thread = False  # `per_thread` before it; where Dynamo traces
+    autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
+    swap: Any = None  # of half copies into the slots of weights
+    traced_swap: Any = None  # the same where Dynamo traces
+    removed_frames: Any = None  # the frames of submodules
     input_casts: Any = None  # for what the forward writes into its inputs
 
 
@@ -99,7 +92,7 @@ here = Here()
 
 
 def innermost(owner: object) -> Call | None:
-    """The innermost call that `owner` has begun."""
+    """The innermost call of `owner` in this thread."""
     for call in reversed(here.stack):
         if call.owner is owner:
             return call
@@ -107,7 +100,7 @@ def innermost(owner: object) -> Call | None:
 
 
 def computes_in() -> Any:
-    """The dtype in which the forward around this line computes; None: any, or there is none."""
+    """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
     for call in reversed(here.stack):
         if call.computes_in is not KEEP:
             return call.computes_in
@@ -115,16 +108,16 @@ def computes_in() -> Any:
 
 
 class CastState:
-    """The policy of the process, and what begins and ends in each thread."""
+    """The policy of the process, and the enter and exit of each thread's calls."""
 
     def __init__(self) -> None:
         self.process: Policy | None = None
         self.in_half_models: Policy | None = None  # `init` has functions of the user cast there too
         self.per_thread = False  # whether functions look at their own thread: see `acquire`
-        self._users: set[Any] = set()  # why they do
+        self._users: set[Any] = set()  # what `per_thread` is for
         self._traced_users = 0  # the same where Dynamo traces
         self.lock = threading.RLock()
-        if hasattr(os, "register_at_fork"):  # else another thread may hold it in the child for ever
+        if hasattr(os, "register_at_fork"):  # else a thread that the child lacks may hold the lock
             os.register_at_fork(
                 before=self.lock.acquire,
                 after_in_parent=self.lock.release,
@@ -133,10 +126,10 @@ class CastState:
         self.tables = HandlerTables()
         self.modes = 0  # threads that are in a TorchFunctionMode; users of `per_thread` too
 
-    # Calls begin and end
+    # Enter and exit
 
-    def begin(self, call: Call, owner: object) -> None:
-        """A call begins; nothing changes until it is filled."""
+    def enter(self, call: Call, owner: object) -> None:
+        """Put `call` on the stack; nothing else changes until its attributes are set."""
         call.owner = owner
         call.policy, call.copies = here.policy, here.copies
         here.stack.append(call)
@@ -144,16 +137,16 @@ class CastState:
     def set_policy(
         self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
     ) -> None:
-        """This thread is under `policy` until `call`, its innermost one, ends.
+        """This thread is under `policy` until the exit of `call`, its innermost one.
 
-        `off`: device types on which torch's autocast is off meanwhile.  What is no setting is not
-        seen by `innermost_setting`.
+        On the device types `off` torch's autocast is off meanwhile.  `innermost_setting` does not
+        count a call that `is_setting` excludes.
         """
         previous = here.policy
-        in_force = self.process if previous is FOLLOW else previous
+        active = self.process if previous is FOLLOW else previous
         holds = policy is None and call.kind == USER  # also in sessions that open inside
         call.sets_policy = is_setting and policy is not KEEP
-        if policy is not KEEP and (policy is not in_force or holds) and policy is not previous:
+        if policy is not KEEP and (policy is not active or holds) and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = here.policy = policy
@@ -161,34 +154,34 @@ class CastState:
             call.autocast_off = off
             switched_off(off)
 
-    def enter(
+    def enter_block(
         self, policy: Any, kind: str = BLOCK, owner: object = None, off: Sequence[str] = ()
     ) -> None:
-        """A block or region begins, which is under `policy`; `leave(owner)` ends it."""
+        """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
         call.kind = kind
         call.is_traced = is_dynamo_compiling()
-        self.begin(call, owner)
+        self.enter(call, owner)
         self.set_policy(call, policy, off)
 
-    def leave(self, owner: object) -> None:
-        """End the innermost block that `owner` has begun, if it has one in this thread."""
+    def exit_block(self, owner: object) -> None:
+        """Exit the innermost block of `owner`, if it has one in this thread."""
         call = innermost(owner)
         if call is not None:
             self.remove(call)
 
     def remove(self, call: Call) -> None:
-        """End a call that lends nothing, and the blocks that have begun in it.
+        """Exit a call without a swap, and the blocks that were entered in it.
 
-        Generators leave blocks in any order.  Where a call with a frame runs in it, this one alone
-        is ended, and all others go on.
+        Generators exit blocks in any order.  Where a call with a frame runs inside of `call`, that
+        call and all others stay on the stack.
         """
         stack = here.stack
         if call not in stack:
             return
-        above = stack[stack.index(call) + 1 :]
-        if all(one.kind in (USER, REGION) for one in above):
-            self.end(call)
+        calls_inside = stack[stack.index(call) + 1 :]
+        if all(inner.kind in (USER, REGION) for inner in calls_inside):
+            self.exit(call)
             return
         if call.autocast_off:
             switch_on(call.autocast_off)
@@ -196,8 +189,8 @@ class CastState:
         if call.counted_by is not None:
             self.release(call)
 
-    def end(self, call: Call) -> None:
-        """End a call, and what has begun in it and has not ended.  May be called again."""
+    def exit(self, call: Call) -> None:
+        """Exit a call, and the calls inside that are still on the stack.  May be called again."""
         stack = here.stack
         if call not in stack:
             return
@@ -205,11 +198,11 @@ class CastState:
         while last is not call:
             last = stack[-1]
             if last.removed_frames is not None:
-                last.removed_frames.end()
-            if last.lending is not None:
-                last.lending.end()
-            if last.traced_places is not None:
-                last.traced_places.end()
+                last.removed_frames.put_back()
+            if last.swap is not None:
+                last.swap.swap_out()
+            if last.traced_swap is not None:
+                last.traced_swap.swap_out()
             if last.autocast_off:
                 switch_on(last.autocast_off)
             if len(stack) > 1:
@@ -221,55 +214,55 @@ class CastState:
             del stack[-1]
 
     def within(
-        self, begin: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
+        self, enter: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """`function(*args, **kwargs)` within a call that `begin(call)` begins and fills."""
+        """`function(*args, **kwargs)` within a call that `enter(call)` enters and fills."""
         call = Call()
         try:
             try:
-                begin(call)
+                enter(call)
                 return function(*args, **kwargs)
             finally:
-                self.end(call)
+                self.exit(call)
         except BaseException:
-            self.end(call)  # again: Ctrl-C may have struck in the first
+            self.exit(call)  # again: Ctrl-C may have struck in the first
             raise
 
     def casts_off(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` without casts, as what an optimizer's step computes."""
-        return self.within(self._begin_without_casts, function, *args, **kwargs)
+        """`function(*args, **kwargs)` without casts, as for an optimizer's step."""
+        return self.within(self._enter_without_casts, function, *args, **kwargs)
 
-    def _begin_without_casts(self, call: Call) -> None:
+    def _enter_without_casts(self, call: Call) -> None:
         call.kind = BLOCK
-        self.begin(call, self)
+        self.enter(call, self)
         self.set_policy(call, None)
 
     def casts_on(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """In what `casts_off` runs: `function(*args, **kwargs)` under the policy around that."""
+        """`function(*args, **kwargs)` under the policy that is active around `casts_off`."""
         call = innermost(self)
         if call is None:
             return function(*args, **kwargs)
-        self.end(call)
+        self.exit(call)
         try:
             return function(*args, **kwargs)
         finally:
-            self._begin_without_casts(call)  # the frame of `casts_off` ends it
+            self._enter_without_casts(call)  # the frame of `casts_off` exits it
 
     # Policies
 
     def current(self) -> Policy | None:
-        """The policy of a function called here and now; None: no casting."""
+        """The policy of a function that is called now; None: nothing is cast."""
         if self.per_thread and here.policy is not FOLLOW:
             return here.policy
         return self.process
 
     def forward_policy(self) -> Policy | None:
-        """The policy of a forward that begins here and now, and of what repeats it in backward."""
+        """The policy of a forward that begins now, and of its recompute in a backward pass."""
         policy = self.current()
         return policy if policy is None or policy.in_forwards is None else policy.in_forwards
 
     def policy_on(self, device: str) -> Policy | None:
-        """`current()`, if calls with tensors on `device` are cast under it here and now."""
+        """`current()`, if it casts calls with tensors on `device` now; else None."""
         policy = self.current()
         if policy is not None and policy.in_forwards is not None:
             in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
@@ -279,7 +272,7 @@ class CastState:
         return policy
 
     def half_dtype_of(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
-        """What an operator that casts by itself is to take for half here; None: it casts nothing.
+        """The half dtype for an operator that casts by itself; None: it is to cast nothing.
 
         In a forward of a half model or an override that is its dtype, elsewhere the policy's.
         """
@@ -291,12 +284,14 @@ class CastState:
         policy = self.current()
         if policy is None or not policy.casts_on(device):
             return None
-        return policy.half_to if policy.gate is None or policy.gate(args, kwargs) else None
+        is_cast = policy.condition is None or policy.condition(args, kwargs)
+        return policy.half_to if is_cast else None
 
     def innermost_setting(self) -> tuple[Policy | None, bool]:
-        """The policy that holds here, regions of torch.autocast aside, and whether the user set it.
+        """The active policy, regions of torch.autocast not counted; whether the user set it.
 
-        What the user sets, by `precision()` or `disable_casts()`, holds in managed models too.
+        A policy that the user sets, by `precision()` or `disable_casts()`, holds in managed models
+        too.
         """
         for call in reversed(here.stack):
             if call.sets_policy and call.kind != REGION:
@@ -307,42 +302,43 @@ class CastState:
     def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
-        The user's blocks of `disable_casts` and `precision` hold inside it too.  Regions of
-        torch.autocast do not: the forward is inside them.  An enabled one gives the half type.
+        The user's blocks of `disable_casts` and `precision` hold in the forward too.  Regions of
+        torch.autocast around it do not, but an enabled one gives the half dtype.
         """
         if here.policy is FOLLOW and policy is self.process:
             return KEEP, (), False
         setting, by_user = self.innermost_setting()
         if by_user:
-            return KEEP if devices_on() else setting, (), False  # on: by a region inside the block
+            return KEEP if devices_on() else setting, (), False  # a region inside the block is on
         on: list[str] = []
-        if policy is not None and policy.gate is None:
+        if policy is not None and policy.condition is None:
             on = [device for device in devices_on() if policy.casts_on(device)]
         if policy is None or not on:
             return policy, (), True
-        half = half_type(on[-1])
+        half = half_dtype(on[-1])
         if not is_dynamo_compiling():
-            return policy.in_type(half), on, True
-        # The graph keeps the region, which casts alone if the types differ.
+            return policy.in_dtype(half), on, True
+        # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 
     def instead_of_torch(self) -> Sequence[str]:
-        """The device types on which torch's autocast is on: `off` for what ends its casts."""
+        """The device types on which torch's autocast is on, for a call that turns it off."""
         return () if is_dynamo_compiling() else devices_on()
 
     def enter_region(self, half: torch.dtype | None) -> None:
-        """A region of torch.autocast, until `leave_region`: what Dynamo traces.
+        """What Dynamo traces at the start of a region of torch.autocast, until `exit_region`.
 
-        Casts are off, unless torch's are on (`half`) and are to the same type as those here.
+        `half` is the region's dtype, None where it is disabled.  ampatch casts in the region only
+        if its own half dtype is the same.
         """
         policy = self.current()
-        if half is None or policy is None or policy.half_to is not half or policy.gate is not None:
+        if policy is not None and (policy.half_to is not half or policy.condition is not None):
             policy = None
-        self.enter(policy, REGION, _TRACED_REGION)
+        self.enter_block(policy, REGION, _TRACED_REGION)
 
-    def leave_region(self) -> None:
-        """Back to what `enter_region` found."""
-        self.leave(_TRACED_REGION)
+    def exit_region(self) -> None:
+        """What Dynamo traces at the end of the region."""
+        self.exit_block(_TRACED_REGION)
 
     def casts_here(self) -> bool:
         """Whether a session casts in this thread, or would cast without a block of the user's."""
@@ -353,31 +349,31 @@ class CastState:
                 return True
         return False
 
-    def lent(self) -> list[Any]:
-        """What calls of this thread have in place of weights, the outermost first."""
-        lendings = []  # a comprehension is a call before Python 3.12
+    def swaps(self) -> list[Any]:
+        """The swaps of this thread's calls that are in place, the outermost first."""
+        swaps = []  # a comprehension is a call before Python 3.12
         for call in here.stack:
-            if call.lending is not None and call.lending.is_in_place:
-                lendings.append(call.lending)
-        return lendings
+            if call.swap is not None and call.swap.is_in_place:
+                swaps.append(call.swap)
+        return swaps
 
     def float_of(self, copy: Any) -> Any:
-        """The FP32 weight with the values of `copy`, if a call of this thread has lent that."""
-        for lending in self.lent():
-            if (weight := lending.half.float_of(copy)) is not None:
+        """The FP32 weight whose half copy in a slot `copy` is; other tensors are returned."""
+        for swap in self.swaps():
+            if (weight := swap.half_copies.float_of(copy)) is not None:
                 return weight
         return copy
 
-    # Who needs functions to look at their own thread
+    # Users of `per_thread`
 
     def acquire(self, user: Any) -> None:
         """Functions look at their own thread until `release(user)`.
 
-        A call with a policy of its own needs that, and so does an observer that wants to see each
-        cast.  Both may be called again: Ctrl-C may strike at any moment.
+        Users are calls with a policy of their own, and observers, which see each cast.  `acquire`
+        and `release` may be called twice for a user: Ctrl-C may strike at any moment.
         """
         if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
-            user.looked_before, self.per_thread = self.per_thread, True
+            user.was_per_thread, self.per_thread = self.per_thread, True
             self._traced_users += 1
             return
         with self.lock:
@@ -385,9 +381,9 @@ class CastState:
             self.per_thread = True
 
     def release(self, user: Any) -> None:
-        """`user` needs it no longer."""
+        """`user` needs that no longer."""
         if is_dynamo_compiling():
-            self.per_thread = user.looked_before
+            self.per_thread = user.was_per_thread
             self._traced_users -= 1
             return
         with self.lock:

@@ -30,7 +30,7 @@ class CastObserver(Protocol):
         """`function` has returned `result`; None if it raised."""
 
     def copies_made(self, halves: Sequence[Tensor]) -> None:
-        """The weight cache has cast weights, all of them in one batch."""
+        """The weight cache has cast weights, in one batch."""
 
 
 observers: list[CastObserver] = []
@@ -44,23 +44,23 @@ class ObservedCall:
         self._before = tensors_in((*args, *kwargs.values()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watching = list(observers)
-        for observer in watching:
+        present = list(observers)
+        for observer in present:
             observer.call_begins(self._function)
         for old, new in zip(self._before, tensors_in((*args, *kwargs.values())), strict=False):
             if old is not new:
-                for observer in watching:
+                for observer in present:
                     observer.was_cast(self._function, old, new)
         result = None
         try:
             result = self._function(*args, **kwargs)
             return result
         finally:
-            for observer in watching:
+            for observer in present:
                 observer.call_ends(self._function, result)
 
 
-def note_copies(halves: Sequence[Tensor]) -> None:
-    """Report half copies of weights that one cast has made."""
+def report_copies(halves: Sequence[Tensor]) -> None:
+    """Report to all observers half copies of weights, made in one batch."""
     for observer in observers:
         observer.copies_made(halves)

@@ -1,15 +1,15 @@
-"""What runs later, or in another thread, runs under the policy that its call ran under.
+"""Code that runs later, or in another thread, gets the policy of the call that it belongs to.
 
-*Custom autograd Functions*: each call makes a context, which keeps the policy of its backward.  The
-pass may run in another thread, after the forward's `with` block has ended, or after another session
-has opened with other rules.  The context also keeps the half copies that were lent where the
-Function was called (O2): code that calls modules again in the backward pass (reversible networks,
-adjoint solvers) finds the forward's own copies, and may ask for their gradients.  The copies are
-let go with the graph's buffers.
+*Custom autograd Functions*: each call makes a context, which keeps the policy for its backward.
+The backward pass may run in another thread, after the forward's `with` block has ended, or after
+another session has opened with other rules.  The context also keeps the half copies of the forward
+(O2): code that calls modules again in the backward pass (reversible networks, adjoint solvers)
+computes with the forward's own copies, and may ask for their gradients.
+The context drops the copies when autograd frees the graph's buffers.
 
 *Activation checkpoints*: the recompute makes the casts of the forward.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
-it in a `partial`, and Dynamo knows it by its identity.
+`checkpoint` in a `partial`, and Dynamo knows it by its identity.
 
 *Replicas of DataParallel* run in threads of their own.
 """
@@ -34,9 +34,9 @@ from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, he
 from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
-_LENT = "_ampatch_lent"
+_SWAPS = "_ampatch_swaps"
 _BESIDE_TORCH = "_ampatch_beside_torch"
-"""torch's autocast was on too: `custom_bwd` brings back that, and no casts of ampatch."""
+"""torch's autocast was on too: `custom_bwd` restores torch's casts, and none of ampatch."""
 _UNKNOWN = object()
 _NOTHING: tuple[Sequence[Any], Any] = (), KEEP
 
@@ -44,8 +44,8 @@ _NOTHING: tuple[Sequence[Any], Any] = (), KEEP
 def functions(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced for custom Functions."""
     return [
-        (BackwardCFunction, "__init__", lambda original: _noting(original, state)),
-        (BackwardCFunction, "apply", lambda original: _under_noted(original, state)),
+        (BackwardCFunction, "__init__", lambda original: _recording(original, state)),
+        (BackwardCFunction, "apply", lambda original: _under_recorded(original, state)),
     ]
 
 
@@ -54,7 +54,7 @@ def checkpoints(state: CastState) -> list[Replacement]:
     owner = torch.utils.checkpoint
     name = no_reentry()
     if name is None:
-        return [(owner, "checkpoint", lambda original: _whole(original, state))]
+        return [(owner, "checkpoint", lambda original: _checkpoint(original, state))]
     return [
         (owner, name, lambda original: _without_reentry(original, state)),
         (owner.CheckpointFunction, "forward", lambda original: _reentrant(original, state)),
@@ -69,92 +69,94 @@ def replicas(state: CastState) -> list[Replacement]:
     ]
 
 
-def _noting(original: Callable, state: CastState) -> Callable:
+def _recording(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        is_plain = state.process is None and not state.per_thread  # the answer, without two calls
-        policy = None if is_plain else state.forward_policy()
+        casts_nothing = state.process is None and not state.per_thread  # saves two calls
+        policy = None if casts_nothing else state.forward_policy()
         setattr(self, _POLICY, policy)
-        if policy is not None and policy.gate is not None and devices_on():
+        if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
         for call in here.stack:
-            if call.lending is not None:
-                if lent := state.lent():
-                    setattr(self, _LENT, (lent, computes_in()))
+            if call.swap is not None:
+                if swaps := state.swaps():
+                    setattr(self, _SWAPS, (swaps, computes_in()))
                 break
 
     return __init__
 
 
-def _under_noted(original: Callable, state: CastState) -> Callable:
+def _under_recorded(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy, (lent, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _LENT, _NOTHING)
-        if policy is None and state.process is None and not (state.per_thread or lent):
+        policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
+        if policy is None and state.process is None and not (state.per_thread or swaps):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
         means_ours = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
         if policy is state.current() and not means_ours:
-            if not lent:
+            if not swaps:
                 return original(self, *args)
             policy = KEEP
-        taken = _Taken(policy, BACKWARD if means_ours else BLOCK, lent, dtype)
+        captured = _Captured(policy, BACKWARD if means_ours else BLOCK, swaps, dtype)
         try:
-            return state.within(functools.partial(taken.begin, state), original, self, *args)
+            return state.within(functools.partial(captured.enter, state), original, self, *args)
         finally:
-            if lent and not keeps_graph():
-                setattr(self, _LENT, _NOTHING)
+            if swaps and not keeps_graph():
+                setattr(self, _SWAPS, _NOTHING)
 
     return apply
 
 
-class _Taken(NamedTuple):
-    """What a call takes along to code that runs later.
+class _Captured(NamedTuple):
+    """The state of a call, for code that runs later.
 
-    The policy and the kind of call that is under it, what is lent, and the dtype it computes in.
+    `kind` is that of the call in which the code runs under `policy`.
     """
 
     policy: Any
     kind: str
-    lent: Sequence[Any] = ()
+    swaps: Sequence[Any] = ()
     computes_in: Any = KEEP
 
-    def begin(self, state: CastState, call: Call) -> None:
-        """That code begins.  What begins beside `call` ends with it."""
+    def enter(self, state: CastState, call: Call) -> None:
+        """Enter `call` for the code.  Other calls entered here exit with `call`."""
         call.kind = self.kind
-        state.begin(call, None)
+        state.enter(call, None)
         state.set_policy(call, self.policy)
-        for index, lending in enumerate(self.lent):
+        for index, swap in enumerate(self.swaps):
             if index:
                 call = Call()
-                state.begin(call, None)
-            lending.lend_again(call)
+                state.enter(call, None)
+            swap.swap_in_again(call)
         call.computes_in = self.computes_in
 
-    def begin_apart(self, state: CastState, call: Call) -> None:
-        """As `begin`, with casts of its own."""
-        self.begin(state, call)
+    def enter_recompute(self, state: CastState, call: Call) -> None:
+        """As `enter`, with half copies of its own."""
+        self.enter(state, call)
         if self.policy is not None:
-            self.policy.cache.open_apart(here.stack[-1])
+            self.policy.cache.open_separate(here.stack[-1])
 
 
-def _taken(state: CastState) -> _Taken:
-    """What is in force here; the policy is the user's where the user has set it."""
+def _capture(state: CastState) -> _Captured:
+    """The state of this thread; the call's kind is USER where the user has set the policy."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
     kind = USER if by_user and policy is setting else BLOCK
-    return _Taken(policy, kind, state.lent(), computes_in())
+    return _Captured(policy, kind, state.swaps(), computes_in())
 
 
 def _along(function: Callable, state: CastState) -> Callable:
-    """`function` under the present policy; torch's autocast stays as it is there."""
-    taken = _taken(state)._replace(lent=())
-    return functools.partial(state.within, functools.partial(taken.begin, state), function)
+    """`function` under the active policy of now; torch's autocast stays that of its thread."""
+    captured = _capture(state)._replace(swaps=())
+    return functools.partial(state.within, functools.partial(captured.enter, state), function)
 
 
-def _repeatable(function: Callable, state: CastState, taken: _Taken | None = None) -> Callable:
-    """`function` under the present policy, with what is lent now and with casts of its own."""
-    taken = taken or _taken(state)
-    return functools.partial(state.within, functools.partial(taken.begin_apart, state), function)
+def _repeatable(
+    function: Callable, state: CastState, captured: _Captured | None = None
+) -> Callable:
+    """`function` in the state of now, with half copies of its own."""
+    enter = functools.partial((captured or _capture(state)).enter_recompute, state)
+    return functools.partial(state.within, enter, function)
 
 
 def _without_reentry(original: Callable, state: CastState) -> Callable:
@@ -164,7 +166,7 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        taken = _taken(state)
+        captured = _capture(state)
         contexts = kwargs[CONTEXTS] if position is None else args[position]
 
         users: list[Any] = []
@@ -175,7 +177,7 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
             return forward, nullcontext()
 
         def in_users(*args: Any, **kwargs: Any) -> Any:
-            """The recompute, in the user's context for it, which is under the forward's policy."""
+            """The recompute, in the user's context for it; both are under the forward's policy."""
             with users[-1]:
                 return function(*args, **kwargs)
 
@@ -183,17 +185,17 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
             kwargs[CONTEXTS] = of_users
         else:
             args = (*args[:position], of_users, *args[position + 1 :])
-        around = original(_repeatable(in_users, state, taken), *args, **kwargs)
-        if taken.policy is None:
+        around = original(_repeatable(in_users, state, captured), *args, **kwargs)
+        if captured.policy is None:
             yield from around
             return
         call = Call()
         try:
-            state.begin(call, None)
-            taken.policy.cache.open_apart(call)
+            state.enter(call, None)
+            captured.policy.cache.open_separate(call)
             yield from around
         finally:
-            state.remove(call)  # perhaps late: what holds an exception holds the generator
+            state.remove(call)  # perhaps late: who holds an exception holds the generator
 
     return generator
 
@@ -209,7 +211,7 @@ def _reentrant(original: Any, state: CastState) -> Any:
     return staticmethod(forward)
 
 
-def _whole(original: Callable, state: CastState) -> Callable:
+def _checkpoint(original: Callable, state: CastState) -> Callable:
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             function = _repeatable(function, state)

@@ -1,8 +1,8 @@
 """Errors about dtypes, explained: which tensors are half and FP32, and what to do.
 
 PyTorch says which two dtypes met, or that it has no kernel for half.  If ampatch made a tensor
-half, the user needs to know which one it is.  The answer is looked for after the error, in the
-locals of the failing frame.  Calls without an error cost nothing more.
+half, the user needs to know which tensor.  It is looked for after the error, in the locals of the
+failing frame.  Calls without an error cost nothing more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ABOUT = (
 _HALF_WEIGHT = "expect parameter to have scalar type of Float"
 """In torch's message about FP32 values in a norm on the CPU whose weight is half."""
 _SUPPORTED = re.compile(r"\bfloat,? (or |and )?double\b")
-"""In messages that say what there is a kernel for, and not always what was given."""
+"""In messages that name the dtypes with a kernel, and not always those of the arguments."""
 _FOR_WHOLE_NUMBERS = re.compile(r'"(bitwise|gcd|lcm|lshift|rshift)')
 """In messages of functions that have no kernel for FP32 either."""
 _NOT_THE_SCRIPTS = ("builtins", "collections", "torch", "numpy")
@@ -41,7 +41,7 @@ _KINDS = {
     **dict.fromkeys(("uint8", "int8", "int16", "int32", "int64"), "whole"),
     **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
 }
-"""What torch's messages call dtypes, in small letters: `c10::Half`, `torch.HalfTensor`, `Half`."""
+"""Names of dtypes in torch's messages, in lower case: `c10::Half`, `torch.HalfTensor`, `Half`."""
 _CONSTANT = "Half without overflow"
 """In torch's message about a constant that float16 cannot hold, as of `masked_fill(mask, -1e9)`."""
 _LARGEST = (
@@ -49,40 +49,41 @@ _LARGEST = (
     "the constant, or -torch.inf where no row is masked as a whole; else compute with x.float()."
 )
 _OURS = __name__.partition(".")[0]
-_NOTED = "_ampatch_noted"
+_EXPLAINED = "_ampatch_explained"
 
 
-def note(
+def explain(
     error: BaseException | None,
     cause: str,
     remedy: str,
     listed: Callable[[Any], str | None] = lambda value: None,
 ) -> None:
-    """Add to an error about dtypes which tensors are half, and the remedy; once per error.
+    """Add a note to an error about dtypes: which tensors are half, and the remedy.  Once per error.
 
-    `cause` says why anything is half here.  `remedy` goes on after "cast it yourself, or".
-    `listed(value)` is the name of the function that a value has held since before the patches.
+    `cause` says why anything is half here.  `remedy` continues "cast it yourself, or".
+    `listed(value)` is the name of torch's function if `value` is one that has not been patched.
     """
-    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _NOTED):
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _EXPLAINED):
         return
     if _CONSTANT in str(error):
-        _add(error, f"ampatch: {cause}, and {_LARGEST}")
+        _add_note(error, f"ampatch: {cause}, and {_LARGEST}")
         return
     if not _is_due_to_half(error):
         return
-    lists = _SUPPORTED.search(str(error).lower()) is not None
-    found = _halves(error, in_line=lists)
-    if found is None and lists:
-        return  # the kernel was given something else
-    own = found or "Cast the half tensor yourself, by .float(), or"
-    _add(error, f"ampatch: {cause}. {own} {remedy}{_passed_on(error)}{_held_long(error, listed)}")
+    lists_supported = _SUPPORTED.search(str(error).lower()) is not None
+    tensors = _half_tensors(error, in_line=lists_supported)
+    if tensors is None and lists_supported:
+        return  # an argument has another dtype without a kernel
+    advice = f"{tensors or 'Cast the half tensor yourself, by .float(), or'} {remedy}"
+    more = _own_class(error) + _unpatched_function(error, listed)
+    _add_note(error, f"ampatch: {cause}. {advice}{more}")
 
 
 def _is_due_to_half(error: BaseException) -> bool:
     """Whether a message is about half: beside FP32, or without a kernel.
 
-    It names these two dtypes, half alone, those of a kernel that there is, or, torch's, none.  One
-    that names other dtypes has another cause: in FP32 it would be the same.
+    Such a message names half and FP32, half alone, or the dtypes that have a kernel; one of torch's
+    may name none.  A message that names other dtypes has another cause, which FP32 has too.
     """
     text = str(error)
     if not any(word in text for word in _ABOUT) or _FOR_WHOLE_NUMBERS.search(text):
@@ -95,54 +96,54 @@ def _is_due_to_half(error: BaseException) -> bool:
     return named in ({"half", "single"}, {"half"}) or (not named and type(error) is RuntimeError)
 
 
-def _add(error: BaseException, text: str) -> None:
-    setattr(error, _NOTED, True)
+def _add_note(error: BaseException, text: str) -> None:
+    setattr(error, _EXPLAINED, True)
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # before Python 3.11
         error.args = (f"{error}\n{text}", *error.args[1:])
 
 
-def _halves(error: BaseException, in_line: bool) -> str | None:
-    """The tensors of the innermost frame that holds a half one; None without one.
+def _half_tensors(error: BaseException, in_line: bool) -> str | None:
+    """The tensors of the innermost frame that has a half tensor; None if no frame has any.
 
-    `in_line`: it is the innermost of all, and in its line.
+    `in_line`: only the line of the innermost frame counts.
     """
-    found, frames = None, list(_frames(error))
+    text, frames = None, list(_frames(error))
     for frame, line in frames[-1:] if in_line else frames:
         tensors = _tensors(frame, line, in_line)
         halves = [name for name, value in tensors.items() if value.dtype in HALF_TYPES]
         if halves:
             named = "; ".join(f"{name} is {value.dtype}" for name, value in tensors.items())
             code = frame.f_code
-            found = (
+            text = (
                 f"In {code.co_name} ({code.co_filename}:{line}): {named}. Cast one of them "
                 f"yourself, such as {halves[0]}.float(), or"
             )
-    return found
+    return text
 
 
-def _passed_on(error: BaseException) -> str:
-    """An object of the script's own class that holds FP32 tensors: inputs in it are not cast."""
+def _own_class(error: BaseException) -> str:
+    """Names an object of the script's own class that has FP32 tensors: they are not cast."""
     for frame, _ in _frames(error):
         is_torchs = _package_of(frame.f_globals.get("__name__")) == "torch"
         for name, value in () if is_torchs else frame.f_locals.items():
             inside = value if type(value) in (list, tuple) else ()
             inside = value.values() if type(value) is dict else inside
-            for one in (value, *inside):
-                held = _held(one)
-                if held:
-                    kind, what = type(one).__name__, "is" if one is value else "has"
+            for item in (value, *inside):
+                attributes = _float_attributes(item)
+                if attributes:
+                    kind, what = type(item).__name__, "is" if item is value else "has"
                     return (
-                        f" {name} {what} a {kind}, whose {held[0]} is FP32: tensors in objects of "
-                        f"a class of your own are not cast. Make {kind} a dataclass, pass a dict, "
-                        "or pass the object with its tensors in half."
+                        f" {name} {what} a {kind}, whose {attributes[0]} is FP32: tensors in "
+                        f"objects of a class of your own are not cast. Make {kind} a dataclass, "
+                        "pass a dict, or pass the object with its tensors in half."
                     )
     return ""
 
 
-def _held_long(error: BaseException, listed: Callable[[Any], str | None]) -> str:
-    """What the failing line calls that is no name of torch's: it was taken before the patches."""
+def _unpatched_function(error: BaseException, listed: Callable[[Any], str | None]) -> str:
+    """Names a function of torch that the failing line calls by a name from before the patches."""
     frame, line = list(_frames(error))[-1]
     text = linecache.getline(frame.f_code.co_filename, line)
     for words in re.findall(r"\b\w+(?:\.\w+)*", text):
@@ -158,26 +159,27 @@ def _held_long(error: BaseException, listed: Callable[[Any], str | None]) -> str
     return ""
 
 
-def _held(value: object) -> list[str]:
-    """The attributes of an object of the script's own class that are FP32 tensors."""
+def _float_attributes(value: object) -> list[str]:
+    """The names of FP32 tensors in an object of the script's own class."""
     kind = type(value)
     if _package_of(kind.__module__) in (*_NOT_THE_SCRIPTS, _OURS):
         return []
     if issubclass(kind, (nn.Module, Tensor, torch.optim.Optimizer)):
         return []
     own: dict[str, object] = {}
-    for cls in kind.__mro__:  # by descriptors: no code of the user's runs, which could raise
+    for cls in kind.__mro__:  # by descriptors: code of the user's could raise
         for name, member in vars(cls).items():
             if name == "__dict__" and type(member) is GetSetDescriptorType:
                 own.update(member.__get__(value))
             elif type(member) is MemberDescriptorType:  # a slot
                 with contextlib.suppress(AttributeError):  # not set
                     own[name] = member.__get__(value)
-    return [name for name, one in _floating(own).items() if one.dtype is torch.float32]
+    tensors = _floating(own)
+    return [name for name, tensor in tensors.items() if tensor.dtype is torch.float32]
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames of an error with their lines, the innermost last; without our own."""
+    """The frames of an error with their lines, the innermost last, without those of ampatch."""
     traceback = error.__traceback__
     while traceback is not None:
         if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _OURS:
@@ -190,25 +192,26 @@ def _package_of(module: object) -> str:
 
 
 def _tensors(frame: FrameType, line: int, in_line: bool) -> dict[str, Tensor]:
-    """A frame's floating tensors by their names: those of its line, if one of them is half.
+    """A frame's floating tensors by name: those that its line names, if one of them is half.
 
-    Else all of them, or, with `in_line`, none.
+    Else all of its locals, or with `in_line` those that its line names.
 
-    In the line modules' own tensors have names too, such as `self.weight`.  They are taken from the
-    modules' dictionaries: no code of the user's runs, which could raise.
+    A line names tensors of modules too, such as `self.weight`.  They are read from the modules'
+    dictionaries: code of the user's could raise.
     """
-    found = dict(frame.f_locals)
+    variables = dict(frame.f_locals)
     members: dict[str, object] = {}
-    for name, module in found.items():
+    for name, module in variables.items():
         if isinstance(module, nn.Module):
             own = vars(module)
-            for table in (own, *(one for one in own.values() if isinstance(one, dict))):
+            for table in (own, *(value for value in own.values() if isinstance(value, dict))):
                 members.update({f"{name}.{key}": value for key, value in table.items()})
     text = linecache.getline(frame.f_code.co_filename, line)
     words = {*re.findall(r"\w+", text), *re.findall(r"\b\w+\.\w+", text)}
-    named = {name: one for name, one in _floating(found | members).items() if name in words}
-    is_told = any(value.dtype in HALF_TYPES for value in named.values())
-    return named if is_told or in_line else _floating(found)
+    candidates = _floating(variables | members)
+    named = {name: tensor for name, tensor in candidates.items() if name in words}
+    has_half = any(tensor.dtype in HALF_TYPES for tensor in named.values())
+    return named if has_half or in_line else _floating(variables)
 
 
 def _floating(values: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
 """What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
 
-Dynamo fills these tables at their first use, by name.  Filled while the patches are
-installed, they would have a replacement in each patched place, which Dynamo would record
-without tracing the cast, and they would lack the original that the replacement calls:
-a graph break.  So here each name leads Dynamo to the original.
+Dynamo fills these tables at their first use, by name.  Filled while the patches are installed,
+they would have the replacements.  Dynamo would record a replacement without tracing its cast, and
+break the graph at the original, which no table has.  So here each name leads Dynamo to the
+original.
 
-All of it is private to torch: what a version lacks is left as it is.  This module never
-imports Dynamo, which takes seconds; it corrects each module when the module is imported.
+All of it is private to torch; what a version lacks is left out.  This module never imports Dynamo,
+which takes seconds: it corrects each module of Dynamo when that is imported.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Correction = Callable[[ModuleType, PatchSet, Original], None]
 
 
 class DynamoTables:
-    """Keeps Dynamo's tables true, from the first patch to `patches.undo`.
+    """Corrects Dynamo's tables, from the first patch to `patches.undo`.
 
-    `original` gives what a replacement stands for, and anything else back.
+    `original` returns the original of a replacement, and any other object itself.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DynamoTables:
         self._corrections[module.__name__](module, self._patches, self._original_of)
 
     def _original_of(self, function: Any) -> Any:
-        """The original of `function`; torch's tools have replacements too."""
+        """The original of `function`, which may be a replacement of one of torch's tools."""
         function = self._original(function)
         while _is_ours(function) and hasattr(function, "__wrapped__"):
             function = self._original(function.__wrapped__)
@@ -88,7 +88,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _trace_call(tx: Any, function: Any) -> Any:
-    """Have Dynamo trace a call of `function` where the translator `tx` is."""
+    """Have Dynamo trace a call of `function` at the position of its translator `tx`."""
     from torch._dynamo.variables import UserFunctionVariable  # Dynamo runs, so it is there
 
     return UserFunctionVariable(function).call_function(tx, [], {})
@@ -102,14 +102,14 @@ def _constant(value: Any) -> Any:
 
 def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
     if hasattr(rules, "load_object"):
-        patches.replace(rules, "load_object", lambda found: lambda name: original(found(name)))
+        patches.replace(rules, "load_object", lambda load: lambda name: original(load(name)))
     if hasattr(rules, "is_callable_allowed"):
         patches.replace(rules, "is_callable_allowed", _or_opaque)
     _correct_table(
         rules,
         "get_tensor_method",
         patches,
-        lambda found: frozenset(map(original, found)) | _methods(original),
+        lambda methods: frozenset(map(original, methods)) | _methods(original),
     )
 
 
@@ -118,14 +118,14 @@ def _or_opaque(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bo
 
 
 def _methods(original: Original) -> frozenset:
-    """The methods of tensors, in C, that replacements stand for."""
-    found = [original(getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
-    return frozenset(method for method in found if inspect.ismethoddescriptor(method))
+    """The methods of tensors that are written in C, the originals of replacements among them."""
+    methods = [original(getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
+    return frozenset(method for method in methods if inspect.ismethoddescriptor(method))
 
 
 def _correct_functions(variables: ModuleType, patches: PatchSet, original: Original) -> None:
-    def by_original(found: dict) -> dict:
-        return {original(function): handler for function, handler in found.items()}
+    def by_original(handlers: dict) -> dict:
+        return {original(function): handler for function, handler in handlers.items()}
 
     kind = getattr(variables, "TorchInGraphFunctionVariable", None)
     _correct_table(kind, "_get_handlers", patches, by_original)
@@ -140,14 +140,14 @@ _SCALARS = "ops_consuming_unbacked_scalars"
 
 
 def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[Any], Any]) -> None:
-    """Have the cached function `owner.name` return `correct` of what it returns."""
-    found = getattr(owner, name, None)
-    if found is None or not hasattr(found, "cache_clear"):
+    """Have the cached function `owner.name` return its corrected result."""
+    function = getattr(owner, name, None)
+    if function is None or not hasattr(function, "cache_clear"):
         return
-    corrected = functools.cache(lambda: correct(found()))
+    corrected = functools.cache(lambda: correct(function()))
     is_static = inspect.isclass(owner)
     patches.replace(owner, name, lambda raw: staticmethod(corrected) if is_static else corrected)
-    patches.on_undo(found.cache_clear)  # what it remembers may be of the time between
+    patches.on_undo(function.cache_clear)  # it may have been filled while patches were installed
 
 
 def _trace_regions(
@@ -155,43 +155,43 @@ def _trace_regions(
     patches: PatchSet,
     ask_state: Callable[[], CastState],
 ) -> None:
-    """Dynamo traces regions of torch.autocast by a class of its own, which also enters them.
+    """Have Dynamo trace `enter_region` and `exit_region` with regions of torch.autocast.
 
-    Have its `enter` and `exit` trace a push and a pop of the cast state too.
+    Dynamo has a class for regions, whose `enter` and `exit` are replaced.
     """
     variable = getattr(contexts, "AutocastModeVariable", None)
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
         return
 
-    def traced(tx: Any, method: str, *values: Any) -> None:
+    def trace(tx: Any, method: str, *values: Any) -> None:
         constants = [_constant(value) for value in values]
         _trace_call(tx, ask_state).call_method(tx, method, constants, {})
 
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:
-            found = original(region, tx)
+            result = original(region, tx)
             _, half, is_on, *_ = region.target_values
-            traced(tx, "enter_region", half if is_on else None)
-            return found
+            trace(tx, "enter_region", half if is_on else None)
+            return result
 
         return entered
 
-    def leave(original: Callable) -> Callable:
-        def left(region: Any, tx: Any, *args: Any) -> Any:
-            traced(tx, "leave_region")
+    def exit(original: Callable) -> Callable:
+        def exited(region: Any, tx: Any, *args: Any) -> Any:
+            trace(tx, "exit_region")
             return original(region, tx, *args)
 
-        return left
+        return exited
 
     patches.replace(variable, "enter", enter)
-    patches.replace(variable, "exit", leave)
+    patches.replace(variable, "exit", exit)
 
 
 def opaque_call(function: Callable) -> Callable:
-    """`function` as an object that a graph of Dynamo's holds.
+    """`function` in a wrapper that Dynamo does not trace: its graph has the wrapper.
 
-    A graph's code names torch's functions.  Run under another policy than the one it was
-    recorded under, it would find a replacement under the name, and cast by the new policy.
+    A graph's code calls torch's functions by name.  Under another policy than that of its recording
+    it would call a replacement, and cast by the new policy.
     """
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -204,5 +204,5 @@ _OPAQUE_CALL = opaque_call(len).__code__
 
 
 def is_opaque_call(function: Any) -> bool:
-    """Whether it comes from `opaque_call`."""
+    """Whether `function` comes from `opaque_call`."""
     return getattr(function, "__code__", None) is _OPAQUE_CALL

@@ -3,19 +3,19 @@
 `half_copies` makes them: many by one node of the graph, with FP32 weights in, half copies out, and
 one batched copy each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
 accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
-see what they see in FP32 training.  Who asks for gradients of single weights would go through
-all layers behind the node: then each weight has a node of its own.
+see what they see in FP32 training.  For gradients of single weights autograd would run all layers
+behind a shared node: where a script asks for such, each weight has a node of its own.
 
-Casts are made in buckets of bounded size (the idea is that of DDP's buckets, arXiv
-2006.15704), as a forward begins: at O2 of all weights, at O1 of those that the last forward used
-(`weight_cache.WeightUseOrder`).  The nodes are made before the forward, and autograd runs ready
-nodes in the order in which they were made: these would run at the very end of the pass, and all
-half gradients would wait for them.  So they get a high sequence number, with which each runs as
-soon as its gradients are there (`torch_private/probes`).
+Weights are cast in buckets of bounded size (the idea is that of DDP's buckets, arXiv
+2006.15704), as a forward begins: at O2 all weights, at O1 those that the last forward used
+(`weight_cache.WeightUseOrder`).  Autograd runs ready nodes in the reverse order of their making,
+and the nodes of the casts are made before the forward: they would run at the very end of the
+pass, and all half gradients would wait for them.  So they get a high sequence number, and each
+runs as soon as its gradients are there (`torch_private/probes`).
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that has
-hooks, or lies in a module with backward hooks, is left out.  In evaluation mode where a graph
-is recorded none are cast together: libraries that prune record one to find the weights behind each
+hooks, or is in a module with backward hooks, has a node of its own.  In evaluation mode no weights
+share a node of a recorded graph: libraries that prune record one to find the weights behind each
 layer.
 """
 
@@ -55,18 +55,18 @@ MOST_BYTES = 8 * 2**20
 MOST_BYTES_OF_LISTS = 32 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights.
 
-The larger one is for devices that copy a list in one kernel: the fewer buckets, the fewer kernels.
-It is about that of DDP's buckets, so gradients wait no longer here than there.
+The larger limit is for devices that copy a list in one kernel: fewer buckets are fewer kernels.
+It is about the size of DDP's buckets, so gradients wait no longer than in DDP.
 """
 
 HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
-"""If False, no weights are cast together where a graph is recorded."""
+"""If False, no weights share a node of a recorded graph."""
 
 _layout_of = operator.attrgetter("layout")
 _wants_grad = operator.attrgetter("requires_grad")
 
 
-# Making them
+# Making copies
 
 
 def half_copies(
@@ -78,13 +78,13 @@ def half_copies(
 ) -> Sequence[Tensor]:
     """The copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    By one node of the graph, which takes sparse gradients, or with `own_nodes` by one for each
-    weight, which may be of any kind, such as a DTensor.  `in_one_block`: for weights of an RNN that
-    share a block of memory (`are_one_block`); so do their copies.
+    One node of the graph makes them and takes sparse gradients.  With `own_nodes` each weight has a
+    node, and may be of any kind, such as a DTensor.  `in_one_block` is for weights of an RNN that
+    share a block of memory (`are_one_block`), as their copies then do.
 
-    Under `no_grad` they require a gradient if their weights do, though no graph is recorded:
+    Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
     `F.linear` on an input that is not contiguous folds its batch into one product only if the
-    weight requires one, else it copies the weight for each sample (15 ms where 1 ms would do).
+    weight requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
     """
     if in_one_block:
         return _cast(weights, dtype, False, _written_in_one_block)
@@ -115,7 +115,7 @@ def _written_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list
 
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a missing gradient is passed on as None."""
+    """FP32 weights in, half copies out; a missing gradient stays None."""
 
     @staticmethod
     def forward(
@@ -127,9 +127,9 @@ class _CastTogether(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [grad for grad in grads if grad is not None]
-        if (  # one call may write them all
+        if (  # one call can write all of them
             set(map(_layout_of, present)) == {torch.strided}
-            and not torch.is_grad_enabled()  # no create_graph: a second derivative finds its way
+            and not torch.is_grad_enabled()  # with create_graph each gradient is cast in the graph
             and not is_recording()
             and not any(map(is_batched, present))
         ):
@@ -169,13 +169,13 @@ def _cast(
     return copies
 
 
-# Which are cast together
+# Which weights are cast together
 
 
 class Buckets:
-    """Weights in buckets, in their order; those of a bucket live on one device.
+    """Weights of `root`, which is `model` or a submodule of it, in buckets, in their order.
 
-    They are weights of `root`, which is `model` or a submodule of it.
+    All weights of a bucket are on one device.
     """
 
     def __init__(self, weights: Iterable[Tensor], root: nn.Module, model: nn.Module) -> None:
@@ -187,19 +187,19 @@ class Buckets:
         self.all: list[list[Tensor]] = []
         latest: dict[Any, list[Tensor]] = {}
         for weight in weights:
-            home = place_of(weight)
-            bucket = latest.get(home)
+            place = place_of(weight)
+            bucket = latest.get(place)
             if bucket is None or not _has_room(bucket, weight):
-                bucket = latest[home] = []
+                bucket = latest[place] = []
                 self.all.append(bucket)
             bucket.append(weight)
 
     def to_cast(self) -> list[list[Tensor]]:
-        """What a forward that begins now casts together: lists for `half_copies`.
+        """The weights that a forward which begins now casts together: lists for `half_copies`.
 
-        In each list all weights require a gradient, or none does.  The others are left out.
+        In a list all weights require a gradient, or none does.  Other weights are in no list.
         """
-        if not torch.is_grad_enabled():  # no graph: no hooks to respect
+        if not torch.is_grad_enabled():  # no graph, so no hook runs
             return self.all
         may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
         hooked = below_hooks(self._root) if may_share and any(self._hook_tables) else ()
@@ -228,7 +228,7 @@ def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
 
 
 def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
-    """Whether the weights of `bucket` may be cast in one node with `weight`, which is in it.
+    """Whether all weights of `bucket` may be cast in one node with `weight`, one of them.
 
     In C++: `are_alike` of `weights.h`.
     """
@@ -241,7 +241,7 @@ def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
 
 
 def may_share_node(weight: Tensor) -> bool:
-    """Whether a weight, as it is, may be cast together with others."""
+    """Whether `weight` may now be cast in one node with others."""
     return (
         type(weight) is Parameter
         and weight.dtype is torch.float32
@@ -252,15 +252,16 @@ def may_share_node(weight: Tensor) -> bool:
 
 
 def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
-    """Whether gradients of some of these weights are wanted (ids), and not of all that can be."""
-    asked = {id(weight) in wanted for weight in weights if weight.requires_grad}
-    return len(asked) == 2
+    """Whether `wanted` (ids) has some of the weights that require a gradient, and not all."""
+    are_wanted = {id(weight) in wanted for weight in weights if weight.requires_grad}
+    return len(are_wanted) == 2
 
 
 def below_hooks(root: nn.Module) -> set[int]:
-    """Ids of the weights of modules with backward hooks, their children's among them.
+    """Ids of the weights of modules that have backward hooks, and of their submodules.
 
-    Such a hook runs when the gradients of its module are complete; those of a bucket may not be.
+    Such a hook runs when the gradients of its module are complete.  With a shared node gradients
+    come when the bucket's are, perhaps later.
     """
     hooks_all = any(GLOBAL_BACKWARD_TABLES)
     return {
@@ -272,9 +273,9 @@ def below_hooks(root: nn.Module) -> set[int]:
 
 
 def may_use_all(model: nn.Module) -> bool:
-    """Whether all weights of a bucket may count as used when one of them is.
+    """Whether all weights of a bucket may count as used when one of them is used.
 
-    Not under DDP that looks for unused weights, nor where ranks communicate without DDP.
+    They may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
     """
     if not are_ranks():
         return True

@@ -1,7 +1,7 @@
-"""Tables of torch's functions that handlers of `__torch_function__` filled before the session.
+"""Handlers' own tables of torch's functions, filled before the session.
 
-`@implements(torch.nn.functional.linear)` at the top of a module fills a table with the
-original.  While a replacement is in its place, the handler is called with the replacement.
+`@implements(torch.nn.functional.linear)` at the top of a module puts the original into a table.
+While patches are installed, the handler of `__torch_function__` is called with the replacement.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ Table = dict | set
 
 
 class HandlerTables:
-    """Tables of functions in which handlers look up the function they are called with.
+    """Tables in which handlers look up the function that they are called with.
 
-    A table that has an original gets the replacement beside it, with the same value, until
-    `give_back`.  What the user's code entered under a replacement in between is then found
-    under the original.
+    A table that has an original gets an entry for the replacement too, with the same value, until
+    `give_back`.  That moves the entries which the user's code has added for a replacement meanwhile
+    to the original.
     """
 
     def __init__(self) -> None:
-        self._met: dict[tuple[int, int], tuple[Table, Callable, Callable, bool]] = {}
+        self._entries: dict[tuple[int, int], tuple[Table, Callable, Callable, bool]] = {}
 
     def still_asks_for(self, original: Callable, patched: Callable, holder: Any) -> bool:
-        """Whether a handler can do nothing with the replacement, and needs the original.
+        """Whether a handler does not know the replacement, and has to get the original.
 
         `holder` is the mode or the tensor whose handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
             return _names_below({NN_NAME, original.__name__}, original)
-        found = _Search(original, patched)
+        search = _Search(original, patched)
         handler = holder.__torch_function__
-        found.into_function(getattr(handler, "__func__", handler), 0)
+        search.into_function(getattr(handler, "__func__", handler), 0)
         for cls in type(holder).__mro__:
             if cls not in _ROOTS:
-                found.into_values(vars(cls).values(), 1)
+                search.into_values(vars(cls).values(), 1)
         if isinstance(holder, TorchFunctionMode):
-            found.into_values(vars(holder).values(), 1)
-        for table in found.entered:
-            self._met.setdefault((id(table), id(patched)), (table, original, patched, False))
-        if found.patched:
+            search.into_values(vars(holder).values(), 1)
+        for table in search.patched_tables:
+            self._entries.setdefault((id(table), id(patched)), (table, original, patched, False))
+        if search.has_patched:
             return False
-        for table in found.tables:
-            self._met[id(table), id(patched)] = (table, original, patched, True)
+        for table in search.tables:
+            self._entries[id(table), id(patched)] = (table, original, patched, True)
             if isinstance(table, dict):
                 table[patched] = table[original]
             else:
                 table.add(patched)
-        return found.original
+        return search.has_original
 
     def give_back(self) -> None:
-        """Leave the tables without replacements."""
-        for table, original, patched, is_ours in self._met.values():
+        """Take the replacements out of the tables."""
+        for table, original, patched, is_ours in self._entries.values():
             if patched not in table:
                 continue
             if isinstance(table, dict):
@@ -74,27 +74,27 @@ class HandlerTables:
             else:
                 table.remove(patched)
                 table.add(original)
-        self._met.clear()
+        self._entries.clear()
 
 
 _ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
 
 
 class _Search:
-    """Looks for two functions in what a function's code, a class or an instance refers to.
+    """Looks for two functions in all that a function's code, a class or an instance refers to.
 
     That may be any object, such as the stand-in for a package that is not installed, of which
-    every attribute raises.  So values are asked for their type alone, and containers by the methods
-    of Python's own classes: no code of theirs runs.
+    every attribute raises.  So the search reads the types of values, and containers by the methods
+    of Python's own classes: no code of the user's runs.
 
-    `tables` have the original, and can take the replacement beside it; `original`: something else
-    has the original.  `entered` are tables that have the replacement; `patched`: something has it.
+    `tables` have the original, and can take the replacement too; `has_original`: another object has
+    the original.  `patched_tables` have the replacement; `has_patched`: any object has it.
     """
 
     def __init__(self, original: Callable, patched: Callable) -> None:
-        self.original = self.patched = False
+        self.has_original = self.has_patched = False
         self.tables: list[Table] = []
-        self.entered: list[Table] = []
+        self.patched_tables: list[Table] = []
         self._is_logging = False
         self._pair = (original, patched)
         self._seen: set[int] = set()
@@ -109,7 +109,7 @@ class _Search:
             with contextlib.suppress(ValueError):  # empty as yet
                 values.append(cell.cell_contents)
         names = set(_names(function.__code__))
-        self.original = self.original or _names_below(names, self._pair[0])
+        self.has_original = self.has_original or _names_below(names, self._pair[0])
         self._is_logging = self._is_logging or not names.isdisjoint(("add", "append"))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
@@ -130,45 +130,45 @@ class _Search:
             elif issubclass(type(value), list) and self._is_logging:
                 continue  # a record of calls, not a table of functions
             elif self._into(value) and issubclass(type(value), dict):
-                inner = list(dict.values(value))
-                for one in inner if len(inner) <= _LARGE else ():
-                    self._into(one)
+                values_inside = list(dict.values(value))
+                for inner in values_inside if len(values_inside) <= _LARGE else ():
+                    self._into(inner)
 
     def _into(self, value: Any) -> bool:
-        """Note which of the two `value` is or has as a member.  Returns whether it has members."""
+        """Record which of the two `value` is or contains.  Returns whether it is a container."""
         original, patched = self._pair
         kind = type(value)
-        table = next((one for one in (dict, set, frozenset) if issubclass(kind, one)), None)
+        table = next((cls for cls in (dict, set, frozenset) if issubclass(kind, cls)), None)
         if value is original:
-            self.original = True
+            self.has_original = True
         elif table is not None:
             if table.__contains__(value, patched):
-                self.patched = True
+                self.has_patched = True
                 if table is not frozenset:
-                    self.entered.append(value)
+                    self.patched_tables.append(value)
             elif table.__contains__(value, original):
                 if self._can_take(value):
                     self.tables.append(value)
                 else:
-                    self.original = True
+                    self.has_original = True
             return True
         elif issubclass(kind, (list, tuple)):
             items = list((list if issubclass(kind, list) else tuple).__iter__(value))
             if len(items) <= _LARGE:
-                self.original = self.original or any(item is original for item in items)
-                self.patched = self.patched or any(item is patched for item in items)
+                self.has_original = self.has_original or any(item is original for item in items)
+                self.has_patched = self.has_patched or any(item is patched for item in items)
                 return True
         return False
 
     def _can_take(self, table: Any) -> TypeGuard[Table]:
-        """Whether a table leads to handlers: counts and records must not change."""
+        """Whether a table leads to handlers; tables that count or record calls must not change."""
         if type(table) is set:
             return not self._is_logging
         return issubclass(type(table), dict) and callable(dict.get(table, self._pair[0]))
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function inside of decorators that keep it as `__wrapped__`."""
+    """The function inside of decorators, by `__wrapped__`."""
     for _ in range(_LARGE):
         if type(function) is not FunctionType or "__wrapped__" not in vars(function):
             break
@@ -177,7 +177,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _names_below(names: set[str], original: Callable) -> bool:
-    """Whether a handler names the original by `torch._C._nn`, from which F has some functions."""
+    """Whether code names the original in `torch._C._nn`, from which F has some functions."""
     name = getattr(original, "__name__", "")
     return NN_NAME in names and name in names and getattr(NN, name, None) is original
 

@@ -1,11 +1,10 @@
 """Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
 
-Handlers compare the function they are called with to torch's functions, and look it up
-in tables.  While `torch.nn.functional.linear` is a replacement, they are given the
-replacement, with the caller's own arguments, before anything is cast; it casts when
-they call it.  A handler that still holds the original, in a table filled before the
-session, is given the original.  A TorchFunctionMode beneath the handler then leads its
-call of the original to the replacement.
+A handler compares the function that it is called with to torch's functions, and looks it up in
+tables.  While `torch.nn.functional.linear` is a replacement, the handler gets the replacement, with
+the caller's own arguments, before anything is cast.  The replacement casts when the handler calls
+it.  A handler that still has the original, in a table filled before the session, gets the original.
+Then a TorchFunctionMode beneath the handler leads its call of the original to the replacement.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _OPERATOR = torch.Tensor.__matmul__
 
 
 class Handled(Exception):
-    """An argument's class wants to see the call; the casts raise it, the patched call catches."""
+    """An argument's class wants to see the call; the casts raise this, the patched call catches."""
 
 
 def wants_to_see(value: Any) -> bool:
-    """Whether the class of `value` handles torch's calls, here and now."""
+    """Whether the class of `value` handles torch's calls now."""
     return not is_dynamo_compiling() and has_torch_function((value,))
 
 
@@ -59,7 +58,7 @@ def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
-    if original is _OPERATOR:  # for which torch gives handlers the method
+    if original is _OPERATOR:  # torch calls handlers with the method
         patched, original = torch.Tensor.matmul, original_of_matmul()
     overloaded = overloaded_args(tuple(leaves((*args, *kwargs.values()))))
     types = tuple(map(type, overloaded))
@@ -106,7 +105,7 @@ def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """No mode sees the calls made here: work in ampatch's hooks is no call of the user's code."""
+    """No mode sees the calls made in this block: calls of ampatch's hooks are no user's calls."""
     modes = [pop_mode() for _ in range(count_modes())]
     try:
         yield
@@ -116,7 +115,7 @@ def unseen() -> Iterator[None]:
 
 
 def unseen_where_modes_are(state: CastState) -> AbstractContextManager[None]:
-    """`unseen()`, where any thread is in a mode at all."""
+    """`unseen()`, if any thread is in a mode."""
     return unseen() if state.modes and not is_dynamo_compiling() else _NOTHING
 
 
@@ -124,17 +123,17 @@ _NOTHING = contextlib.nullcontext()
 
 
 def fresh_tables(patches: PatchSet) -> None:
-    """Have torch's tables of overridable functions name what is in torch now.
+    """Have torch fill its tables of overridable functions anew.
 
-    torch fills them once.  Filled before the patches they would lack the replacements, filled
-    while the patches are installed they would keep them.
+    torch fills them once.  Filled before the patches they lack the replacements; filled while the
+    patches are installed they would keep the replacements for ever.
     """
     for name in TABLES:
-        patches.replace(torch.overrides, name, lambda found: functools.cache(found.__wrapped__))
+        patches.replace(torch.overrides, name, lambda table: functools.cache(table.__wrapped__))
 
 
 class _LedBack(TorchFunctionMode):
-    """Leads calls of one original to its replacement, and lets all others pass."""
+    """Leads calls of one original to its replacement; leaves all other calls unchanged."""
 
     def __init__(self, original: Callable, patched: Callable) -> None:
         super().__init__()
@@ -143,17 +142,17 @@ class _LedBack(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        # torch names a method by what its class has in that place: perhaps the replacement.
+        # torch calls the handler with the class's attribute: for a method the replacement.
         if function in self._names:
             function = self._names[1]
         return function(*args, **(kwargs or {}))
 
 
 class FunctionModes:
-    """Notes whether this thread is in a TorchFunctionMode: calls then take the slow path.
+    """Records whether this thread is in a TorchFunctionMode: its calls then take the slow path.
 
-    Each change of torch's own stack is followed by a look at it, so that no order of
-    entries and exits confuses it, nor a mode entered before or left after.
+    After each change of torch's stack of modes the stack itself is read.  So modes may enter and
+    exit in any order, also before the patches come and after they go.
     """
 
     def __init__(self, state: CastState) -> None:
@@ -169,29 +168,29 @@ class FunctionModes:
         self.look()
 
     def look(self) -> None:
-        """Find out whether this thread is in a mode."""
+        """Record whether this thread is in a mode."""
         thread, is_in = threading.get_ident(), count_modes() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return
             (self._threads.add if is_in else self._threads.discard)(thread)
-            self._tell()
+            self._update()
 
     def _forget(self) -> None:
         with self._lock:
             self._threads.clear()
-            self._tell()
+            self._update()
 
-    def _tell(self) -> None:
+    def _update(self) -> None:
         self._state.modes = len(self._threads)
         (self._state.acquire if self._threads else self._state.release)(self)
 
     def _looking(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def push_or_pop(*mode: TorchFunctionMode) -> Any:
-            found = original(*mode)
+            result = original(*mode)
             if not is_dynamo_compiling():
                 self.look()
-            return found
+            return result
 
         return push_or_pop

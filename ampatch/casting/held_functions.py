@@ -1,7 +1,8 @@
 """Functions of torch that modules of a managed model hold: `self.f = partial(torch.exp)`.
 
-They were taken before the patches, so no name of torch leads to them.  While patches are in, the
-modules' attributes have the replacements, in partials, lists, tuples and dicts too.
+Modules have got them before the patches, so a patched name of torch does not reach them.  While
+patches are installed, the modules' attributes have the replacements, in partials, lists, tuples and
+dicts too.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class HeldFunctions:
-    """What the modules of one model hold.  Lists and dicts are changed in place."""
+    """The functions that the modules of one model hold.  Lists and dicts are changed in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id: a partial or tuple, what it replaced
-        self._seen: set[int] = set()  # lists and dicts, in one exchange
-        self._replacements: Replacements | None = None  # while they are in
+        self._rebuilt: dict[int, tuple[Any, Any]] = {}  # by id: a partial or tuple, its original
+        self._seen: set[int] = set()  # ids of lists and dicts, in one exchange
+        self._replacements: Replacements | None = None  # while they are installed
 
     def put_in(self, replacements: Replacements) -> None:
-        """Have the modules hold replacements; nothing where they do."""
+        """Have the modules hold replacements; once."""
         if self._replacements is None:
             self._replacements = replacements
             self._exchange_all(self._replaced)
 
     def take_out(self) -> None:
-        """Give the modules back what they held; to be called while the replacements are known."""
+        """Restore the modules' functions; to be called while `replacements` still knows them."""
         if self._replacements is not None:
             self._exchange_all(self._restored)
-            self._made.clear()
+            self._rebuilt.clear()
             self._replacements = None
 
     def name_of(self, value: Any) -> str | None:
         """The name of the function that `value` is or a partial of, if it has a replacement."""
         while isinstance(value, (functools.partial, staticmethod)):
             value = value.func if isinstance(value, functools.partial) else value.__func__
-        found = None if self._replacements is None else self._replacements.of(value)
-        return None if found is None else f"{found.__module__}.{found.__qualname__}"
+        patched = None if self._replacements is None else self._replacements.of(value)
+        return None if patched is None else f"{patched.__module__}.{patched.__qualname__}"
 
     def _exchange_all(self, convert: Callable[[Any], Any]) -> None:
         for module in self._model.modules():
@@ -72,24 +73,26 @@ class HeldFunctions:
             items = [self._exchanged(item, convert) for item in value]
             if all(new is item for new, item in zip(items, value)):
                 return convert(value)
-            made = kind(*items) if hasattr(value, "_fields") else kind(items)
+            rebuilt = kind(*items) if hasattr(value, "_fields") else kind(items)
         elif kind is functools.partial:
             if (function := convert(value.func)) is value.func:
                 return convert(value)
-            made = functools.partial(function, *value.args, **value.keywords)
+            rebuilt = functools.partial(function, *value.args, **value.keywords)
         else:
             return convert(value)
-        found = convert(value)
-        if found is value:
-            self._made[id(made)] = made, value
-        return made if found is value else found
+        converted = convert(value)
+        if converted is not value:
+            return converted
+        self._rebuilt[id(rebuilt)] = rebuilt, value
+        return rebuilt
 
     def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
-        found = self._replacements.of(value)
-        return value if found is None else found
+        patched = self._replacements.of(value)
+        return value if patched is None else patched
 
     def _restored(self, value: Any) -> Any:
         assert self._replacements is not None
-        made, found = self._made.get(id(value), (None, None))
-        return found if made is value and made is not None else self._replacements.original(value)
+        rebuilt, original = self._rebuilt.get(id(value), (None, None))
+        is_rebuilt = rebuilt is value and rebuilt is not None
+        return original if is_rebuilt else self._replacements.original(value)

@@ -65,22 +65,22 @@ class Installation:
         self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
 
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
-        """Patch everything the tables list, or, if not `with_tables`, what holds at every level.
+        """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
 
-        `overridden` has the functions of torch that policies give another precision, and whether
-        they compute in FP32 at every level.  Takes out what it put in if it fails halfway.
+        `overridden` are the functions of torch that policies give another precision, each with
+        whether it computes in FP32 at every level.  If this fails halfway, it undoes its patches.
         """
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
             self._dynamo.keep()
-            parts = [*special_ops.embeddings(), *self.autocast.regions()]
+            special = [*special_ops.embeddings(), *self.autocast.regions()]
             if with_tables:
-                parts += [*special_ops.module_parts(self._state), *self.autocast.questions()]
+                special += [*special_ops.of_modules(self._state), *self.autocast.questions()]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
                 self.replacements.put(owner, name, self._maker(never), shared=True)
-            for where, name, make in parts:
+            for where, name, make in special:
                 self._put_if_there(where, name, make)
             if with_tables:
                 fresh_tables(self._patches)
@@ -91,27 +91,27 @@ class Installation:
             raise
 
     def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
-        """What only apex's tables have, for `Policy.functions`.
+        """The rules of functions that only apex's tables have, for `Policy.functions`.
 
-        `edits` give functions another rule than their row's; None: no cast.
+        `edits` are `(where, name, rule)` that replace the rules of rows; None: no cast.
         """
-        found: dict[tuple[str, str], Choose] = {}
+        rules: dict[tuple[str, str], Choose] = {}
         for row in APEX:
             for name in row.names:
                 is_float = row.rule is Rule.FLOAT
-                found[row.where, name] = choose_float if is_float else refused(_message(row, name))
+                rules[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
-            found[where, name] = never if rule is None else CHOOSERS[rule]
+            rules[where, name] = never if rule is None else CHOOSERS[rule]
         original = self.replacements.original
         return {
             original(getattr(resolve(where), name)): choose
-            for (where, name), choose in found.items()
+            for (where, name), choose in rules.items()
             if has(where, name)
         }
 
     def undo(self) -> None:
-        """Leave torch, and names of it in the user's modules, as they were found."""
-        self.autocast.end()
+        """Restore torch, and the names that the user's modules have for its functions."""
+        self.autocast.exit_regions()
         self._patches.undo()
         self.replacements.give_back()
         self.has_rows = self.has_tables = False
@@ -119,11 +119,11 @@ class Installation:
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
-        choose, ask, found = CHOOSERS[rule], self._ask_state, raw_attribute(owner, name)
-        if user_functions.is_function_class(found):
-            for part, make in user_functions.class_parts(found, choose, ask).items():
-                self._patches.replace(found, part, make)
-        elif isinstance(found, (staticmethod, classmethod)):
+        choose, ask, function = CHOOSERS[rule], self._ask_state, raw_attribute(owner, name)
+        if user_functions.is_function_class(function):
+            for method, make in user_functions.methods(function, choose, ask).items():
+                self._patches.replace(function, method, make)
+        elif isinstance(function, (staticmethod, classmethod)):
             self._patches.replace(
                 owner, name, lambda raw: user_functions.following(raw, choose, ask)
             )
@@ -137,7 +137,7 @@ class Installation:
                 return user_functions.user_function(raw, choose, ask)
 
             self.replacements.put(owner, name, make)
-            self.replacements.rebind(found)
+            self.replacements.rebind(function)
 
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
@@ -146,30 +146,33 @@ class Installation:
             self.replacements.put(resolve(where), name, make, shared)
 
     def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
-        """Makes what rows put in one place: decided here for all rows."""
+        """The maker of the replacement of `where.name`, by all rows that name it."""
         row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
         choose: Choose = never
         if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
-        uncast = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
-        return self._maker(choose, uncast, name if row in BLACKLIST else "")
+        run_in_fp32 = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
+        return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
 
     def _maker(
-        self, choose: Choose, uncast: Callable | None = None, name: str = ""
+        self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
     ) -> Callable[[Any], Any]:
-        """Makes replacements, of functions with overrides too; `name`: that of a row in FP32."""
+        """The maker of a replacement, for functions with overrides too.
+
+        `name` is that of a row that casts to FP32, else "".
+        """
 
         def make(original: Any) -> Callable:
             function = self.replacements.original(original)
-            chosen, made, casts_nothing_inside = choose, uncast, None
+            run, casts_nothing_inside = run_in_fp32, None
             if self.overridden.get(function):
-                made = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
-            chosen, made = special_ops.float_by_itself(name, chosen, made)
+                run = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
+            rule, run = special_ops.float_by_itself(name, choose, run)
             if function in self.overridden:
-                chosen, casts_nothing_inside = overridden(function, chosen)
-            return replacement(original, chosen, self._state, made, casts_nothing_inside)
+                rule, casts_nothing_inside = overridden(function, rule)
+            return replacement(original, rule, self._state, run, casts_nothing_inside)
 
         return make
 
@@ -198,8 +201,8 @@ class RegisteredFunctions:
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
         """Have a function follow a rule from now on.  Returns whether patches are out of date.
 
-        Raises `AttributeError` if its module has no such name, `TypeError` for something that
-        cannot follow a rule.
+        Raises `AttributeError` if `place` has no such name, `TypeError` for what cannot follow a
+        rule.
         """
         call = f"ampatch.register_{rule.value}_function"
         owner, attribute = user_place(call, place, name)
@@ -209,11 +212,11 @@ class RegisteredFunctions:
             )
         what = f"{call}({_title(owner)}, {attribute!r})"
         user_functions.check(raw_attribute(owner, attribute), what)
-        known = self._rules.get((owner, attribute))
+        previous = self._rules.get((owner, attribute))
         self._rules[owner, attribute] = rule
-        if known is None and self._installation.has_tables:
+        if previous is None and self._installation.has_tables:
             self._installation.put_user_function(owner, attribute, rule)
-        return known not in (None, rule)
+        return previous not in (None, rule)
 
     def forget(self, place: Any, name: str | None) -> None:
         """Take a registration back.  Raises `ValueError` if there is none."""

@@ -1,7 +1,7 @@
-"""Casts begin with the forward of an outermost module that has parameters: `ampatch run --auto`.
+"""Under `ampatch run --auto` casts begin with an outermost module that has parameters.
 
-Such a script never says which module is its model.  What it computes outside of modules (data,
-labels, metrics) is its own: `gate` has what is cast there.
+Such a script never says which module is its model.  Outside of modules it computes data, labels
+and metrics, which stay as they are: `condition` says which of those calls are cast.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .handlers import wants_to_see
 from .policy import Policy
 from .rules import TENSORS, dtype_of
 
-_FAR = 1000  # nodes of the graph that a call outside of modules looks through for a parameter
+_MOST_NODES = 1000  # of the graph, among which a call outside of modules looks for a parameter
 
 
 class OutermostForwards:
-    """Puts outermost forwards under `policy`; `has_cast` once any call was to be cast."""
+    """Runs outermost forwards under `policy`; `has_cast` is True once any call is to be cast."""
 
     def __init__(self, policy: Policy, state: CastState) -> None:
         self._policy = policy
@@ -41,21 +41,22 @@ class OutermostForwards:
             state = self._state
             if is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            policy = state.current()  # without a gate: of a forward around this call
-            if policy is None or policy.gate is None or next(module.parameters(), None) is None:
+            policy = state.current()  # one without a condition: of a forward around this call
+            is_outside = policy is not None and policy.condition is not None
+            if not is_outside or next(module.parameters(), None) is None:
                 return original(module, *args, **kwargs)
             self.has_cast = True
-            return state.within(self._begin, original, module, *args, **kwargs)
+            return state.within(self._enter, original, module, *args, **kwargs)
 
         return __call__
 
-    def _begin(self, call: Call) -> None:
-        self._state.begin(call, None)
+    def _enter(self, call: Call) -> None:
+        self._state.enter(call, None)
         self._state.set_policy(call, self._policy)
         self._policy.cache.open(call)
 
-    def gate(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call outside is cast: a tensor is half, or leads back to a parameter."""
+    def condition(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call outside of modules is cast: it has a half tensor or one of a parameter."""
         for tensor in tensors_in((*args, *kwargs.values())):
             if dtype_of(tensor) in HALF_TYPES or _leads_to_parameter(tensor):
                 self.has_cast = True
@@ -64,7 +65,7 @@ class OutermostForwards:
 
 
 def _leads_to_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a view of one, or computed from one."""
+    """Whether `tensor` is a parameter, a view of one, or computed from one."""
     if isinstance(tensor, nn.Parameter):
         return True
     if is_dynamo_compiling():
@@ -79,7 +80,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     if isinstance(base_of(tensor), nn.Parameter):
         return True
     todo = [tensor.grad_fn]
-    for _ in range(_FAR):
+    for _ in range(_MOST_NODES):
         if not todo:
             break
         node = todo.pop()
@@ -87,5 +88,5 @@ def _is_of_parameter(tensor: Tensor) -> bool:
             continue
         if isinstance(getattr(node, "variable", None), nn.Parameter):
             return True
-        todo += [following for following, _ in node.next_functions]
+        todo += [next_node for next_node, _ in node.next_functions]
     return False

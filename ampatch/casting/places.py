@@ -1,14 +1,14 @@
 """Places of functions, the replacements that stand there, and names bound elsewhere.
 
-A place is a module or class, and a name in it.  One original has one replacement, under however
-many names torch keeps it: pickle, torch.jit and Dynamo find functions by name and by identity, and
+A place is a module or class, and a name in it.  An original has one replacement, under all names
+that torch has for it: pickle, torch.jit and Dynamo find functions by name and by identity, and so
 find the replacements.
 
 A name that a user's module has bound before the patches (`from torch.nn.functional import linear`)
-is bound to the replacement, and to the original again when the patches go.  One bound while they
-are installed holds a replacement, and gets the original when they go.  Only globals of modules are
-looked at, and only through the modules' dictionaries: asking some modules for an attribute makes
-them load others.
+is bound to the replacement, and to the original again when the patches go.  A name bound while they
+are installed has a replacement, and is bound to the original when they go.  Only globals of modules
+are searched, and only in the modules' dictionaries: some modules import others when they are asked
+for an attribute.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ def raw_attribute(owner: Any, name: str) -> Any:
 
 def places_of(functions: Iterable[Any]) -> list[tuple[Any, str]]:
     """`(owner, name)` of each place in torch's namespaces that has one of these functions."""
-    found = set(map(id, functions))
+    wanted = set(map(id, functions))
     return [
         (owner, name)
         for owner in map(resolve, filter(has, NAMESPACES))
         for name in dir(owner)
-        if id(getattr(owner, name, None)) in found
+        if id(getattr(owner, name, None)) in wanted
     ]
 
 
 def public_name(where: str) -> str:
-    """The name by which users know the place of a row."""
+    """The public name of the function of a row: `where` with its name in it."""
     functional = "torch.nn.functional"
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
 def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
-    """`(owner, name)` of a function of the user's, given as these two or as one dotted string.
+    """`(owner, name)` of a function of the user's, from these two or from one dotted string.
 
     Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
     """
@@ -99,11 +99,11 @@ class Replacements:
 
     def __init__(self, patches: PatchSet) -> None:
         self._patches = patches
-        self.pairs: dict[int, tuple[Any, Any]] = {}  # by a replacement's id: it, its original
+        self.pairs: dict[int, tuple[Any, Any]] = {}  # replacement, original; by the first's id
         self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
 
     def original(self, function: Any) -> Any:
-        """What `function` replaced, if it is a replacement; else `function` itself."""
+        """The original of `function`, if it is a replacement; else `function` itself."""
         while id(function) in self.pairs:
             function = self.pairs[id(function)][1]
         return function
@@ -115,51 +115,51 @@ class Replacements:
     def put(self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False) -> None:
         """Replace `owner.name` by `make(original)`.
 
-        `shared`: a function that has a replacement already, under another name, gets that one.
+        `shared`: a function with a replacement under another name gets the same replacement.
         """
 
         def make_and_register(original: Any) -> Any:
-            found = self._by_original.get(id(original)) if shared else None
-            if found is not None:
-                return found
-            made = make(original)
-            _name_after_place(made, original, owner, name)
-            self.pairs[id(made)] = (made, original)
-            self._by_original.setdefault(id(original), made)
-            self._register_for_script(made, original)
-            return made
+            existing = self._by_original.get(id(original)) if shared else None
+            if existing is not None:
+                return existing
+            replacement = make(original)
+            _name_after_place(replacement, original, owner, name)
+            self.pairs[id(replacement)] = (replacement, original)
+            self._by_original.setdefault(id(original), replacement)
+            self._register_for_script(replacement, original)
+            return replacement
 
         self._patches.replace(owner, name, make_and_register)
 
-    def _register_for_script(self, made: Any, original: Any) -> None:
+    def _register_for_script(self, replacement: Any, original: Any) -> None:
         table = builtin_table()
         if id(original) in table:
-            table[id(made)] = table[id(original)]
-            self._patches.on_undo(lambda: table.pop(id(made), None))
+            table[id(replacement)] = table[id(original)]
+            self._patches.on_undo(lambda: table.pop(id(replacement), None))
 
     def rebind(self, *originals: Any) -> None:
-        """Bind modules' names for these originals (none given: for all) to their replacements."""
-        chosen = map(id, originals) if originals else self._by_original
-        rebind({key: (self._patches, self._by_original[key]) for key in chosen})
+        """Bind modules' names for these originals, or for all, to their replacements."""
+        ids = map(id, originals) if originals else self._by_original
+        rebind({key: (self._patches, self._by_original[key]) for key in ids})
 
     def give_back(self) -> None:
         """The patches are out: bind the user's names for replacements to the originals again."""
         if self.pairs:
-            give_back((made, self.original(made)) for made, _ in self.pairs.values())
+            give_back((function, self.original(function)) for function, _ in self.pairs.values())
         self.pairs.clear()
         self._by_original.clear()
 
 
-def _name_after_place(made: Any, original: Any, owner: Any, name: str) -> None:
-    """Name a replacement after its place, so that pickle stores it by reference to it."""
+def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) -> None:
+    """Name a replacement after its place, by which pickle stores it."""
     if inspect.isfunction(original):  # jit reads the source behind __wrapped__, so not for builtins
-        functools.update_wrapper(made, original)
+        functools.update_wrapper(replacement, original)
         return
     is_class = inspect.isclass(owner)
-    made.__name__ = name
-    made.__qualname__ = f"{owner.__name__}.{name}" if is_class else name
-    made.__module__ = owner.__module__ if is_class else owner.__name__
-    made.__doc__ = getattr(original, "__doc__", None)
+    replacement.__name__ = name
+    replacement.__qualname__ = f"{owner.__name__}.{name}" if is_class else name
+    replacement.__module__ = owner.__module__ if is_class else owner.__name__
+    replacement.__doc__ = getattr(original, "__doc__", None)
 
 
 NOT_SEARCHED = {"torch", "ampatch"}
@@ -169,23 +169,23 @@ NOT_SEARCHED = {"torch", "ampatch"}
 def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
     wanted = frozenset(functions)
-    found = []
+    globals_found = []
     for namespace in _namespaces() if wanted else ():
-        # Thousands of modules, few hits.  In C throughout: no other thread can import during it.
+        # Few of thousands of modules.  In C throughout: no other thread can import meanwhile.
         if not wanted.isdisjoint(map(id, namespace.values())):
-            found += [
+            globals_found += [
                 (namespace, name, value)
                 for name, value in list(namespace.items())
                 if id(value) in wanted
             ]
-    return found
+    return globals_found
 
 
 def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
     """Bind each global that is an original (its id) to its replacement, until `patches.undo`.
 
-    `replacements` has, by an original's id, the patches that undo it and the replacement, which
-    may be replaced in turn.
+    `replacements` are, by an original's id, the patches that undo the binding and the replacement,
+    which may be an original itself.
     """
     for namespace, name, value in bound(replacements):
         while id(value) in replacements:
@@ -194,10 +194,10 @@ def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
 
 
 def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Bind each global that still is a replacement to its original, `pairs` of these two.
+    """Bind each global that still is a replacement to its original: `pairs` of these two.
 
     To be called when the patches are out.  Containers, classes and functions that hold a
-    replacement keep it: no policy is in force any more, and it calls the original.
+    replacement keep it: no policy is active any more, and it calls the original.
     """
     pairs = list(pairs)  # which keep the ids from being reused
     originals = {id(replacement): original for replacement, original in pairs}
@@ -218,26 +218,26 @@ def _namespaces() -> Iterator[dict]:
         if _is_module(module):
             namespace = object.__getattribute__(module, "__dict__")
             name = namespace.get("__name__")  # the title may be an alias of a module of torch's
-            home = name if isinstance(name, str) else title
-            if home.partition(".")[0] not in NOT_SEARCHED:
+            module_name = name if isinstance(name, str) else title
+            if module_name.partition(".")[0] not in NOT_SEARCHED:
                 yield namespace
                 if title == "__mp_main__":
                     yield from _of_functions(namespace)
 
 
 def _of_functions(namespace: dict) -> list[dict]:
-    """The globals that functions of a spawned process's main script have.
+    """The globals of the functions of a spawned process's main script.
 
-    `multiprocessing` runs the script in a module that it drops, and copies what is in it.
+    `multiprocessing` runs the script in a module that it drops, and copies its globals.
     """
-    found = {
+    namespaces = {
         id(value.__globals__): value.__globals__
         for value in list(namespace.values())
         if type(value) is types.FunctionType and value.__module__ == "__mp_main__"
     }
-    return [one for one in found.values() if one is not namespace]
+    return [other for other in namespaces.values() if other is not namespace]
 
 
 def _is_module(value: Any) -> bool:
-    """Whether it is a real module; `isinstance` would ask a proxy for its class, and load it."""
+    """Whether `value` is a real module; `isinstance` would have a proxy import its module."""
     return issubclass(type(value), types.ModuleType)

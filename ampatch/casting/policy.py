@@ -1,7 +1,7 @@
-"""Policies: the dtypes, devices and overrides that the rules have for a call; blocks under one.
+"""Policies, by which the rules cast a call: dtypes, devices, overrides; blocks under a policy.
 
 A policy belongs to a thread, as torch's grad mode does.  While a generator or a task is suspended
-inside a `with` block, all else that runs in the thread is under that block too.
+inside a `with` block, other code of the thread runs under that block too.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from ..types import Called
 from .calls import USER, CastState
 from .weight_cache import WeightCache
 
-Gate = Callable[[tuple, dict], bool]
+Condition = Callable[[tuple, dict], bool]
 
 
 @dataclasses.dataclass(eq=False)
 class Policy:
-    """What the rules mean while this policy is in force.
+    """What the rules mean while this policy is active.
 
     `half_to` and `float_to` are the dtypes that HALF and FLOAT rows cast to;
     `precision("float")` sets both to FP32.  `devices` are the device types whose
-    tensors are cast, None for all.  `gate`, if any, sees a call's arguments and
-    says whether the rules apply to it at all.  `functions` maps functions of torch to what they
+    tensors are cast, None for all.  `condition`, if any, gets a call's arguments and
+    says whether the rules apply to the call.  `functions` maps functions of torch to what they
     follow instead of their rows: a `Choose` of `rules`.
-    `half_type` stays the half type where a forced policy has FP32 for `half_to`.
-    `in_forwards`: what forwards are under, and all that repeats a forward in a backward pass,
-    where this policy itself casts nothing in backward passes; else None.
+    `half_dtype` stays the half dtype where `precision("float")` has FP32 for `half_to`.
+    `in_forwards`: for a policy that casts nothing in backward passes, the policy of forwards and
+    of what repeats them in a backward pass; else None.
     `recorded_attention`: see `special_ops.whole_in_graphs`.
     """
 
     half_to: torch.dtype
     float_to: torch.dtype = torch.float32
     devices: set[str] | None = None
-    gate: Gate | None = None
+    condition: Condition | None = None
     functions: Mapping[Any, Callable] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
-    half_type: torch.dtype = None  # type: ignore[assignment]  # `half_to` unless given
+    half_dtype: torch.dtype = None  # type: ignore[assignment]  # else `half_to`
     in_forwards: Policy | None = None
     recorded_attention: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:
-        if self.half_type is None:
-            self.half_type = self.half_to
+        if self.half_dtype is None:
+            self.half_dtype = self.half_to
 
-    def in_type(self, half: torch.dtype) -> Policy:
-        """The tables with another half type, and with a cache that no forward opens."""
+    def in_dtype(self, half: torch.dtype) -> Policy:
+        """The tables with another half dtype, and with a cache that no forward opens."""
         if half is self.half_to:
             return self
         return dataclasses.replace(
             self,
             half_to=half,
             float_to=torch.float32,
-            half_type=half,
+            half_dtype=half,
             recorded_attention=None,
             cache=WeightCache(),
         )
@@ -74,7 +74,7 @@ class Policy:
             self,
             half_to=dtype,
             float_to=dtype,
-            gate=None,
+            condition=None,
             functions={},
             in_forwards=None,
             recorded_attention=None,
@@ -85,8 +85,8 @@ class Policy:
 class PolicyContext:
     """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
 
-    `call`: the user's call that has made it, as written.  The block holds inside managed models
-    too, and torch's own autocast is off meanwhile.
+    `call` is the user's call that has made this block, as written.  The block holds inside managed
+    models too, and torch's own autocast is off in it.
     """
 
     __slots__ = ("_call", "_choose", "_state")
@@ -100,16 +100,16 @@ class PolicyContext:
         policy, state = self._choose(), self._state
         off = state.instead_of_torch() if state.casts_here() else ()
         try:
-            state.enter(policy, USER, self, off)
+            state.enter_block(policy, USER, self, off)
         except BaseException:
-            state.leave(self)
+            state.exit_block(self)
             raise
 
     def __exit__(self, *exception: object) -> None:
         try:
-            self._state.leave(self)
+            self._state.exit_block(self)
         except BaseException:  # Ctrl-C: nothing else ends the block
-            self._state.leave(self)
+            self._state.exit_block(self)
             raise
 
     def __call__(self, function: Called) -> Called:

@@ -1,8 +1,8 @@
 """The rules: the dtype that each chooses for a call, and how values are cast.
 
-Never cast: float64, complex, integer and bool tensors, tensors on devices the policy
-does not cover.  Lists, tuples and namedtuples are cast inside; the caller's containers
-are left as they are.
+Never cast: float64, complex, integer and bool tensors, and tensors on devices that the policy
+does not cover.  Tensors in lists, tuples and namedtuples are cast, in new containers: those of
+the caller are unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class _NoHalfKernel(Exception):
-    """An argument is compressed sparse on the CPU, where its kernels take no half: FP32 instead."""
+    """An argument is compressed sparse on the CPU, whose kernels for it take FP32 alone."""
 
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
@@ -65,7 +65,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
-    """Requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
+    """The result requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():
@@ -104,7 +104,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
-    """Whether these are the weights of an RNN as cuDNN wants them, and become half."""
+    """Whether these are the weights of an RNN in one block, as cuDNN wants, to be cast to half."""
     return (
         to is not torch.float32
         and not is_dynamo_compiling()
@@ -129,7 +129,7 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
 
 
 def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and type of device.  Handlers do not see this look: it is not the user's."""
+    """A tensor's dtype and type of device.  Handlers do not see it asked: it is no user's call."""
     if type(value) not in TENSORS and wants_to_see(value):
         with unhandled():
             return value.dtype, value.device.type
@@ -137,29 +137,29 @@ def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
 
 
 def castable(value: Tensor, policy: Policy) -> bool:
-    """Whether the rules may touch this tensor at all."""
+    """Whether rules may cast this tensor at all."""
     dtype, device = kind_of(value)
     return dtype in CASTABLE and policy.casts_on(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
-    """A tensor's dtype.  Handlers do not see this look."""
+    """A tensor's dtype.  Handlers do not see this call."""
     return kind_of(value)[0]
 
 
 def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """The widest castable dtype, FP32 for two different half types; None: nothing is castable."""
+    """The widest castable dtype, FP32 for two different half dtypes; None: nothing is castable."""
     return _common(args, kwargs, policy)[0]
 
 
 def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """As `widest`, and None where all have one dtype: nothing is to be cast."""
+    """As `widest`; None where all tensors have one dtype: there is nothing to cast."""
     dtype, are_mixed = _common(args, kwargs, policy)
     return dtype if are_mixed else None
 
 
 def _common(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.dtype | None, bool]:
-    """The widest castable dtype, and whether there are several."""
+    """The widest castable dtype, and whether there are several castable dtypes."""
     first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
         dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
@@ -175,7 +175,7 @@ def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 
 
 def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of `torch._VF.einsum(equation, operands)`: what the sums and products inside are cast to."""
+    """For `torch._VF.einsum(equation, operands)`, by the sums and products in it."""
     equation = args[0] if args else kwargs["equation"]
     choose = _chooser_of.__wrapped__ if is_dynamo_compiling() else _chooser_of
     return choose(equation)(args, kwargs, policy)
@@ -195,7 +195,7 @@ def _chooser_of(equation: str) -> Choose:
 
 
 def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of `matrix_power(A, n)`: 0 and 1 multiply nothing, an inverse has no kernel for half."""
+    """For `matrix_power(A, n)`: 0 and 1 multiply nothing, an inverse has no kernel for half."""
     n = args[1] if len(args) > 1 else kwargs.get("n", 1)
     return None if n in (0, 1) else policy.half_to if n > 1 else torch.float32
 
@@ -205,7 +205,7 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """FP32 if a tensor is on the CPU; else the widest dtype, as PROMOTE."""
+    """FP32 if any tensor is on the CPU; else the widest dtype, as PROMOTE."""
     for value in tensors_in((*args, *kwargs.values())):
         if kind_of(value)[1] == "cpu":
             return torch.float32
@@ -213,7 +213,7 @@ def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | No
 
 
 def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of `torch.embedding` and `torch.embedding_bag`, by the fifth argument or the sixth."""
+    """For `torch.embedding` and `torch.embedding_bag`: `sparse` is the fifth argument or sixth."""
     is_sparse = kwargs.get("sparse") or any(arg is True for arg in args[4:6])
     return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
 
@@ -232,7 +232,7 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of norms over a batch; half statistics must stay, since the call writes into them."""
+    """For norms over a batch.  Half statistics stay half, since the call writes into them."""
     weight = args[1:2] or (kwargs.get("weight"),)
     mean = args[3:4] or (kwargs.get("running_mean"),)
     if not _has_half(weight, {}, policy) or _has_half(mean, {}, policy):
@@ -241,13 +241,13 @@ def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> t
 
 
 _FEW = 16  # addends that half adds up with the error of a few roundings
-_COUNTED = 65_504  # elements of a window, which float16 kernels count
+_MOST_IN_WINDOW = 65_504  # elements, which kernels count in float16
 
 
 def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """Of pooling: where an element is in many windows, whose gradients are added up in half.
+    """For pooling: FP32 where an element is in many windows, which add to its gradient in half.
 
-    A number instead of a tuple counts for as many dimensions as it may stand for.
+    A number instead of a tuple is the size in each of the dimensions.
     """
     value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
@@ -261,7 +261,7 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
     else:
         strides = _of_rank(stride, rank) if stride else window
         counts = [-(-width // max(step, 1)) for width, step in zip(window, strides)]
-        counts += [_FEW + 1] if math.prod(window) > _COUNTED else []
+        counts += [_FEW + 1] if math.prod(window) > _MOST_IN_WINDOW else []
     return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
 
 
@@ -276,7 +276,7 @@ def first(args: tuple, kwargs: dict) -> Any:
 
 
 def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """FP32 even under `precision("half")`, for what has no kernel for half."""
+    """FP32 even under `precision("half")`, for functions without a kernel for half."""
     return torch.float32
 
 
@@ -299,19 +299,19 @@ def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
 
 
 def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """As `choose`, except under policies by which this function of torch follows something else.
+    """As `choose`, except under policies that override the rule of this function of torch.
 
-    With it comes what says whether a policy is one of these.
+    Returns the rule, and a predicate: whether a policy is such a policy.
     """
 
-    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    def choose_overridden(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         return policy.functions.get(function, choose)(args, kwargs, policy)
 
-    return chosen, lambda policy: function in policy.functions
+    return choose_overridden, lambda policy: function in policy.functions
 
 
 def banned(message: str) -> Choose:
-    """As FLOAT, for calls with half arguments: these are refused with `message`, or warned of."""
+    """As FLOAT, for calls with half arguments: they raise `message`, or `message` is logged."""
     warned: list[str] = []
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -330,7 +330,7 @@ def banned(message: str) -> Choose:
 
 
 def refused(message: str) -> Choose:
-    """An in-place function that would have to change a half tensor's dtype."""
+    """For an in-place function, which cannot change the dtype of a half tensor: it raises."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         if _has_half(args[:1], {}, policy):

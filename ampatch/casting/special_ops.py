@@ -1,6 +1,6 @@
-"""Parts of torch that need more than a cast, and so cannot be rows of a table.
+"""Functions of torch that need more than a cast, and so cannot be rows of a table.
 
-Each function here returns `make(original) -> replacement` for one place, or a
+Each function here returns `make(original) -> replacement` for one function of torch, or a
 list of `(where, name, make)` for `install.py` to put in.
 """
 
@@ -41,17 +41,18 @@ OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or 
 
 
 def float_inside(row: Row, name: str, state: CastState) -> Callable:
-    """Makes calls that PyTorch computes wrongly in half, in FP32 inside where the row says so.
+    """What makes the calls of a function that PyTorch computes wrongly in half: in FP32 inside.
 
-    For `uncast` of `wrapper.replacement`.  The result has the dtype that PyTorch gives it; a call
-    that works in place writes it into its first argument.  Instead of a half copy that a model has
-    lent the call takes the FP32 weight.
+    It is `run_in_fp32` of `wrapper.replacement`.  The row says which calls it concerns.  The result
+    has the dtype that PyTorch gives it; a call that works in place writes the result into its first
+    argument.  Where an argument is a half copy in the slot of a weight, the call reads the FP32
+    weight instead.
     """
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
     is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
 
-    def uncast(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run_in_fp32(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
                 if value.dtype in HALF_TYPES:
@@ -70,27 +71,28 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         if wide is None or wide is to:
             return call(*args, **kwargs)
         cast_args, cast_kwargs = cast_call(
-            map(given, args), {key: given(value) for key, value in kwargs.items()}, to, _EVERYWHERE
+            *(map(float_of, args), {name: float_of(arg) for name, arg in kwargs.items()}),
+            *(to, _EVERYWHERE),
         )
-        made = call(*cast_args, **cast_kwargs)
-        return first(args, kwargs).copy_(made) if in_place else cast(made, wide, _EVERYWHERE)
+        result = call(*cast_args, **cast_kwargs)
+        return first(args, kwargs).copy_(result) if in_place else cast(result, wide, _EVERYWHERE)
 
-    def given(value: Any) -> Any:
+    def float_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and here.stack:
             return state.float_of(value) if value.numel() >= MANY else value
         return value
 
-    return uncast
+    return run_in_fp32
 
 
 def _has_half(values: Sequence) -> bool:
-    return any(one.dtype in HALF_TYPES for one in tensors_in(values))
+    return any(tensor.dtype in HALF_TYPES for tensor in tensors_in(values))
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
-    """Whether a graph may be recorded; within a transform a tensor does not know.
+    """Whether autograd may record this call; within a transform tensors do not tell.
 
-    A trace is the same in each mode: `torch.jit.trace` compares one without gradients.
+    A trace casts the same in each grad mode: `torch.jit.trace` checks it under `no_grad`.
     """
     if not torch.is_grad_enabled():
         return not is_dynamo_compiling() and is_tracing()
@@ -101,17 +103,17 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
 
 
 def float_by_itself(
-    name: str, choose: Choose, uncast: Callable | None
+    name: str, choose: Choose, run_in_fp32: Callable | None
 ) -> tuple[Choose, Callable | None]:
-    """`choose` and `uncast` of `wrapper.replacement` for a row that casts to FP32.
+    """`choose` and `run_in_fp32` of `wrapper.replacement` for a row that casts to FP32.
 
-    Where an accelerator computes the function in FP32 from a half tensor, no copy is made.
+    Where an accelerator computes the function in FP32 from a half tensor, no FP32 copy is made.
     """
     if name not in _BY_ITSELF:
-        return choose, uncast
-    takes, compute = _BY_ITSELF[name]
+        return choose, run_in_fp32
+    can_compute, compute = _BY_ITSELF[name]
 
-    def is_taken(args: tuple, kwargs: dict, policy: Policy) -> bool:
+    def needs_no_copy(args: tuple, kwargs: dict, policy: Policy) -> bool:
         value = first(args, kwargs)
         return (
             type(value) in TENSORS
@@ -121,18 +123,20 @@ def float_by_itself(
             and value.layout is torch.strided
             and policy.float_to is torch.float32
             and policy.casts_on(value.device.type)
-            and takes(*args, **kwargs)
+            and can_compute(*args, **kwargs)
         )
 
-    def chosen(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-        return None if is_taken(args, kwargs, policy) else choose(args, kwargs, policy)
+    def choose_copy(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        return None if needs_no_copy(args, kwargs, policy) else choose(args, kwargs, policy)
 
-    def made(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        if policy is not None and is_taken(args, kwargs, policy):
+    def run(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        if policy is not None and needs_no_copy(args, kwargs, policy):
             return compute(call, *args, **kwargs)
-        return call(*args, **kwargs) if uncast is None else uncast(policy, call, *args, **kwargs)
+        if run_in_fp32 is None:
+            return call(*args, **kwargs)
+        return run_in_fp32(policy, call, *args, **kwargs)
 
-    return chosen, made
+    return choose_copy, run
 
 
 def _leaves_dtype_open(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
@@ -144,7 +148,7 @@ def _with_dtype(call: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_classes(input: Tensor, target: Any, *others: Any, **named: Any) -> bool:
-    if observers:  # they are to see the call, and the cast
+    if observers:  # observers see the call and its cast
         return False
     if named or len(others) != 4:  # not as F.cross_entropy calls it
         return False
@@ -159,16 +163,16 @@ def _cross_entropy_of_classes(call: Callable, input: Tensor, target: Tensor, *ot
     return torch.ops.aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
-# Not those of which torch takes no half (matrix norms), or computes the gradient in half (cumsum).
+# Left out: what takes no half tensor (matrix norms), or computes its gradient in half (cumsum).
 _BY_DTYPE = ("log_softmax", "softmax", "sum", "vector_norm")
-_BY_ITSELF: dict[str, tuple[Callable[..., bool], Callable]] = {  # who takes a call, and makes it
+_BY_ITSELF: dict[str, tuple[Callable[..., bool], Callable]] = {  # can it compute a call; how
     **dict.fromkeys(_BY_DTYPE, (_leaves_dtype_open, _with_dtype)),
     "cross_entropy_loss": (_has_classes, _cross_entropy_of_classes),
 }
 
 
-def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
-    """Places in torch's modules that ask about dtypes or autocast on their own."""
+def of_modules(state: CastState) -> list[tuple[str, str, Make]]:
+    """Functions of torch's modules that check dtypes or autocast by themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
         (
@@ -185,12 +189,12 @@ def module_parts(state: CastState) -> list[tuple[str, str, Make]]:
 
 
 def embeddings() -> list[tuple[str, str, Make]]:
-    """Forwards that look up in an FP32 weight where a half model has lent that."""
+    """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
     return [(f"torch.nn.{kind.__name__}", "forward", _looking_up) for kind in EMBEDDINGS]
 
 
 def _looking_up(original: Callable) -> Callable:
-    """TorchScript compiles the source of `original`, and looks for its `F` in this module."""
+    """TorchScript compiles the source of `original`, which needs the `F` of this module."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -205,9 +209,10 @@ def _looking_up(original: Callable) -> Callable:
 def _fast_path(original: Callable, state: CastState) -> Callable:
     """Whether attention and encoder layers may take fused kernels in evaluation.
 
-    As under autocast, they may not where calls are cast: a fused kernel is one call, which no row
-    can take apart.  A policy with a gate casts some calls, and only the asking module's frame has
-    the tensors of this one.  Code being compiled has no frames, and may not call the original.
+    As under autocast, they may not where calls are cast: a fused kernel is a single call, and the
+    rows are for the functions in it.  A policy with a condition casts some calls only; the tensors
+    of this call are in the frame of the module that asks.  Compiled code has no frames, and may not
+    call the original.
     """
 
     def get_fastpath_enabled() -> bool:
@@ -216,38 +221,38 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
         policy = state.current()
         if policy is None or not original():
             return original()
-        if policy.gate is None:
+        if policy.condition is None:
             return False
-        asking = sys._getframe(1).f_locals
-        module = asking.get("self")
+        caller = sys._getframe(1).f_locals
+        module = caller.get("self")
         with unseen_where_modes_are(state):
-            given = [value for value in asking.values() if isinstance(value, Tensor)]
+            tensors = [value for value in caller.values() if isinstance(value, Tensor)]
             weights = module.parameters() if isinstance(module, nn.Module) else ()
-            return not policy.gate((*given, *weights), {})
+            return not policy.condition((*tensors, *weights), {})
 
     return get_fastpath_enabled
 
 
 def record_attention(policy: Policy, state: CastState) -> None:
-    """Prepare what a graph of Dynamo's has in the place of attention under this policy."""
+    """Prepare the call that stands for attention in Dynamo's graphs under this policy."""
     policy.recorded_attention = _attention_under(policy, state)
 
 
 def _attention_under(policy: Policy | None, state: CastState) -> Callable:
-    def begin(call: Call) -> None:
-        state.begin(call, None)
+    def enter(call: Call) -> None:
+        state.enter(call, None)
         state.set_policy(call, policy)
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return state.within(begin, F.multi_head_attention_forward, *args, **kwargs)
+        return state.within(enter, F.multi_head_attention_forward, *args, **kwargs)
 
     return opaque_call(attention)
 
 
 def whole_in_graphs(original: Callable, state: CastState) -> Callable:
-    """Attention of `nn.MultiheadAttention`, which Dynamo does not trace but keeps as one call.
+    """Attention of `nn.MultiheadAttention`, which Dynamo does not trace: its graph has the call.
 
-    AOTAutograd runs the call later, outside of the model's forward: it takes its policy along.
+    AOTAutograd runs that call later, outside of the model's forward.  So the call sets its policy.
     """
     without_casts = _attention_under(None, state)
 
@@ -266,7 +271,7 @@ def whole_in_graphs(original: Callable, state: CastState) -> Callable:
 
 
 def _rnn_check(original: Callable, state: CastState) -> Callable:
-    """RNNs refuse an input whose dtype is not the weights'; the cast comes after that check."""
+    """RNNs refuse an input in another dtype than the weights', before it could be cast."""
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.current()
@@ -280,7 +285,7 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
-    """An input to compare to the weights: in their dtype, if the casts will bring it there."""
+    """An input for that check: in the weights' dtype, if `input` and they are to be cast."""
     if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input

@@ -1,7 +1,7 @@
 """How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
-`class_parts` says what has to be replaced in an autograd Function class, so
-that a decorator can put it in for good and `install.py` with undo.
+`methods` says what is replaced in an autograd Function class: by a decorator for good, by
+`install.py` with undo.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def check(function: Any, what: str) -> None:
         )
 
 
-def class_parts(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
-    """`{name: make}` for the attributes of an autograd Function class to replace.
+def methods(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
+    """`{name: make}` for the methods to replace in an autograd Function class.
 
     The casts belong in front of `apply`: autograd then records them, and second derivatives
-    work.  Dynamo ignores a replaced `apply` and goes straight to `forward`, so `forward`
-    casts what has not been cast by then.
+    work.  Dynamo ignores a replaced `apply` and traces `forward`, so `forward` casts as well,
+    what `apply` has not cast.
     """
     return {
         "apply": lambda original: _apply(original, choose, ask),

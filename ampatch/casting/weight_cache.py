@@ -1,11 +1,10 @@
 """Half copies of FP32 weights, fresh for every outermost forward.
 
-A weight that several calls use within a forward is cast once: as the forward begins, if the
-last one has used it (`WeightUseOrder`), else at its use, by itself.  The copies
-belong to that forward and its graph: nothing writes into them again, and none is used by a
-later forward, since a `.data` write (an EMA swap) and fused optimizers change weights without
-raising `_version`.  The calls of a thread hold them (`calls.here`): another thread's forward may
-begin and end at any moment.
+A weight that several calls use within a forward is cast once: as the forward begins, if the last
+forward has used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
+forward and its graph: nothing writes into them, and no later forward uses them, since a `.data`
+write (an EMA swap) and fused optimizers change weights without raising `_version`.  The calls of a
+thread hold the copies (`calls.here`): another thread's forward may begin and end at any moment.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .. import native
 from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording
 from .calls import Call, here
-from .cast_observers import note_copies, observers
+from .cast_observers import observers, report_copies
 from .half_copies import Buckets, are_split, half_copies, may_share_node
 
 Copies = dict[int, tuple[Tensor, int]]
@@ -39,23 +38,23 @@ class CacheInfo:
 
 
 class WeightUseOrder:
-    """The weights that a model's last forward used in `dtype`, in order: its next casts them first.
+    """The weights that a model's last forward used in `dtype`, in order, for its next to cast.
 
-    A weight that has got another dtype or device since is among them: nothing uses its copy.
+    A weight whose dtype or device has changed since is cast too, and its copy is not used.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._model = model
         # Ids of the weights that the last forward used, and those that may share a node.
-        # Exchanged as a whole, since several threads may be in forwards of the model.
+        # Replaced in one assignment: several threads may be in forwards of the model.
         self.latest: tuple[list[int], Buckets] = [], Buckets((), model, model)
         self._ids: set[int] = set()  # of all weights that its forwards have used
         self.wants_own_nodes = False  # one for each weight
         self.has_own_nodes = False  # its last forward made them
 
     def record(self, used: dict[int, Tensor]) -> None:
-        """A forward has ended that used copies of these weights (by id), in this order."""
+        """Record the weights, by id, whose copies a forward has used, in this order."""
         ids = list(used)
         if ids != self.latest[0]:
             weights = filter(may_share_node, used.values())
@@ -63,10 +62,11 @@ class WeightUseOrder:
             self._ids = self._ids.union(ids)
 
     def record_request(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: of some, and not of all that it casts?
+        """Record that gradients of these weights (ids) are asked for.
 
-        Then each has a node of its own from the next forward on.  Returns whether graphs that are
-        there may have nodes in common for them and others.
+        If they are some of the weights that forwards use, and not all, each weight has a node of
+        its own from the next forward on.  Returns whether existing graphs may have a node that such
+        a weight shares with others.
         """
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
@@ -77,11 +77,11 @@ class WeightUseOrder:
 
 
 class ForwardCopies:
-    """The copies of one forward, apart by what a gradient finds.
+    """The half copies of one forward, by their place in the graph.
 
-    Those in `graphed` lead back to their weights.  Those in `frozen` want no gradient, as their
-    weights.  Those in `plain` were made under `no_grad`.  There those of frozen weights require a
-    gradient too: only torch's functions get them, and `F.linear` is faster (see `half_copies`).
+    Copies in `graphed` lead back to their weights.  Copies in `frozen` require no gradient, as
+    their weights.  Copies in `plain` were made under `no_grad`; all of them require a gradient:
+    only torch's functions get them, and `F.linear` is faster (see `half_copies`).
     """
 
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
@@ -92,12 +92,12 @@ class ForwardCopies:
         self.graphed: Copies = {}
         self.frozen: Copies = {}
         self.plain: Copies = {}
-        self.kept: list[object] = []  # weights with copies, held so that an id stays a weight's own
+        self.kept: list[object] = []  # weights with copies: while they live, no other has their id
         self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order
         self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
 
     def copies_for(self, wants_grad: bool) -> Copies:
-        """Where the copies are that serve under the current grad mode."""
+        """The copies for the current grad mode."""
         if not is_grad_enabled():
             return self.plain
         return self.graphed if wants_grad else self.frozen
@@ -107,7 +107,7 @@ class ForwardCopies:
 
 
 class WeightCache:
-    """Casts of leaf weights; copies serve again while a managed model's forward runs."""
+    """Casts leaf weights, each once while a managed model's forward runs."""
 
     _here = here  # for the native part
 
@@ -115,12 +115,12 @@ class WeightCache:
         self.hits = self.misses = 0
 
     def open(self, call: Call, order: WeightUseOrder | None = None) -> None:
-        """Copies serve until `call`, the innermost one, ends.
+        """Keep half copies until the exit of `call`, the innermost one.
 
-        Within another forward of this cache nothing happens: the copies of that one serve.
+        Within another forward of this cache nothing changes: the copies of that forward are used.
         """
-        around = here.copies
-        if around is not None and around.cache is self:
+        outer = here.copies
+        if outer is not None and outer.cache is self:
             return
         if is_recording():
             call.copies = here.copies = None
@@ -141,19 +141,19 @@ class WeightCache:
             forward.kept.append(weights)
             self.misses += len(weights)
             if observers:
-                note_copies(halves)
+                report_copies(halves)
 
-    def open_apart(self, call: Call) -> None:
-        """The code of `call`, the innermost one, has copies of its own, each cast at its use.
+    def open_separate(self, call: Call) -> None:
+        """Give `call`, the innermost one, half copies of its own, each cast at its first use.
 
-        For the function that an activation checkpoint runs twice: both times it makes the same
-        calls, and a weight used twice sums its gradients in the dtype that it has without the
-        checkpoint.
+        For the function that an activation checkpoint runs twice: so it makes the same calls both
+        times, and the gradients of a weight that it uses twice are summed in the same dtype as
+        without the checkpoint.
         """
         call.copies = here.copies = None if is_recording() else ForwardCopies(self)
 
     def _forward_here(self) -> ForwardCopies | None:
-        """The copies of this cache that serve here and now."""
+        """The copies of this cache that this thread uses now."""
         forward = here.copies
         return None if forward is None or forward.cache is not self else forward
 
@@ -163,9 +163,9 @@ class WeightCache:
         return CacheInfo(self.hits, self.misses, 0 if forward is None else len(forward))
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight` in `dtype`: the copy made earlier in this forward, or a new one.
+        """`weight` in `dtype`: the copy that this forward has, or a new one.
 
-        A copy still serves if its weight has the version it was made from.
+        A copy is used again as long as the version of its weight has not changed.
 
         In C++: `cast_weight` of `call.h`.
         """
@@ -187,10 +187,10 @@ class WeightCache:
         return self._make(forward, copies, weight, dtype)
 
     def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """As `cast`, for the weights of an RNN, which share one block of memory: so do the copies.
+        """As `cast`, for the weights of an RNN: they share one block of memory, as do their copies.
 
-        cuDNN wants them so, else it copies them, and warns, at every call.  They are cast at their
-        use, and never as a forward begins.
+        cuDNN requires that; else it copies the weights, and warns, at every call.  They are cast at
+        their use, and never as a forward begins.
         """
         forward, versions = self._forward_here(), list(map(_version_of, weights))
         if forward is None:
@@ -230,10 +230,10 @@ class WeightCache:
 
     @staticmethod
     def _may_keep(forward: ForwardCopies, weight: Tensor) -> bool:
-        """Whether a copy may serve again.
+        """Whether a copy may be used again.
 
-        Not where it would leak out of a trace or a transform, or could not be saved for a backward
-        pass.
+        Not where it would leak out of a trace or a transform, or where autograd could not save it
+        for a backward pass.
 
         In C++: `is_cast_here` of `call.h`.
         """
@@ -246,9 +246,9 @@ class WeightCache:
 
 
 def forget(weight: Tensor) -> None:
-    """Cast the weight at each use, from now to the end of this thread's forwards.
+    """Cast `weight` at each use, from now to the end of this thread's forwards.
 
-    For a weight that may be written into without raising its version.
+    For a weight into which code may write without raising its version.
     """
     forward = here.copies
     while forward is not None:
@@ -268,7 +268,7 @@ def forget_all() -> None:
 
 def _observed(halves: Sequence[Tensor]) -> Any:
     if observers:
-        note_copies(halves)
+        report_copies(halves)
     return halves
 
 
@@ -277,4 +277,4 @@ _wants_grad = operator.attrgetter("requires_grad")
 
 
 if native.part is not None:  # it casts weights at their use, unless there are observers
-    native.part.watch(observers)
+    native.part.set_observers(observers)

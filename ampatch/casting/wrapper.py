@@ -1,9 +1,9 @@
 """HOT PATH: what a patched call does.
 
 `replacement(original, choose, state)` returns a plain function (torch.compile sees
-through plain functions; it silently unwraps wrapt's proxies) that asks for the policy
-in force, casts the arguments to the dtype that the rule chooses, and calls the original.
-The native part casts and calls, for the usual kinds of arguments.
+through plain functions; it silently unwraps wrapt's proxies) that asks for the active
+policy, casts the arguments to the dtype that the rule chooses, and calls the original.
+For the usual kinds of arguments the native part casts and calls.
 
 Calls with `out=` are never cast.
 """
@@ -36,14 +36,14 @@ def replacement(
     original: Callable,
     choose: Choose,
     state: CastState,
-    uncast: Callable | None = None,
+    run_in_fp32: Callable | None = None,
     casts_nothing_inside: Callable[[Policy], bool] | None = None,
 ) -> Callable:
-    """A plain function that stands in for `original` and casts to what `choose` says.
+    """A plain function that replaces `original` and casts to the dtype that `choose` returns.
 
-    `casts_nothing_inside(policy)`, if given, says whether the function runs without casts inside.
-    `uncast(policy, call, *args, **kwargs)`, if given, makes the calls that no rule casts to FP32;
-    `policy` is None where the rule does not count.
+    `casts_nothing_inside(policy)`, if any, says whether the function runs without casts inside.
+    `run_in_fp32(policy, call, *args, **kwargs)`, if any, makes the calls that no rule casts to
+    FP32; its `policy` is None where no policy casts the call.
     """
     as_object = opaque_call(original)
 
@@ -62,18 +62,18 @@ def replacement(
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
-            or (policy.gate is not None and not policy.gate(args, kwargs))
+            or (policy.condition is not None and not policy.condition(args, kwargs))
         ):
             policy = to = None
         elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if is_asked(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
-            if is_dynamo_compiling():  # one object in the graph would run outside of the block
+            if is_dynamo_compiling():  # `as_object` in the graph would run outside of `casts_off`
                 call = original
-            if uncast is not None:
-                call = functools.partial(uncast, None, call)
+            if run_in_fp32 is not None:
+                call = functools.partial(run_in_fp32, None, call)
             to = choose(args, kwargs, policy)
-            # Casts off: else the rows of the functions that it calls would decide.
+            # Without casts inside: else the functions that it calls would follow their own rows.
             return state.casts_off(call_in, to, call, args, kwargs, policy)
         else:
             to = choose(args, kwargs, policy)
@@ -82,11 +82,11 @@ def replacement(
                 kind = type(arg)
                 if not (kind in TENSORS or kind in SCALARS) and is_asked(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-            if uncast is None:
+            if run_in_fp32 is None:
                 return call(*args, **kwargs)
-            return uncast(policy, call, *args, **kwargs)
-        if uncast is not None and to is not torch.float32:
-            call = functools.partial(uncast, None, call)
+            return run_in_fp32(policy, call, *args, **kwargs)
+        if run_in_fp32 is not None and to is not torch.float32:
+            call = functools.partial(run_in_fp32, None, call)
         if _call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
@@ -109,7 +109,7 @@ def call_in(
     kwargs: dict,
     policy: Policy,
 ) -> Any:
-    """`original` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
+    """Call `original` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
     if to is None:
         return original(*args, **kwargs)
     cast_args, cast_kwargs = cast_call(args, kwargs, to, policy)

@@ -1,4 +1,4 @@
-"""The command `ampatch doctor`: versions, devices, and the speed of the half types here.
+"""The command `ampatch doctor`: versions, devices, and the speed of the half dtypes here.
 
 A report about a problem should begin with it.
 """
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             is_base = speed.name == _ORDER[-1]
             said = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
             print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{said}")
-        print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half type'}.")
+        print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half dtype'}.")
     return 0
 
 
@@ -130,7 +130,7 @@ def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def native_part() -> str:
-    """Whether it is in force, and what keeps it from being built."""
+    """Whether it is active, and what keeps it from being built."""
     from ampatch import native
 
     return "; ".join(filter(None, [native.status().reason, native.missing()]))

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casting.patches import Replacement
 from ..errors import AmpatchError
-from ..models.lent_weights import lent_types
+from ..models.half_copy_swaps import half_copy_dtypes
 from ..torch_private.modules import APPLY
 from ..torch_private.tensors import keeps_parameter
 
@@ -61,7 +61,7 @@ def replacements(
         @functools.wraps(original)
         def float(self: nn.Module) -> nn.Module:
             model = model_of(self)
-            half = {} if model is None else lent_types(self)
+            half = {} if model is None else half_copy_dtypes(self)
             for title, tensor in _tensors(self, is_relied_on) if half else ():
                 if id(tensor) in half:
                     _refuse(self, title, half[id(tensor)], torch.float32, model)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..casting.patches import Replacement
 from ..config.opt_levels import HALF_TYPES
-from ..models.lent_weights import parameter_behind
+from ..models.half_copy_swaps import parameter_behind
 
 
 def data(listener: Callable[[Tensor], None]) -> list[Replacement]:

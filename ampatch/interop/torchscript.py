@@ -21,7 +21,7 @@ from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models import own_frame
 from ..models.managed_model import ManagedModel
-from ..models.module_overrides import scripted_parts
+from ..models.module_overrides import scripted_submodules
 
 _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.names}
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
@@ -42,7 +42,7 @@ def warn_of_scripted_submodules(managed: ManagedModel) -> None:
     """Warn of TorchScript submodules of a model at O1: nothing in them is cast."""
     own = type(managed.model).__name__
     if managed.policy is not None:
-        for name, module in scripted_parts(managed.model).items():
+        for name, module in scripted_submodules(managed.model).items():
             _warn(f"{own}.{name}" if name else own, module)
 
 
@@ -69,7 +69,7 @@ def _script(original: Callable, state: CastState) -> Callable:
     def script(
         obj: Any, optimize: None = None, _frames_up: int = 0, *args: Any, **kwargs: Any
     ) -> Any:
-        with own_frame.aside(obj) if isinstance(obj, nn.Module) else nullcontext():
+        with own_frame.removed_frames(obj) if isinstance(obj, nn.Module) else nullcontext():
             compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
         if state.current() is not None and not _is_of_torch(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)

@@ -4,9 +4,9 @@ Where to look first:
 
 * one model: `managed_model`; the `forward` that stands in its modules, and copies, pickles and
   replicas of them: `own_frame`;
-* half copies of FP32 weights during a forward (O2): when they are lent, and what a forward writes
-  into them, `lent_weights`; how they are made, and where they are put, `lent_places`;
-  those of embeddings, made when they are read, `lookups`;
+* half copies of FP32 weights during a forward (O2): when they are swapped in and out,
+  `half_copy_swaps`; how they are made, their slots, and what a forward writes into them,
+  `half_copy_slots`; those of embeddings, made when they are read, `lookups`;
 * weights to half and back (O3): `conversion`;
 * casts of inputs and outputs: `values`, `io_casting`; calls of submodules from outside, and in a
   framework's steps: `submodule_calls`; submodules in another precision: `module_overrides`;

@@ -1,7 +1,7 @@
-"""O3, and O0 of half models: weights and buffers whose dtype is changed, and changed back.
+"""O3, and O0 of half models: the dtype of weights and buffers is changed, and changed back.
 
-The parameters stay the same objects, only their `.data` changes, because optimizers, schedulers
-and scripts hold references to them.
+The parameters stay the same objects, since optimizers, schedulers and scripts hold them: only their
+`.data` changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
 from ..torch_private.dtensors import exchange_data
-from .lent_places import StaysFloat
+from .half_copy_slots import StaysFloat
 from .module_overrides import has_statistics
 
 _data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
@@ -41,15 +41,15 @@ class ConvertedWeights:
         model: nn.Module,
         dtype: torch.dtype,
         stays_float: StaysFloat,
-        leave: Collection[int] = (),
+        excluded: Collection[int] = (),
     ) -> None:
         """Convert a model's FP32 and half parameters in place, to FP32 where `stays_float`.
 
         FP32 buffers stay as they are, but for the statistics of a norm, whose kernels want them in
         the dtype of its weights.  Tensors shared between modules are converted once, and parameters
-        that share their memory go on sharing it.  Those in `leave` (ids) stay as they are.
+        that share their memory go on sharing it.  Those in `excluded` (ids) stay as they are.
         """
-        in_place: dict[tuple, Tensor] = {}
+        by_memory: dict[tuple, Tensor] = {}  # converted data
         for module in model.modules():
             target = torch.float32 if stays_float(module) else dtype
             tensors: list[Tensor] = list(module.parameters(recurse=False))
@@ -59,18 +59,18 @@ class ConvertedWeights:
                 if buffer.dtype is not torch.float32 or has_statistics(module)
             ]
             for tensor in tensors:
-                found, key = tensor.dtype, id(tensor)
-                if found not in CASTABLE or found is target or key in leave or key in self.entries:
+                own, key = tensor.dtype, id(tensor)
+                if own not in CASTABLE or own is target or key in excluded or key in self.entries:
                     continue
                 data = _data.__get__(tensor)
-                self.entries[key] = Converted(tensor, found, data, tensor.grad)
-                place = (*_place(data), target)
-                set_data(tensor, in_place.setdefault(place, data.to(target)))
+                self.entries[key] = Converted(tensor, own, data, tensor.grad)
+                memory = (*_memory(data), target)
+                set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:
             _flatten_rnns(model)
 
     def forget(self, ids: Collection[int]) -> dict[int, Converted]:
-        """Take these out: nothing changes them back.  Returns them by their ids."""
+        """Remove these entries: nothing changes the tensors back.  Returns the entries by id."""
         return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
 
     def forget_originals(self) -> None:
@@ -79,12 +79,12 @@ class ConvertedWeights:
             self.entries[key] = entry._replace(original=entry.tensor, grad=None)
 
     def restore(self, ids: Collection[int]) -> None:
-        """Change these back."""
+        """Change the tensors with these ids back."""
         for entry in self.forget(ids).values():
             _restore(entry)
 
     def restore_all(self, model: nn.Module, undo: UndoAll) -> None:
-        """Change all back."""
+        """Change all tensors back."""
         for entry in self.entries.values():
             undo.do(_restore, entry)
         if self.entries:
@@ -94,9 +94,9 @@ class ConvertedWeights:
 
 def _restore(entry: Converted) -> None:
     tensor, dtype, original, grad = entry
-    if tensor.dtype is dtype:  # it is done
+    if tensor.dtype is dtype:  # changed back already
         return
-    if original.dtype is dtype:  # not yet forgotten, and exact: `open` failed half-way
+    if original.dtype is dtype:  # the exact values are still there: `initialize` has failed
         tensor.grad = None
         exchange_data(tensor, original)
         tensor.grad = grad
@@ -104,7 +104,7 @@ def _restore(entry: Converted) -> None:
         set_data(tensor, tensor.detach().to(dtype))
 
 
-def _place(data: Tensor) -> tuple:
+def _memory(data: Tensor) -> tuple:
     """Equal for tensors that are the same numbers in the same memory."""
     if type(data) is not Tensor or data.layout is not torch.strided or not data.data_ptr():
         return (id(data),)
@@ -112,7 +112,7 @@ def _place(data: Tensor) -> tuple:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor other data of perhaps another dtype; its gradient goes along."""
+    """Give a tensor other data, perhaps of another dtype, to which its gradient is cast."""
     grad, tensor.grad = tensor.grad, None
     exchange_data(tensor, data)
     if grad is not None:
@@ -120,7 +120,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _flatten_rnns(model: nn.Module) -> None:
-    """cuDNN wants the weights of an RNN in one piece; new data is not."""
+    """Put the weights of RNNs in one block of memory again, as cuDNN wants them."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

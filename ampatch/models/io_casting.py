@@ -1,9 +1,9 @@
 """The inputs of a half model: cast, except for values that half would lose.
 
-A forward may write into what it was given.  A container in which nothing is cast is passed on as
-it is; a container with a cast tensor is copied.  What the forward writes into a copy, or in place
-into a cast input, is written back into the caller's object when the forward ends, in the graph
-where there is one.  A tensor that is given twice is cast once.
+A forward may write into its inputs.  A container without cast tensors is passed on as it is; a
+container with a cast tensor is copied.  What the forward writes into a copy, or in place into a
+cast input, is written back into the caller's object when the forward ends, in the graph where there
+is one.  A tensor that is passed twice is cast once.
 """
 
 from __future__ import annotations
@@ -21,41 +21,40 @@ from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
 from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, numbers_of
 
-WHOLE = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _fitting_copy = getattr(native.part, "fitting_copy", None)
 """`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
 
 
-class Given:
-    """What one forward was given: the caller's own, and what the forward got instead."""
+class InputCasts:
+    """The caller's inputs of one forward, and the casts and copies that the forward got instead."""
 
-    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: own, cast, the node of the cast
-    containers: list[tuple[Any, Any, Any]]  # own, copy, the items that the copy began with
+    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: input, cast, the node of the cast
+    containers: list[tuple[Any, Any, Any]]  # input, copy, the items that the copy had at first
 
     def write_back(self) -> None:
-        """The forward has ended: write what it wrote into its inputs into the caller's own."""
-        for own, cast, node in self.tensors.values():
+        """The forward has ended: write into the caller's inputs what it wrote into their casts."""
+        for tensor, cast, node in self.tensors.values():
             # An inference tensor cannot be written outside of that mode, and its cast begins with
             # a version of 1.  In that mode casts have no version.
-            if not (own.is_inference() or cast.is_inference()) and cast._version:
-                _write_into(own, cast, in_graph=cast.grad_fn is not node)
+            if not (tensor.is_inference() or cast.is_inference()) and cast._version:
+                _write_into(tensor, cast, in_graph=cast.grad_fn is not node)
         if self.containers:
-            owns = {id(cast): own for own, cast, _ in self.tensors.values()}
-            owns |= {id(copy): own for own, copy, _ in self.containers}
-            for own, copy, put in self.containers:
-                _write_back(own, copy, put, owns)
+            input_of = {id(cast): tensor for tensor, cast, _ in self.tensors.values()}
+            input_of |= {id(copy): container for container, copy, _ in self.containers}
+            for container, copy, items in self.containers:
+                _write_back(container, copy, items, input_of)
 
 
 class ModelInputs:
     """Casts the inputs of one model to `dtype`; `name` is for the log.
 
-    An FP32 input that half cannot hold (finite values that overflow, whole numbers that it
-    cannot count) stays FP32, at that position from then on, after `keeps_float()` has been
-    called.  Inputs in host memory are looked at each time; on an accelerator, where a look
-    waits for the device, at a position's first input only: later ones are clamped to the
-    range of float16.
+    An FP32 input that half cannot hold (finite values that overflow, integers that it cannot
+    count) stays FP32, and so do later inputs at its position; `keeps_float()` is called.  Inputs in
+    host memory are checked each time.  On an accelerator a check waits for the device: the first
+    input at a position is checked, later ones are clamped to the range of float16.
 
-    Annotations stay FP32 too: a list of dicts with whole numbers, as detectors of torchvision and
+    Annotations stay FP32 too: a list of dicts with integers, as detectors of torchvision and
     transformers take them.  bfloat16 moves a box at 1,000 pixels by up to 4.
     """
 
@@ -69,53 +68,53 @@ class ModelInputs:
         self._float_positions: set[int] = set()
         self._seen_positions: set[int] = set()
 
-    def take(self, args: tuple, kwargs: dict, given: Given | None) -> tuple[tuple, dict]:
-        """The arguments for the forward; `given` notes what to write back after it."""
-        if given is not None:
-            given.tensors, given.containers = {}, []
-        if given is None or is_recording():  # traced by Dynamo, or by another recorder
+    def cast(self, args: tuple, kwargs: dict, casts: InputCasts | None) -> tuple[tuple, dict]:
+        """The arguments for the forward; `casts` records what to write back after it."""
+        if casts is not None:
+            casts.tensors, casts.containers = {}, []
+        if casts is None or is_recording():  # traced by Dynamo, or by another recorder
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
-            return (self._cast(args[0], 0, given),), kwargs
+            return (self._cast_tensor(args[0], 0, casts),), kwargs
         position = -1
 
         def convert_next(tensor: Any) -> Any:
             nonlocal position
             position += 1
-            return self._cast(tensor, position, given)
+            return self._cast_tensor(tensor, position, casts)
 
         def converted(value: Any) -> Any:
             if type(value) in (list, tuple) and _are_annotations(value):
                 self._keeps_float()
                 return value
-            return map_tensors(value, convert_next, given.containers)
+            return map_tensors(value, convert_next, casts.containers)
 
         args = tuple(map(converted, args))
         if kwargs:
             kwargs = {name: converted(value) for name, value in kwargs.items()}
         return args, kwargs
 
-    def _cast(self, tensor: Tensor, position: int, given: Given) -> Tensor:
+    def _cast_tensor(self, tensor: Tensor, position: int, casts: InputCasts) -> Tensor:
         """In C++: `fitting_copy` of `copies.h`."""
-        found = tensor.dtype
-        if found is self._dtype or found not in CASTABLE:
+        dtype = tensor.dtype
+        if dtype is self._dtype or dtype not in CASTABLE:
             return tensor
-        if id(tensor) in given.tensors:
-            return given.tensors[id(tensor)][1]
+        if id(tensor) in casts.tensors:
+            return casts.tensors[id(tensor)][1]
         cast = None
-        if found is torch.float32 and self._is_half:
+        if dtype is torch.float32 and self._is_half:
             if position in self._float_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
             if cast is None and self._stays_float(tensor, position):
                 return tensor
-        if cast is None:  # the first one, too, is clamped: its recompute is a later one
+        if cast is None:  # the first input is clamped too, as its recompute will be
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
-        given.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
+        casts.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
     def _stays_float(self, tensor: Tensor, position: int) -> bool:
@@ -129,7 +128,7 @@ class ModelInputs:
         if numbers is None or not numbers.numel():
             return False
         smallest, largest = torch.aminmax(numbers)
-        if type(smallest) is not Tensor:  # some mode of the caller's computes without values
+        if type(smallest) is not Tensor:  # a mode of the caller's computes without values
             return False
         low: Any = smallest.tolist()
         high: Any = largest.tolist()
@@ -160,35 +159,35 @@ class ModelInputs:
 
 
 def _are_annotations(values: Sequence) -> bool:
-    """Whether these are dicts with whole numbers: the labels of an image's boxes and masks."""
+    """Whether these are dicts with integers: the labels of an image's boxes and masks."""
     return bool(values) and all(
         isinstance(value, Mapping)
-        and any(isinstance(one, Tensor) and one.dtype in WHOLE for one in value.values())
+        and any(isinstance(item, Tensor) and item.dtype in INTEGERS for item in value.values())
         for value in values
     )
 
 
-def _write_into(own: Tensor, cast: Tensor, in_graph: bool) -> None:
-    """Write into `own` what a forward has written into its cast; the rest keeps its FP32 values.
+def _write_into(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
+    """Write into `tensor` what a forward wrote into its cast; other elements stay as they are.
 
-    `in_graph`, if the write was in the graph, as it would be in FP32: gradients of the written
-    tensor pass through what the forward has done.
+    `in_graph`: the forward wrote in the graph, so this does, as an FP32 forward would: gradients of
+    the written tensor pass through the forward's operations.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and in_graph):
-        new = cast.to(own.dtype)
-        if is_strided(own):
-            stays = (own.detach().to(cast.dtype) == cast) & own.isfinite()
-            new = new + torch.where(stays, own.detach() - new.detach(), 0)
-        own.copy_(new)
+        new = cast.to(tensor.dtype)
+        if is_strided(tensor):
+            stays = (tensor.detach().to(cast.dtype) == cast) & tensor.isfinite()
+            new = new + torch.where(stays, tensor.detach() - new.detach(), 0)
+        tensor.copy_(new)
 
 
-def _write_back(own: Any, copy: Any, put: Any, owns: dict[int, Any]) -> None:
-    """Bring `own` to where the forward has brought its copy; `put` is what the copy began with."""
-    if isinstance(own, MutableMapping):
-        for key in [key for key in put if key not in copy]:
-            own.pop(key, None)
+def _write_back(container: Any, copy: Any, items: Any, input_of: dict[int, Any]) -> None:
+    """Change `container` as the forward has changed its copy, which had `items` at first."""
+    if isinstance(container, MutableMapping):
+        for key in [key for key in items if key not in copy]:
+            container.pop(key, None)
         for key, item in list(copy.items()):
-            if key not in put or item is not put[key]:
-                own[key] = owns.get(id(item), item)
-    elif len(copy) != len(put) or any(a is not b for a, b in zip(copy, put, strict=True)):
-        own[:] = [owns.get(id(item), item) for item in copy]
+            if key not in items or item is not items[key]:
+                container[key] = input_of.get(id(item), item)
+    elif len(copy) != len(items) or any(a is not b for a, b in zip(copy, items, strict=True)):
+        container[:] = [input_of.get(id(item), item) for item in copy]

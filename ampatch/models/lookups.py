@@ -1,9 +1,9 @@
 """O2: the half copy of an embedding's weight is made when something other than the lookup reads it.
 
-A lookup reads some rows; a copy reads and writes all of them, in each forward.  So `nn.Embedding`
-and `nn.EmbeddingBag` look up in their FP32 weight, and give the result in half
-(`casting/special_ops`).  Whatever else reads the weight while the model's forward runs, such as a
-product with it, finds a half copy, as of any other weight that is lent.
+A lookup reads some vectors of the weight; a copy reads and writes all of them, in each forward.  So
+`nn.Embedding` and `nn.EmbeddingBag` look up in their FP32 weight, and give the result in half
+(`casting/special_ops`).  Other code that reads the weight while the model's forward runs, such as a
+product with it, gets a half copy, as of any other weight.
 """
 
 from __future__ import annotations
@@ -24,86 +24,86 @@ _to_float = caster(torch.float32)
 
 
 class Lookup(dict):
-    """In the place of an embedding's table of parameters while its weight is lent.
+    """Stands for `_parameters` of an embedding while the model's forward runs.
 
-    The half copy is made when it is read.  From then on the module has its own table again, with
-    the copy in it.  The object is the same in all forwards, since Dynamo asks which it is.
+    The half copy is made when the weight is read.  From then on the module has its own dict again,
+    with the copy in it.  All forwards use the same `Lookup`, since Dynamo guards on its identity.
     """
 
     dtype: torch.dtype
     grad_mode: bool
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.table: dict[str, Any] = vars(module)[PARAMETERS]
-        super().__init__(self.table)
+        self.own: dict[str, Any] = vars(module)[PARAMETERS]
+        super().__init__(self.own)
         self.module = module
         self.name = name
-        self.parameter: Tensor = self.table[name]
-        self.made: Tensor | None = None
-        self.note: Callable[[Tensor, Tensor], object] | None = None
+        self.parameter: Tensor = self.own[name]
+        self.copy_made: Tensor | None = None
+        self.on_copy: Callable[[Tensor, Tensor], object] | None = None
 
-    def put(
-        self, dtype: torch.dtype, copy: Tensor | None, note: Callable[[Tensor, Tensor], object]
+    def swap_in(
+        self, dtype: torch.dtype, copy: Tensor | None, on_copy: Callable[[Tensor, Tensor], object]
     ) -> None:
-        """Stand in the module; `note(parameter, copy)` is called when the copy is made.
+        """Stand in the module; `on_copy(parameter, copy)` is called when the copy is made.
 
-        A `copy` from an earlier time that the forward's copies were in place is put in the table.
+        `copy`: the one that this forward has made already, for a recompute; it goes into the slot.
         What others have put in the module stays.
         """
-        own = vars(self.module)
-        if own.get(PARAMETERS) is not self.table or self.table.get(self.name) is not self.parameter:
+        attributes, own = vars(self.module), self.own
+        if attributes.get(PARAMETERS) is not own or own.get(self.name) is not self.parameter:
             return
-        self.dtype, self.made, self.note = dtype, copy, note
+        self.dtype, self.copy_made, self.on_copy = dtype, copy, on_copy
         self.grad_mode = torch.is_grad_enabled()
         if copy is None:
-            own[PARAMETERS] = self
+            attributes[PARAMETERS] = self
         else:
-            self.table[self.name] = copy
+            own[self.name] = copy
 
-    def take_back(self, note: Callable[[Tensor, Tensor], object]) -> None:
-        """The module is as `put`, called with this `note`, has found it.  May be called again."""
-        if self.note != note:
+    def swap_out(self, on_copy: Callable[[Tensor, Tensor], object]) -> None:
+        """Undo `swap_in`, if it was called with this `on_copy`.  May be called again."""
+        if self.on_copy != on_copy:
             return
-        if self.made is not None and self.table.get(self.name) is self.made:
-            self.table[self.name] = self.parameter
-        own = vars(self.module)
-        if own.get(PARAMETERS) is self:
-            own[PARAMETERS] = self.table
-        self.made = self.note = None
+        if self.copy_made is not None and self.own.get(self.name) is self.copy_made:
+            self.own[self.name] = self.parameter
+        attributes = vars(self.module)
+        if attributes.get(PARAMETERS) is self:
+            attributes[PARAMETERS] = self.own
+        self.copy_made = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """What the `forward` of the module's class gives with the FP32 weight, in half."""
-        if kwargs or len(args) > 1:  # weights of samples
+        """The half result of `forward`, which is that of the module's class, on the FP32 weight."""
+        if kwargs or len(args) > 1:  # perhaps `per_sample_weights`
             args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
         output = forward(_WithWeight(self.module, self.name, self.parameter), *args, **kwargs)
         return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 
-    def _opened(self) -> dict[str, Any]:
-        """The module's own table, with the copy in it; as it is if this is in no place."""
-        if is_dynamo_compiling() or is_recording():  # what is made now is a part of the graph
-            return {**self.table, self.name: self.parameter.to(self.dtype)}
-        own = vars(self.module)
-        if own.get(PARAMETERS) is self:
-            if self.made is None:
+    def _with_copy(self) -> dict[str, Any]:
+        """The module's own dict, with the copy in it while this object stands in the module."""
+        if is_dynamo_compiling() or is_recording():  # the cast is a node of the recorded graph
+            return {**self.own, self.name: self.parameter.to(self.dtype)}
+        attributes = vars(self.module)
+        if attributes.get(PARAMETERS) is self:
+            if self.copy_made is None:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [made] = half_copies([self.parameter], self.dtype, own_nodes=True)
-                assert self.note is not None
-                self.note(self.parameter, made)  # first: Ctrl-C may strike at any moment
-                self.made = made
-            self.table[self.name] = self.made
-            own[PARAMETERS] = self.table
-        return self.table
+                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=True)
+                assert self.on_copy is not None
+                self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
+                self.copy_made = copy
+            self.own[self.name] = self.copy_made
+            attributes[PARAMETERS] = self.own
+        return self.own
 
-    def __iter__(self) -> Iterator[str]:  # without it `dict(table)` does not ask for values
-        return iter(self._opened())
+    def __iter__(self) -> Iterator[str]:  # without it `dict(lookup)` does not ask for values
+        return iter(self._with_copy())
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return dict, (dict(self._opened()),)
+        return dict, (dict(self._with_copy()),)
 
 
-def _opening(name: str) -> Callable:
+def _delegating(name: str) -> Callable:
     def method(self: Lookup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._opened(), name)(*args, **kwargs)
+        return getattr(self._with_copy(), name)(*args, **kwargs)
 
     return method
 
@@ -112,11 +112,11 @@ for _name in (
     *("__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__"),
     *("clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
 ):
-    setattr(Lookup, _name, _opening(_name))
+    setattr(Lookup, _name, _delegating(_name))
 
 
 class _WithWeight:
-    """A module for the `forward` of its class, except that one parameter is another tensor."""
+    """The `self` of a module's `forward`, with another tensor for one parameter."""
 
     def __init__(self, module: nn.Module, name: str, weight: Tensor) -> None:
         if not is_dynamo_compiling():  # else each attribute is asked for by `__getattr__`

@@ -1,10 +1,9 @@
-"""One model in a session: what is done around its calls, put in and taken out exactly.
+"""One model in a session: what is done around its calls, from `install` to `uninstall`.
 
-`copy.deepcopy`, `pickle`, `torch.save(model)` and sending it to another process
-give plain models: weights as they are (O3: half, else FP32), usable where ampatch is not
-installed.
-`copy.copy` and DataParallel's replicas share weights: they are cast as the model is, for as long
-as the session is open.
+`copy.deepcopy`, `pickle`, `torch.save(model)` and sending the model to another process give plain
+models: weights as they are (O3: half, else FP32), usable where ampatch is not installed.
+`copy.copy` and DataParallel's replicas share weights, and are cast as the model is while the
+session is open.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights
-from .io_casting import Given, ModelInputs
-from .lent_places import StaysFloat
-from .lent_weights import Lending, LentWeights, is_traced_by_fx, lending_around, lent_types
+from .half_copy_slots import StaysFloat
+from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
+from .io_casting import InputCasts, ModelInputs
 from .module_overrides import ModuleOverride, has_float_buffers
 from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
@@ -40,28 +39,27 @@ from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
 
-Places = dict[int, tuple["weakref.ref[nn.Module]", str]]
-"""Where parameters stand, by their ids: in which module, under which name.
+Slots = dict[int, tuple["weakref.ref[nn.Module]", str]]
+"""Modules and names of parameters, by the ids of these.
 
-An id comes again when its parameter is gone.  A reference to the parameter itself would keep
-torch from swapping it.
+An id comes again when its parameter is gone: compare.  A weak reference to the parameter itself
+would keep torch from swapping it.
 """
 
 
 class OwnSession(Protocol):
-    """What a managed model needs of the session that it is in."""
+    """What a managed model needs of its session."""
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """FP32 meets half in the forward: give the model a policy that casts such calls."""
+        """Calls in the forward get FP32 and half arguments: give the model a policy for them."""
 
 
 class ManagedModel:
     """A model under one opt level.
 
-    `policy` is what the model's forward runs under: the session's rules at O1,
-    None (no casting) at O0, and at O2 and O3, where `CastState.in_half_models` stands
-    for None.  `in_dtype` and `out_dtype` are the dtypes that floating inputs and
-    outputs are cast to; None: they are left as they are.
+    Its forward runs under `policy`: the session's rules at O1, None (no casts) at the other levels;
+    at O2 and O3 `CastState.in_half_models`, if set, stands for None.
+    Floating inputs are cast to `in_dtype`, outputs to `out_dtype`; None: they are left as they are.
     It is the `Scope` of the model's frame.
     """
 
@@ -90,15 +88,15 @@ class ManagedModel:
         self._submodules: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
-        self.lent: LentWeights | None = None
+        self.swapper: HalfCopySwapper | None = None
         self._stays_float: StaysFloat = lambda module: False
-        self._mixes = False  # FP32 buffers meet half tensors in its forward
+        self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.places: Places = {}  # parameters whose calls are cast outside forwards
-        self._first: Places = {}  # the parameters and buffers that it came with
+        self.slots: Slots = {}  # parameters whose calls are cast outside forwards
+        self._initial_slots: Slots = {}  # parameters and buffers as the session began
         self.held = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
-        self._was_called = False  # since `look_for_frame`
+        self._was_called = False  # since the last `warn_of_lost_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
         self._use_order: WeightUseOrder | None = None
         if policy is not None:
@@ -107,17 +105,17 @@ class ManagedModel:
     # Put in, take out
 
     def convert(self, stays_float: StaysFloat) -> None:
-        """Lend the weights in the model's dtype, or convert weights and buffers to it."""
+        """Use half copies of weights in forwards, or convert weights and buffers to `in_dtype`."""
         dtype = self.in_dtype
         if dtype is None:
             return
         self._stays_float = stays_float
         if not self.properties.uses_half_copies:
-            leave = sharded_parameters(self.model).union(lent_types(self.model))
-            self.conversions.convert(self.model, dtype, stays_float, leave)
+            excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
+            self.conversions.convert(self.model, dtype, stays_float, excluded)
         if dtype in HALF_TYPES:
-            self.lent = LentWeights(self.model, dtype, stays_float, self._look_at_parts)
-            self.lent.open()
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._update)
+            self.swapper.open()
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
@@ -126,55 +124,56 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _look_at_parts(self) -> None:
-        """New submodules get frames; FP32 buffers with a dimension meet half in the forward."""
-        if self._submodules is not None and self.lent is not None:
-            self._submodules.install(self.lent.ids())
-        mixed, self._mixes = self._mixes, has_float_buffers(self.model, self._stays_float)
-        if self._mixes and not mixed:
+    def _update(self) -> None:
+        """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
+        if self._submodules is not None and self.swapper is not None:
+            self._submodules.install(self.swapper.ids())
+        had_mixed_dtypes = self._has_mixed_dtypes
+        self._has_mixed_dtypes = has_float_buffers(self.model, self._stays_float)
+        if self._has_mixed_dtypes and not had_mixed_dtypes:
             self._session.promote_mixed_dtypes(self)
 
-    def give_back(self, shared: Collection[int]) -> set[int]:
-        """Another model is to lend these weights (ids): they are FP32 again, and lent here too.
+    def restore_shared(self, shared: Collection[int]) -> set[int]:
+        """Another model wants half copies of these weights (ids): they are FP32 again here too.
 
         Returns the ids of those that were converted.
         """
-        mine = set(self.conversions.entries) & set(shared)
-        if mine:
-            self.conversions.restore(mine)
-            if self.lent is not None:
-                self.lent.open()
-        return mine
+        converted = set(self.conversions.entries) & set(shared)
+        if converted:
+            self.conversions.restore(converted)
+            if self.swapper is not None:
+                self.swapper.open()
+        return converted
 
     def warn_of_half_weights(self) -> None:
-        """O1 and O2 train FP32 parameters; those that were given in half are trained in half."""
+        """O1 and O2 train FP32 parameters: warn of those that were half before."""
         patches = self.properties.patch_torch_functions
         if not patches and not self.properties.uses_half_copies:
             return
-        given = [
+        half_names = [
             name
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad and parameter.dtype in HALF_TYPES
         ]
-        if given:
+        if half_names:
             logger.warning(
                 "%s: these trainable weights were given in half and are trained in half, without "
                 "FP32 master weights: %s%s. For master weights call model.float() before "
                 "ampatch.initialize.",
                 type(self.model).__name__,
-                ", ".join(given[:_SHOWN]),
-                f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else "",
+                ", ".join(half_names[:_SHOWN]),
+                f" and {len(half_names) - _SHOWN} more" if len(half_names) > _SHOWN else "",
             )
 
-    def lends(self, parameter: Tensor) -> bool:
-        """Whether the forward computes with half copies of this weight."""
-        return self.lent is not None and id(parameter) in self.lent.ids()
+    def has_half_copy(self, parameter: Tensor) -> bool:
+        """Whether the forward computes with a half copy of this weight."""
+        return self.swapper is not None and id(parameter) in self.swapper.ids()
 
-    def note_request(self, wanted: Collection[int]) -> bool:
+    def record_request(self, wanted: Collection[int]) -> bool:
         """Gradients of these weights (ids) are asked for: see `WeightUseOrder.record_request`."""
-        order, lent = self._use_order, self.lent
+        order, swapper = self._use_order, self.swapper
         may_share = order is not None and order.record_request(wanted)
-        return (lent is not None and lent.note_request(wanted)) or may_share
+        return (swapper is not None and swapper.record_request(wanted)) or may_share
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
@@ -193,33 +192,33 @@ class ManagedModel:
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
-        self._note_places()
+        self._record_slots()
         if self.in_dtype is not None:
             self._inputs = self.inputs_of()
         for override in self._overrides:
             override.install()
-        if self.lent is not None:
+        if self.swapper is not None:
             self._submodules = SubmoduleCalls(self, self._stays_float)
-            self._submodules.install(self.lent.ids())
+            self._submodules.install(self.swapper.ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
-    def came_with(self, tensor: Tensor) -> bool:
+    def had_at_start(self, tensor: Tensor) -> bool:
         """Whether the model had this parameter or buffer when the session began, and still has."""
-        place = self._first.get(id(tensor))
-        return place is not None and getattr(place[0](), place[1], None) is tensor
+        slot = self._initial_slots.get(id(tensor))
+        return slot is not None and getattr(slot[0](), slot[1], None) is tensor
 
-    def _note_places(self) -> None:
+    def _record_slots(self) -> None:
         for module in self.model.modules():
             own = dict(module.named_parameters(recurse=False))
-            places = {id(param): (weakref.ref(module), name) for name, param in own.items()}
-            self._first.update(places)
+            slots = {id(param): (weakref.ref(module), name) for name, param in own.items()}
+            self._initial_slots.update(slots)
             if self.policy is not None:
-                self.places.update(places)
+                self.slots.update(slots)
             for name, buffer in module.named_buffers(recurse=False):
-                self._first[id(buffer)] = weakref.ref(module), name
+                self._initial_slots[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
         """Take frames and conversions out.  No reference to the model stays in a cycle.
@@ -228,20 +227,20 @@ class ManagedModel:
         """
         for call in list(here.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
-                self._state.end(call)
+                self._state.exit(call)
         self.held.take_out()
         if self.frame is not None:
             self.frame.take_out()
             self.frame = None
         if self._submodules is not None:
-            self._submodules.frames.put((), self._submodules)
+            self._submodules.frames.install((), self._submodules)
             self._submodules = None
         for override in self._overrides:
             override.uninstall()
         self.statistics = None
-        if self.lent is not None:
-            self.lent.close()
-            self.lent = None
+        if self.swapper is not None:
+            self.swapper.close()
+            self.swapper = None
         undo = UndoAll("ampatch: a model's weights get their dtypes back")
         self.conversions.restore_all(self.model, undo)
         undo.end()
@@ -249,18 +248,18 @@ class ManagedModel:
     # What submodules ask
 
     def inputs_of(self, submodule: str = "") -> ModelInputs:
-        """What casts the inputs of the model, or of a submodule."""
+        """The `ModelInputs` that cast the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
         session, me = self._session, weakref.ref(self)
 
-        def mix() -> None:
+        def promote() -> None:
             if (managed := me()) is not None:
                 session.promote_mixed_dtypes(managed)
 
-        return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, mix)
+        return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
-    def results_in_step(self) -> torch.dtype | None:
+    def step_output_dtype(self) -> torch.dtype | None:
         """What submodules return in a framework's step; None: any dtype, or there is no step."""
         for call in reversed(here.stack):
             if call.owner is self and call.results_in is not KEEP:
@@ -269,54 +268,54 @@ class ManagedModel:
 
     # Around a call
 
-    def begin(
+    def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """The model is called.  None: it is a submodule of a model whose forward runs."""
-        around, self._was_called = None, True
+        enclosing, self._was_called = None, True
         if self._state.modes and is_mode_on():
             with unseen():
-                return self.begin(call, module, args, kwargs)
-        if here.stack and self.lent is not None:
-            around = lending_around(module)
-            if around is not None and around.lender is not self.lent:
+                return self.enter(call, module, args, kwargs)
+        if here.stack and self.swapper is not None:
+            enclosing = enclosing_swap(module)
+            if enclosing is not None and enclosing.swapper is not self.swapper:
                 return None
-        return self.begin_with(self._inputs, call, module, args, kwargs, around)
+        return self.enter_with(self._inputs, call, module, args, kwargs, enclosing)
 
-    def begin_with(
+    def enter_with(
         self,
         inputs: ModelInputs | None,
         call: Call,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
-        around: Lending | None = None,
+        enclosing: Swap | None = None,
     ) -> tuple[tuple, dict]:
         """A call of the model or of a submodule begins.  Returns its arguments, cast.
 
-        `around`: what is lent to the forward in which the model calls itself.
+        `enclosing`: the swap of the forward in which the model calls itself.
         """
-        state, lent, given = self._state, self.lent, None
+        state, swapper, casts = self._state, self.swapper, None
         if inputs is not None:
-            given = Given()
-            args, kwargs = inputs.take(args, kwargs, given)
-        policy = self.policy  # read after `take`: inputs that stay FP32 change it, as may lending
-        is_given = given is not None and (given.tensors or given.containers)
-        if not (is_given or lent or policy or state.process or here.stack):
+            casts = InputCasts()
+            args, kwargs = inputs.cast(args, kwargs, casts)
+        policy = self.policy  # read now: inputs that stay FP32 change it, and so may `swap_in`
+        has_casts = casts is not None and (casts.tensors or casts.containers)
+        if not (has_casts or swapper or policy or state.process or here.stack):
             return args, kwargs
-        state.begin(call, self)
-        call.input_casts = given
+        state.enter(call, self)
+        call.input_casts = casts
         call.computes_in = None if self._submodules is None else self.in_dtype
-        if lent is not None and around is None and not is_traced_by_fx(args, kwargs):
-            lent.lend(call, module)
+        if swapper is not None and enclosing is None and not is_fx_traced(args, kwargs):
+            swapper.swap_in(call, module)
             policy = self.policy
-            if inputs is self._inputs and call.lending is not None and self._submodules is not None:
-                call.removed_frames = self._submodules.frames  # the whole model is called
-                call.removed_frames.step_aside()
-        if policy is None and lent is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(lent.dtype)
+            if inputs is self._inputs and call.swap is not None and self._submodules is not None:
+                call.removed_frames = self._submodules.frames  # the call is of the whole model
+                call.removed_frames.remove()
+        if policy is None and swapper is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_dtype(swapper.dtype)
         if len(here.stack) > 1:
-            if lent is not None and not self._has_warned_of_block:
+            if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
             state.set_policy(call, *state.setting_of_forward(policy))
         elif policy is not state.process:
@@ -324,16 +323,16 @@ class ManagedModel:
         if policy is not None:
             policy.cache.open(call, self._use_order)
             if policy.devices is not None:
-                self._note_device(policy.devices)
+                self._record_device(policy.devices)
         return args, kwargs
 
-    def end(self, call: Call) -> None:
-        """A call has ended.  What it wrote into its inputs is written into the caller's own."""
+    def exit(self, call: Call) -> None:
+        """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
         if self._state.modes and is_mode_on():
             with unseen():
-                return self.end(call)
+                return self.exit(call)
         if call.owner is not None:  # else it has not begun
-            self._state.end(call)
+            self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
             copies.order.record(copies.used)
@@ -341,29 +340,29 @@ class ManagedModel:
             call.input_casts = None
             casts.write_back()
 
-    def results(self, output: Any) -> Any:
+    def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
         if self._state.modes and is_mode_on():
             with unseen():
-                return self.results(output)
-        to = self.out_dtype
+                return self.convert_output(output)
+        dtype = self.out_dtype
         if here.stack and self.properties.cast_model_outputs is None:
-            to = computes_in() or to
-        return output if to is None else cast_tensors(output, to)
+            dtype = computes_in() or dtype
+        return output if dtype is None else cast_tensors(output, dtype)
 
-    def failed(self, error: BaseException) -> None:
+    def on_error(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.note(error, self._why_half(), self._remedy(), self.held.name_of)
+        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held.name_of)
 
-    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
-        around = lending_around(module) if here.stack and self.lent is not None else None
-        if around is not None and around.lender is not self.lent:
+        enclosing = enclosing_swap(module) if here.stack and self.swapper is not None else None
+        if enclosing is not None and enclosing.swapper is not self.swapper:
             return forward(module, *args, **kwargs)
-        output = self.traced_with(self._inputs, forward, module, args, kwargs)
+        output = self.run_traced_with(self._inputs, forward, module, args, kwargs)
         return output if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
-    def traced_with(
+    def run_traced_with(
         self,
         inputs: ModelInputs | None,
         forward: Callable,
@@ -371,34 +370,34 @@ class ManagedModel:
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """As `begin_with`, and the forward: strict export warns of each write, so of few."""
-        state, policy, is_setting, places = self._state, self.policy, True, None
+        """As `enter_with`, and the forward.  Sets few attributes: strict export warns of each."""
+        state, policy, is_setting, slots = self._state, self.policy, True, None
         if inputs is not None:
-            args, kwargs = inputs.take(args, kwargs, None)
-        if self.lent is not None and not is_traced_by_fx(args, kwargs):
-            places = self.lent.lend_traced(module)
-        if policy is None and self.lent is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_type(self.lent.dtype)
+            args, kwargs = inputs.cast(args, kwargs, None)
+        if self.swapper is not None and not is_fx_traced(args, kwargs):
+            slots = self.swapper.swap_in_traced(module)
+        if policy is None and self.swapper is not None and state.in_half_models is not None:
+            policy = state.in_half_models.in_dtype(self.swapper.dtype)
         if here.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
-        if places is None and (policy is KEEP or policy is state.current()):
+        if slots is None and (policy is KEEP or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
         call.is_traced = True
         try:
-            state.begin(call, self)
-            call.traced_places = places
+            state.enter(call, self)
+            call.traced_swap = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), is_setting)
             return forward(module, *args, **kwargs)
         finally:
-            state.end(call)
+            state.exit(call)
 
-    def look_for_frame(self, trained: Iterable[Tensor]) -> None:
-        """A block of `scale_loss` begins for these parameters; the script has replaced `forward`.
+    def warn_of_lost_frame(self, trained: Iterable[Tensor]) -> None:
+        """The script has replaced `forward`, and a block of `scale_loss` begins for `trained`.
 
-        Say once that the casts are gone if what it has put there does not call the model's frame:
-        that was not called since the last block which trains the model.
+        Warn once that the casts are gone if the new `forward` does not call the model's frame: if
+        the frame was not called since the last block that trains the model.
         """
         if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
             return
@@ -420,7 +419,7 @@ class ManagedModel:
         logger.warning(
             "%s is called in a block of ampatch.disable_casts() or ampatch.precision(), which is "
             "about casts of calls: at %s weights and inputs are half, and nothing changes. For a "
-            "forward in FP32: ampatch.unwrap(model)(...). For parts that stay FP32: "
+            "forward in FP32: ampatch.unwrap(model)(...). For submodules in FP32: "
             'overrides={"name.of.the.module": "float"}.',
             *(type(self.model).__name__, self.properties.opt_level),
         )
@@ -436,7 +435,7 @@ class ManagedModel:
             return
         call = Call()
         try:
-            self._state.begin(call, self)
+            self._state.enter(call, self)
             call.results_in = self.out_dtype
             yield
         finally:
@@ -459,7 +458,7 @@ class ManagedModel:
             "ampatch.initialize; or take O1, which computes what has no kernel for half in FP32."
         )
 
-    def _note_device(self, devices: set[str]) -> None:
+    def _record_device(self, devices: set[str]) -> None:
         """The model may have moved since: cast where it lives now."""
         parameter = next(self.model.parameters(), None)
         if parameter is not None:

@@ -29,7 +29,7 @@ from ..torch_private.modules import (
 )
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .lent_places import StaysFloat
+from .half_copy_slots import StaysFloat
 from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
 
@@ -57,7 +57,7 @@ class ModuleOverride:
         self.dtype = dtype
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
-        self._last_wanted = out_dtype
+        self._last_dtype = out_dtype  # that of the last forward's results
         self._frame: OwnFrame | None = None
 
     def install(self) -> None:
@@ -66,134 +66,134 @@ class ModuleOverride:
         self._frame.put()
 
     def uninstall(self) -> None:
-        """Take it out."""
+        """Take the frame out."""
         if self._frame is not None:
             self._frame.take_out()
             self._frame = None
 
-    def begin(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The submodule is called."""
         state = self._state
         if state.modes and is_mode_on():
             with unseen():
-                return self.begin(call, module, args, kwargs)
-        state.begin(call, self)
+                return self.enter(call, module, args, kwargs)
+        state.enter(call, self)
         call.computes_in = self.dtype
         if self._policy is not None:
             state.set_policy(call, self._policy, state.instead_of_torch())
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
-    def end(self, call: Call) -> None:
+    def exit(self, call: Call) -> None:
         """The call has ended."""
-        self._state.end(call)
+        self._state.exit(call)
 
-    def results(self, output: Any) -> Any:
+    def convert_output(self, output: Any) -> Any:
         """In the dtype that the code around the call wants."""
         if self._state.modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
-                return self.results(output)
-        to = self._wanted()
-        return output if to is None else cast_tensors(output, to)
+                return self.convert_output(output)
+        dtype = self._result_dtype()
+        return output if dtype is None else cast_tensors(output, dtype)
 
-    def failed(self, error: BaseException) -> None:
-        """The model says what there is to say."""
+    def on_error(self, error: BaseException) -> None:
+        """Nothing: the model around the submodule explains the error."""
 
-    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
         call = Call()
         call.is_traced = True
         try:
-            self._state.begin(call, self)
+            self._state.enter(call, self)
             call.computes_in = self.dtype
             if self._policy is not None:
                 self._state.set_policy(call, self._policy)
             args, kwargs = map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
             output = forward(module, *args, **kwargs)
         finally:
-            self._state.end(call)
-        return self.results(output)
+            self._state.exit(call)
+        return self.convert_output(output)
 
-    def _wanted(self) -> torch.dtype | None:
+    def _result_dtype(self) -> torch.dtype | None:
         """The dtype that the code around this call wants; None: any."""
-        around = computes_in()
+        outer = computes_in()
         if is_dynamo_compiling():
-            return around or self._out_dtype
-        if around is not None:
-            self._last_wanted = around
-        elif current_backward_pass() == -1:  # else a recomputation, which gives what it gave before
-            self._last_wanted = self._out_dtype
-        return self._last_wanted
+            return outer or self._out_dtype
+        if outer is not None:
+            self._last_dtype = outer
+        elif current_backward_pass() == -1:  # else a recompute, which repeats the forward's dtype
+            self._last_dtype = self._out_dtype
+        return self._last_dtype
 
 
-def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
+def scripted_submodules(model: nn.Module) -> dict[str, nn.Module]:
     """The TorchScript modules of a model, by name; not those inside others."""
-    found: dict[str, nn.Module] = {}
+    scripted: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
         is_inside = bool(name) and isinstance(parent, torch.jit.ScriptModule)
         if isinstance(module, torch.jit.ScriptModule) and not is_inside:
-            found[name] = module
-    return found
+            scripted[name] = module
+    return scripted
 
 
 def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
     """The precision of each submodule that a rule names.
 
-    A module without a forward (a list or dict of modules) is not called: its name is one for each
-    module in it, too.  The class of the model may stand in front of a path (`"Net.gate"`).
+    A module without a forward (a list or dict of modules) is not called: a rule that names it names
+    each module in it.  The class of the model may stand in front of a path (`"Net.gate"`).
     """
-    parts = {name: module for name, module in model.named_modules() if name}
-    front = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
-    names = {key: _named(key, front, parts) for key, _ in rules}
-    found: dict[nn.Module, str] = {}
-    for name, module in parts.items():
-        own = {name, *_holders(name, parts)}
+    submodules = {name: module for name, module in model.named_modules() if name}
+    prefix = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
+    names = {key: _named(key, prefix, submodules) for key, _ in rules}
+    precision_of: dict[nn.Module, str] = {}
+    for name, module in submodules.items():
+        own = {name, *_containers_of(name, submodules)}
         for key, precision in rules:
             if own & names[key]:
-                found[module] = precision
-    return found
+                precision_of[module] = precision
+    return precision_of
 
 
-def _named(key: ModuleKey, front: re.Pattern[str], parts: dict[str, nn.Module]) -> set[str]:
+def _named(key: ModuleKey, prefix: re.Pattern[str], submodules: dict[str, nn.Module]) -> set[str]:
     if isinstance(key, str):
-        path = front.match(key)
-        return named(key, parts) or (named(key[path.end() :], parts) if path else set())
-    return {name for name, module in parts.items() if isinstance(module, key)}
+        match = prefix.match(key)
+        return named(key, submodules) or (named(key[match.end() :], submodules) if match else set())
+    return {name for name, module in submodules.items() if isinstance(module, key)}
 
 
-def _holders(name: str, parts: dict[str, nn.Module]) -> Iterator[str]:
-    """The modules without a forward that hold this one, the innermost first."""
-    while (name := name.rpartition(".")[0]) and not has_forward(parts[name]):
+def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]:
+    """The modules without a forward around the submodule `name`, the innermost first."""
+    while (name := name.rpartition(".")[0]) and not has_forward(submodules[name]):
         yield name
 
 
 def precisions(
     model: nn.Module, rules: list[tuple[ModuleKey, str]], properties: Properties
 ) -> tuple[dict[nn.Module, str], StaysFloat]:
-    """The precision of each submodule that runs in another than its model; which weights stay FP32.
+    """The submodules in another precision than their model, with it; which weights stay FP32.
 
-    Those that rules name; in half models InstanceNorm with running statistics (fed half input its
-    kernel loses updates of the statistics) and the parametrization `orthogonal` (of its functions
-    torch has no half kernels, and for `matrix_exp` on the CPU some that give inf and NaN).
+    Rules name them.  Half models also have InstanceNorm with running statistics (on half input its
+    kernel loses updates of these) and the parametrization `orthogonal` (torch has no half kernels
+    of its functions; those of `matrix_exp` on the CPU give inf and NaN).
     """
-    found = matching(model, rules)
+    precision_of = matching(model, rules)
     if properties.uses_half_copies:
-        _refuse_scripted_parts(model, properties)
+        _refuse_scripted_submodules(model, properties)
     is_half = properties.cast_model_type in HALF_TYPES
     for module in model.modules():
         is_norm = isinstance(module, INSTANCE_NORMS) and has_statistics(module)
         is_kept = is_norm and properties.keeps_norms and module is not model
         if is_kept or (is_half and isinstance(module, ORTHOGONAL_MAPS)):
-            found.setdefault(module, "float")
-    return found, _stays_float(model, properties, found)
+            precision_of.setdefault(module, "float")
+    return precision_of, _stays_float(model, properties, precision_of)
 
 
-def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
-    for name, part in scripted_parts(model).items():
-        if any(parameter.dtype is torch.float32 for parameter in part.parameters()):
-            place = f"{type(model).__name__}.{name}" if name else type(model).__name__
+def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> None:
+    for name, scripted in scripted_submodules(model).items():
+        if any(parameter.dtype is torch.float32 for parameter in scripted.parameters()):
+            path = f"{type(model).__name__}.{name}" if name else type(model).__name__
             raise AmpatchError(
-                f"{place} is TorchScript, which keeps its FP32 weights where no half copies can "
+                f"{path} is TorchScript, which keeps its FP32 weights where no half copies can "
                 "stand in for them. Nothing was changed. "
                 f"opt_level={properties.opt_level!r} needs it unscripted: compile the model by "
                 "torch.compile, or record the whole by torch.jit.trace after initialize. "
@@ -202,37 +202,37 @@ def _refuse_scripted_parts(model: nn.Module, properties: Properties) -> None:
 
 
 def _stays_float(
-    model: nn.Module, properties: Properties, found: dict[nn.Module, str]
+    model: nn.Module, properties: Properties, precision_of: dict[nn.Module, str]
 ) -> StaysFloat:
-    """A function that tells whether a module keeps FP32 weights in a half model."""
-    lends, keeps = properties.uses_half_copies, properties.keeps_norms
+    """A predicate: whether a module keeps FP32 weights in a half model."""
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards
-        if found.get(module) == "float":
+        if precision_of.get(module) == "float":
             floats.update(module.modules())
-        elif found.get(module) == "half":
+        elif precision_of.get(module) == "half":
             floats.difference_update(module.modules())
+    keeps, at_o2 = properties.keeps_norms, properties.uses_half_copies
     return lambda module: (
         module in floats
-        or (keeps and has_statistics(module) and (lends or found.get(module) != "half"))
+        or (keeps and has_statistics(module) and (at_o2 or precision_of.get(module) != "half"))
     )
 
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether `keep_batchnorm_fp32` is about this module.
 
-    So it is for BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
+    It is about BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        known = module.original_name in _NORM_NAMES
-        return known and getattr(module, "running_mean", None) is not None
+        is_norm = module.original_name in _NORM_NAMES
+        return is_norm and getattr(module, "running_mean", None) is not None
     if isinstance(module, INSTANCE_NORMS):
         return module.running_mean is not None
     return isinstance(module, BATCH_NORMS)
 
 
 def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
-    """Whether a half model has FP32 buffers, other than numbers, in parts that are half."""
+    """Whether half submodules of a half model have FP32 buffers with a dimension."""
     return any(
         buffer.dtype is torch.float32 and buffer.dim()
         for module in model.modules()

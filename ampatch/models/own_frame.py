@@ -1,18 +1,18 @@
-"""A module's `forward` of ours: the Python frame that its calls have while a session is open.
+"""The `forward` that ampatch puts in a module's instance: its calls' frame while a session is open.
 
-It stands in the instance, as a bound method of the module, and calls the `forward` of the class.
-`model(x)` and `model.forward(x)` both come by, and its `try` ends the call, whatever exception
-passes.  What the call does is the business of a `Scope`: `ManagedModel`, `ModuleOverride` or
-`SubmoduleCalls`.  No other file knows the attribute `forward`.
+It is a bound method of the module and calls the `forward` of the class.  `model(x)` and
+`model.forward(x)` both run it, and its `try` exits the call, whatever exception passes.  A `Scope`
+says what is done around the call: `ManagedModel`, `ModuleOverride` or `SubmoduleCalls`.  No other
+file knows the attribute `forward`.
 
-A module may have several frames, one around the other.  A pickle, a scripted module and a copy of
-the attributes, deep or not, have none.  `copy.copy(module)` has frames of its own, and a replica of
-`nn.DataParallel` its module's.  A `forward` that the script puts in later stays there; if it calls
-the earlier one, as accelerate's does, it has the casts.
+A module may have several frames, one around the other.  Deep copies, pickles, scripted modules and
+copies of the attributes have none.  `copy.copy(module)` has frames of its own with the same scopes,
+and a replica of `nn.DataParallel` has those of its module.  If the script sets another `forward`
+later, that stays; it has the casts if it calls the earlier one, as accelerate's does.
 
-torch.compile runs this function as it is, and compiles what it calls.  The `forward` of torch's own
-modules is compiled only within a frame that is not torch's.  There this one is traced, and has a
-code of its own, since Dynamo compiles one code a few times only.
+torch.compile runs the frame as it is, and compiles what the frame calls.  It compiles the `forward`
+of torch's own modules only within a frame that is not torch's: then it traces the frame, which has
+a code object of its own, since Dynamo compiles one code object a few times only.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from ..torch_private.modules import REPLICATE
 
 _FORWARD = "forward"
 _FRAMES = "_ampatch_frames"
-"""In `vars` of a module: its frames, the outermost last.  The list keeps alive what they need."""
-_NOTHING = object()
+"""In `vars` of a module: its frames, the outermost last.  The list keeps them alive."""
+_MISSING = object()
 
 
 class _Attributes(dict[str, Any]):
-    """`vars` of a module with frames.  Looking up a name finds them; going through all does not.
+    """`vars` of a module with frames.  Looking up a name finds them; iterating over all does not.
 
-    So whoever copies the attributes gets those of a plain module: `clone.__dict__ =
-    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  There the bound method
-    would call the original, and lead a deep copy back to it.
+    So code that copies the attributes gets those of a plain module: `clone.__dict__ =
+    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  In a clone the bound
+    method would call the original module, and a deep copy would follow it to that.
     """
 
     __slots__ = ()
 
     def copy(self) -> dict[str, Any]:
         plain = dict(dict.items(self))
-        forward = plain.get(_FORWARD, _NOTHING)
+        forward = plain.get(_FORWARD, _MISSING)
         for frame in reversed(plain.pop(_FRAMES, ())):
             if forward is frame.method:
-                forward = frame.covered
-        _put(plain, forward)
+                forward = frame.previous
+        _set_forward(plain, forward)
         return plain
 
     __copy__ = copy
@@ -80,22 +80,22 @@ class _Attributes(dict[str, Any]):
 class Scope(Protocol):
     """What is done around the calls of modules."""
 
-    def begin(
+    def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """A call begins.  Returns the forward's arguments; None: nothing is done around it."""
+        """A call begins.  Returns the forward's arguments; None: the forward runs as it is."""
 
-    def end(self, call: Call) -> None:
-        """It has ended, or `begin` has failed.  May be called again."""
+    def exit(self, call: Call) -> None:
+        """The call has ended, or `enter` has failed.  May be called again."""
 
-    def results(self, output: Any) -> Any:
-        """What the call returns where the forward has returned `output`."""
+    def convert_output(self, output: Any) -> Any:
+        """What the call returns if the forward has returned `output`."""
 
-    def failed(self, error: BaseException) -> None:
-        """An exception passes."""
+    def on_error(self, error: BaseException) -> None:
+        """The call raises `error`."""
 
-    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The call where Dynamo traces it; `forward` takes the module and the arguments."""
+    def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The whole call where Dynamo traces it; `forward` takes the module and the arguments."""
 
 
 class OwnFrame:
@@ -104,27 +104,27 @@ class OwnFrame:
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         self.module: nn.Module | None = module
         self.scope: Scope | None = scope
-        self.covered: Any = _NOTHING
-        self.beneath: Callable | None = None
-        self.method: Any = _NOTHING
-        self.of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
+        self.previous: Any = _MISSING  # the instance's `forward` before this frame
+        self.inner: Callable | None = None  # what the frame calls: see `_inner_forward`
+        self.method: Any = _MISSING  # the instance's `forward` now
+        self.copied_to: weakref.WeakSet[OwnFrame] = weakref.WeakSet()  # of `copy.copy(module)`
 
     def put(self) -> None:
-        """Put it over what the module has."""
+        """Set the module's `forward` to the frame, around the present one."""
         module: Any = self.module
-        own = _attributes_of(module)
-        frames = own[_FRAMES] = own.get(_FRAMES) or []
-        self.covered = own.get(_FORWARD, _NOTHING)
-        if frames and frames[-1].method is self.covered:
-            self.beneath = self.covered.__func__
+        attributes = _attributes_of(module)
+        frames = attributes[_FRAMES] = attributes.get(_FRAMES) or []
+        self.previous = attributes.get(_FORWARD, _MISSING)
+        if frames and frames[-1].method is self.previous:
+            self.inner = self.previous.__func__
         else:
-            self.beneath = _beneath(module, self.covered)
+            self.inner = _inner_forward(module, self.previous)
         self.method = _method(self, module)
         frames.append(self)  # first: Ctrl-C may strike at any moment
-        own[_FORWARD] = self.method
+        attributes[_FORWARD] = self.method
 
     def put_on_model(self, level: str) -> None:
-        """As `put`.  Raises `AmpatchError` where Python would not call it."""
+        """As `put`.  Raises `AmpatchError` where Python would not call the frame."""
         self.put()
         kind = type(self.module)
         if isinstance(inspect.getattr_static(kind, _FORWARD, None), property):
@@ -135,29 +135,29 @@ class OwnFrame:
             )
 
     def is_in_place(self) -> bool:
-        """Whether `module.forward` is this one."""
+        """Whether `module.forward` is this frame."""
         return self.module is not None and vars(self.module).get(_FORWARD) is self.method
 
     def take_out(self) -> None:
-        """The module has the `forward` from before.  What the script has put over it stays.
+        """Set the module's previous `forward` again.  A `forward` that the script has set stays.
 
-        Whoever has kept this one calls what was there before.
+        Code that has kept the frame's method calls the previous `forward` through it.
         """
         self.scope = None
-        for frame in list(self.of_copies):
+        for frame in list(self.copied_to):
             frame.take_out()
         if (module := self.module) is None:
             return
-        own = vars(module)
-        frames = own.get(_FRAMES)
-        while frames and frames[-1].scope is None:  # some were taken out beneath another one
+        attributes = vars(module)
+        frames = attributes.get(_FRAMES)
+        while frames and frames[-1].scope is None:  # also those taken out while inside another
             last = frames[-1]
             if last.is_in_place():
-                _put(own, last.covered)
+                _set_forward(attributes, last.previous)
             frames.pop()
             last.module = last.method = None  # else a cycle would keep the weights alive
-        if not frames and isinstance(own, _Attributes):
-            object.__setattr__(module, "__dict__", own.copy())
+        if not frames and isinstance(attributes, _Attributes):
+            object.__setattr__(module, "__dict__", attributes.copy())
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -168,88 +168,88 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 
 def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        scope, beneath = frame.scope, frame.beneath or type(self).forward
-        if scope is None:  # the script has kept it
-            return beneath(self, *args, **kwargs)
+        scope, inner = frame.scope, frame.inner or type(self).forward
+        if scope is None:  # the frame was taken out, and the script has kept its method
+            return inner(self, *args, **kwargs)
         if is_dynamo_compiling():
-            return scope.traced(beneath, self, args, kwargs)
-        if self.__dict__.get(_FRAMES) is None:  # a copy, with what a library has put over it
-            return beneath(self, *args, **kwargs)
+            return scope.run_traced(inner, self, args, kwargs)
+        if self.__dict__.get(_FRAMES) is None:  # a copy, whose `forward` a library has wrapped
+            return inner(self, *args, **kwargs)
         call = Call()
         try:
             try:
-                taken = scope.begin(call, self, args, kwargs)
-                if taken is None:
-                    return beneath(self, *args, **kwargs)
-                args, kwargs = taken
-                output = beneath(self, *args, **kwargs)
+                entered = scope.enter(call, self, args, kwargs)
+                if entered is None:
+                    return inner(self, *args, **kwargs)
+                args, kwargs = entered
+                output = inner(self, *args, **kwargs)
             finally:
-                scope.end(call)
+                scope.exit(call)
         except BaseException as error:
-            scope.end(call)  # again: Ctrl-C may have struck in the first
-            scope.failed(error)
+            scope.exit(call)  # again: Ctrl-C may have struck in the first
+            scope.on_error(error)
             raise
-        return scope.results(output)
+        return scope.convert_output(output)
 
-    before = module.forward
-    functools.update_wrapper(forward, before)
+    previous = module.forward
+    functools.update_wrapper(forward, previous)
     forward.__name__ = _FORWARD
     with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
-        signature = inspect.signature(before)
+        signature = inspect.signature(previous)
         me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[me, *signature.parameters.values()]
         )
-    if str(getattr(before, "__module__", "")).partition(".")[0] == "torch":
+    if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
-    # accelerate unwraps what it finds, and makes a method of it: the same once more
-    same = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
-    forward.__wrapped__ = same  # type: ignore[attr-defined]
+    # accelerate takes `__wrapped__` and makes a method of it: so that is the frame's function too
+    twin = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
+    forward.__wrapped__ = twin  # type: ignore[attr-defined]
     return MethodType(forward, module)
 
 
-def _beneath(module: nn.Module, covered: Any) -> Callable | None:
-    """What to call with the module and the arguments; None: the `forward` that its class has then.
+def _inner_forward(module: nn.Module, previous: Any) -> Callable | None:
+    """What the frame calls, with the module and the arguments.  None: the `forward` of the class.
 
-    It is looked up at each call, since that of `nn.Embedding` is replaced later.
+    The frame looks that up at each call, since the one of `nn.Embedding` is replaced later.
     """
-    if covered is not _NOTHING:
-        return lambda self, *args, **kwargs: covered(*args, **kwargs)
-    found = inspect.getattr_static(type(module), _FORWARD, None)
-    return None if isinstance(found, FunctionType) else _of_class
+    if previous is not _MISSING:
+        return lambda self, *args, **kwargs: previous(*args, **kwargs)
+    static = inspect.getattr_static(type(module), _FORWARD, None)
+    return None if isinstance(static, FunctionType) else _call_forward_of_class
 
 
-def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call what `module.forward` is without a frame, where that is no plain function."""
     kind: Any = type(module)
     try:
         forward = inspect.getattr_static(kind, _FORWARD).__get__(module, kind)
-    except AttributeError:  # TorchScript's is found in this way
+    except AttributeError:  # a TorchScript module gives it by `__getattr__`
         forward = kind.__getattr__(module, _FORWARD)
     return forward(*args, **kwargs)
 
 
-def _put(own: dict[str, Any], forward: Any) -> None:
-    if forward is _NOTHING:
-        own.pop(_FORWARD, None)
+def _set_forward(attributes: dict[str, Any], forward: Any) -> None:
+    if forward is _MISSING:
+        attributes.pop(_FORWARD, None)
     else:
-        own[_FORWARD] = forward
+        attributes[_FORWARD] = forward
 
 
-class FramesOfSubmodules:
-    """The frames of many modules, which are out while the model's own forward runs.
+class SubmoduleFrames:
+    """The frames of a model's submodules, which are out while the model's own forward runs.
 
-    In it they would cost each module's call, hide the modules from Dynamo, and have submodules
-    that are computed in other threads begin calls of their own.
+    There they would cost time in each submodule's call and hide the submodules from Dynamo, and
+    submodules that are computed in other threads would begin calls of their own.
     """
 
     def __init__(self) -> None:
         self._frames: list[OwnFrame] = []
-        self._tables: list[dict[str, Any]] = []
-        self._methods: list[Any] = []
+        self._attributes: list[dict[str, Any]] = []  # of modules that had no `forward` of their own
+        self._methods: list[Any] = []  # the frames' methods in these modules
 
-    def put(self, modules: Collection[nn.Module], scope: Scope) -> None:
-        """Give frames to these modules, and to no others: those of others are out for good."""
+    def install(self, modules: Collection[nn.Module], scope: Scope) -> None:
+        """Give frames to these modules, and take those of all others out for good."""
         for frame in self._frames:
             if frame.module not in modules:
                 frame.take_out()
@@ -258,42 +258,42 @@ class FramesOfSubmodules:
             frame = OwnFrame(module, scope)
             self._frames.append(frame)
             frame.put()
-        alone = [frame for frame in self._frames if frame.covered is _NOTHING]
-        self._tables = [vars(frame.module) for frame in alone]
-        self._methods = [frame.method for frame in alone]
+        plain = [frame for frame in self._frames if frame.previous is _MISSING]
+        self._attributes = [vars(frame.module) for frame in plain]
+        self._methods = [frame.method for frame in plain]
 
-    def step_aside(self) -> None:
-        """Out of the modules; those over which the script or another session has put one stay."""
-        found = list(map(dict.get, self._tables, repeat(_FORWARD)))
-        if len(self._tables) < len(self._frames) or self._methods != found:
+    def remove(self) -> None:
+        """Take the frames out, until `put_back`.  Those inside a later `forward` or frame stay."""
+        present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
+        if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
                 if frame.is_in_place():
-                    _put(vars(frame.module), frame.covered)
+                    _set_forward(vars(frame.module), frame.previous)
         else:
-            deque(map(dict.pop, self._tables, repeat(_FORWARD), repeat(None)), maxlen=0)
+            deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
 
-    def end(self) -> None:
-        """Into the modules again.  May be called again."""
-        if len(self._tables) == len(self._frames):
-            deque(map(dict.setdefault, self._tables, repeat(_FORWARD), self._methods), maxlen=0)
+    def put_back(self) -> None:
+        """The model's forward has ended: put the frames back.  May be called again."""
+        if len(self._attributes) == len(self._frames):
+            deque(map(dict.setdefault, self._attributes, repeat(_FORWARD), self._methods), maxlen=0)
             return
         for frame in self._frames:
-            own = vars(frame.module)
-            if own.get(_FORWARD, _NOTHING) is frame.covered:
-                own[_FORWARD] = frame.method
+            attributes = vars(frame.module)
+            if attributes.get(_FORWARD, _MISSING) is frame.previous:
+                attributes[_FORWARD] = frame.method
 
 
 # Copies
 
 
 def _outermost(module: nn.Module) -> OwnFrame | None:
-    """The outermost frame of a module, where it is in place."""
+    """The outermost frame of a module, if it is in place."""
     frames = vars(module).get(_FRAMES)
     return frames[-1] if frames and frames[-1].is_in_place() else None
 
 
-def copies() -> list[Replacement]:
-    """What to replace, so that a copy has the frames that it is to have."""
+def copying_methods() -> list[Replacement]:
+    """The replaced methods of `nn.Module` that copy: shallow copies and replicas get frames."""
 
     def shallow(original: Any) -> Callable:
         def __copy__(self: nn.Module) -> Any:
@@ -306,9 +306,9 @@ def copies() -> list[Replacement]:
                 twin.__setstate__(state[0])
             if _outermost(self) is not None and vars(twin) is not vars(self):
                 for frame in vars(self)[_FRAMES]:
-                    own = OwnFrame(twin, frame.scope)
-                    frame.of_copies.add(own)
-                    own.put()
+                    copied = OwnFrame(twin, frame.scope)
+                    frame.copied_to.add(copied)
+                    copied.put()
             return twin
 
         return __copy__
@@ -318,28 +318,29 @@ def copies() -> list[Replacement]:
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
             if (frame := _outermost(self)) is not None:
-                own = _attributes_of(replica)
-                own[_FRAMES] = vars(self)[_FRAMES]
+                attributes = _attributes_of(replica)
+                attributes[_FRAMES] = vars(self)[_FRAMES]
                 # A bound method is a cycle: each step's weights would wait for Python's search.
                 forward, me = frame.method.__func__, weakref.ref(replica)
-                own[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
+                attributes[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
             return replica
 
         return _replicate_for_data_parallel
 
-    found: list[Replacement] = [(nn.Module, "__copy__", shallow)]
-    return [*found, (nn.Module, REPLICATE, replicate)] if hasattr(nn.Module, REPLICATE) else found
+    methods: list[Replacement] = [(nn.Module, "__copy__", shallow)]
+    more: list[Replacement] = [(nn.Module, REPLICATE, replicate)]
+    return methods + more if hasattr(nn.Module, REPLICATE) else methods
 
 
 @contextlib.contextmanager
-def aside(root: nn.Module) -> Iterator[None]:
-    """Context manager: a module and those in it have no frames, for what compiles their source."""
-    owns = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
-    forwards = [own.get(_FORWARD, _NOTHING) for own in owns]
+def removed_frames(root: nn.Module) -> Iterator[None]:
+    """Context manager: `root` and its submodules have no frames, for code that compiles them."""
+    framed = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
+    forwards = [attributes.get(_FORWARD, _MISSING) for attributes in framed]
     try:
-        for own in owns:
-            _put(own, own.copy().get(_FORWARD, _NOTHING))
+        for attributes in framed:
+            _set_forward(attributes, attributes.copy().get(_FORWARD, _MISSING))
         yield
     finally:
-        for own, forward in zip(owns, forwards, strict=True):
-            _put(own, forward)
+        for attributes, forward in zip(framed, forwards, strict=True):
+            _set_forward(attributes, forward)

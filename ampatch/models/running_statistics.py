@@ -2,10 +2,10 @@
 
 An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
 skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
-values that are inf or NaN are set to those that were there after the last step, or loaded since.
+values that are inf or NaN are set to those after the step before, or to those loaded since.
 Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
 
-The values are noted after each step, not around the forward: submodules may be called by
+The values are recorded after each step, not around the forward: submodules may be called by
 themselves, and compiled.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..torch_private import foreach
 
-# The originals, bound before any patch: reports would count calls of the patches as the script's.
+# The originals, bound before any patch: reports would count calls of patches as the script's calls.
 _cat = torch.cat
 _minus = torch.sub
 _either = torch.logical_or
@@ -28,47 +28,48 @@ _choose = torch.where
 
 
 class RunningStatistics:
-    """The running statistics of one model's norms.  Whoever holds it keeps their buffers alive."""
+    """The running statistics of one model's norms.  This object keeps their buffers alive."""
 
     def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]
-        self._note()
+        self._record()
 
     def loaded(self, root: nn.Module) -> None:
         """Values were loaded into a module."""
         norms = [norm() for norm in self._norms]
         if any(module is norm for module in root.modules() for norm in norms):
-            self._note()
+            self._record()
 
-    def _note(self) -> None:
-        self._alike = self._by_kind()
-        self._noted = [_cat(buffers) for buffers in self._alike]
+    def _record(self) -> None:
+        self._groups = self._grouped()
+        self._recorded = [_cat(buffers) for buffers in self._groups]
 
-    def _by_kind(self) -> list[list[Tensor]]:
+    def _grouped(self) -> list[list[Tensor]]:
         """The buffers, in lists of one device and dtype."""
-        found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for norm in self._norms:
             for buffer in _statistics(norm()):
-                found.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        return list(found.values())
+                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return list(groups.values())
 
     def after_step(self, skipped: bool | Tensor) -> None:
-        """A step was taken or skipped; a tensor is not waited for."""
+        """A step was taken or skipped; if `skipped` is a tensor, nothing waits for its value."""
         first = getattr(self._norms[0](), "running_mean", None)
-        if type(first) is Tensor and first is not self._alike[0][0]:  # the model has moved
-            self._alike = self._by_kind()
-            if len(self._alike) != len(self._noted):
-                self._note()
-        for index, buffers in enumerate(self._alike):
+        if type(first) is Tensor and first is not self._groups[0][0]:  # the model has moved
+            self._groups = self._grouped()
+            if len(self._groups) != len(self._recorded):
+                self._record()
+        for index, buffers in enumerate(self._groups):
             now = _cat(buffers)
             is_finite = _is_zero(_minus(now, now))  # else NaN; two kernels, where isfinite has four
-            noted = _choose(is_finite, now, self._noted[index].to(now))
-            self._noted[index] = noted  # instead of inf or NaN the value noted before
+            finite = _choose(is_finite, now, self._recorded[index].to(now))
+            self._recorded[index] = finite  # instead of inf or NaN the value recorded before
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):
-                noted = _choose(_either(is_finite, _is_zero(skipped.to(now.device))), now, noted)
-            values = noted.split([buffer.numel() for buffer in buffers])
+                stays = _either(is_finite, _is_zero(skipped.to(now.device)))
+                finite = _choose(stays, now, finite)
+            values = finite.split([buffer.numel() for buffer in buffers])
             # `.data`: a graph that waits for its backward pass may hold the buffers
             foreach.copy_([buffer.data for buffer in buffers], list(values))
 
@@ -80,5 +81,5 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 def _statistics(module: Any) -> list[Tensor]:
     """The running mean and variance of a norm; of another module, or of none, an empty list."""
-    found = [getattr(module, name, None) for name in ("running_mean", "running_var")]
-    return [value for value in found if type(value) is Tensor and value.dim() == 1]
+    values = [getattr(module, name, None) for name in ("running_mean", "running_var")]
+    return [value for value in values if type(value) is Tensor and value.dim() == 1]

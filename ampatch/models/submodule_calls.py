@@ -1,9 +1,8 @@
 """Submodules of a half model, called from outside its forward: `model.encoder(x)`.
 
-The outermost submodule that is called gets its inputs as the model's own forward would.  Where half
-copies stand in for weights it returns FP32, as the weights are that a method reads.  A model with
-half weights returns half there; but in a framework's step the dtype of the model's results, because
-a loss follows.
+The outermost submodule that is called gets its inputs as the model's own forward would.  At O2 it
+returns FP32, the dtype of the weights beside it.  A model with half weights returns half there, but
+in a framework's step the dtype of the model's outputs, because a loss follows.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, computes_in, here
 from ..config.opt_levels import HALF_TYPES, Properties
 from ..torch_private.modules import has_forward
+from .half_copy_slots import StaysFloat
+from .half_copy_swaps import enclosing_swap, is_fx_traced, swappers
 from .io_casting import ModelInputs
-from .lent_places import StaysFloat
-from .lent_weights import is_traced_by_fx, lenders, lending_around
-from .own_frame import FramesOfSubmodules
+from .own_frame import SubmoduleFrames
 from .values import cast_tensors
 
 
-class Whole(Protocol):
+class Root(Protocol):
     """What submodules ask of their model."""
 
     model: nn.Module
@@ -33,19 +32,19 @@ class Whole(Protocol):
 
     def inputs_of(self, submodule: str = "") -> ModelInputs: ...
 
-    def begin_with(
+    def enter_with(
         self, inputs: ModelInputs, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]: ...
 
-    def traced_with(
+    def run_traced_with(
         self, inputs: ModelInputs, forward: Callable, module: nn.Module, args: tuple, kwargs: dict
     ) -> Any: ...
 
-    def end(self, call: Call) -> None: ...
+    def exit(self, call: Call) -> None: ...
 
-    def failed(self, error: BaseException) -> None: ...
+    def on_error(self, error: BaseException) -> None: ...
 
-    def results_in_step(self) -> torch.dtype | None: ...
+    def step_output_dtype(self) -> torch.dtype | None: ...
 
 
 class SubmoduleCalls:
@@ -54,72 +53,74 @@ class SubmoduleCalls:
     Their frames are out while the model's own forward runs.
     """
 
-    def __init__(self, whole: Whole, stays_float: StaysFloat) -> None:
-        self._whole = whole
+    def __init__(self, root: Root, stays_float: StaysFloat) -> None:
+        self._root = root
         self._stays_float = stays_float
-        self.lends = whole.properties.uses_half_copies
+        self._uses_half_copies = root.properties.uses_half_copies
         self._inputs: dict[int, ModelInputs] = {}
-        self.frames = FramesOfSubmodules()
+        self.frames = SubmoduleFrames()
 
-    def install(self, lent: Collection[int]) -> None:
-        """Give frames to the submodules that have half weights, or half copies of those in `lent`.
+    def install(self, swapped: Collection[int]) -> None:
+        """Give frames to submodules with half weights, or with half copies of some in `swapped`.
 
-        Those that are no submodules any more lose theirs.  Inputs of submodules that stay FP32 are
-        cast by their overrides alone.
+        Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
+        FP32 are cast by their overrides alone.
         """
         modules: dict[nn.Module, str] = {}
-        for name, module in self._whole.model.named_modules():
+        for name, module in self._root.model.named_modules():
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
-                id(parameter) in lent if self.lends else parameter.dtype in HALF_TYPES
-                for parameter in module.parameters()
+                id(param) in swapped if self._uses_half_copies else param.dtype in HALF_TYPES
+                for param in module.parameters()
             ):
                 modules[module] = name
-        known = self._inputs
+        previous = self._inputs
         self._inputs = {
-            id(module): known.get(id(module)) or self._whole.inputs_of(name)
+            id(module): previous.get(id(module)) or self._root.inputs_of(name)
             for module, name in modules.items()
         }
-        self.frames.put(modules, self)
+        self.frames.install(modules, self)
 
-    def begin(
+    def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """A submodule is called.  None: within a forward, or it is a model by itself, or a copy."""
         inputs = self._inputs.get(id(module))
         if (
             inputs is None
-            or (here.stack and lending_around(module) is not None)
-            or id(module) in lenders
-            or is_traced_by_fx(args, kwargs)
+            or (here.stack and enclosing_swap(module) is not None)
+            or id(module) in swappers
+            or is_fx_traced(args, kwargs)
         ):
             return None
-        return self._whole.begin_with(inputs, call, module, args, kwargs)
+        return self._root.enter_with(inputs, call, module, args, kwargs)
 
-    def end(self, call: Call) -> None:
+    def exit(self, call: Call) -> None:
         """The call has ended."""
-        self._whole.end(call)
+        self._root.exit(call)
 
-    def results(self, output: Any) -> Any:
-        """Outside of forwards weights that half copies stand in for are FP32, beside the output."""
-        to = torch.float32 if self.lends else self._whole.results_in_step()
+    def convert_output(self, output: Any) -> Any:
+        """The submodule's outputs, in the dtype that the code around the call wants."""
+        dtype = torch.float32 if self._uses_half_copies else self._root.step_output_dtype()
         if not is_dynamo_compiling():
-            to = computes_in() or to
-        return output if to is None else cast_tensors(output, to)
+            dtype = computes_in() or dtype
+        return output if dtype is None else cast_tensors(output, dtype)
 
-    def failed(self, error: BaseException) -> None:
-        """The model explains it."""
-        self._whole.failed(error)
+    def on_error(self, error: BaseException) -> None:
+        """The model explains the error."""
+        self._root.on_error(error)
 
-    def traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
-        inputs = self._inputs.get(id(module)) if self.lends else None
+        inputs = self._inputs.get(id(module)) if self._uses_half_copies else None
         if (
             inputs is None
-            or any(call.is_traced and call.owner is self._whole for call in here.stack)
-            or lending_around(module) is not None
+            or any(call.is_traced and call.owner is self._root for call in here.stack)
+            or enclosing_swap(module) is not None
         ):
             return forward(module, *args, **kwargs)
-        return self.results(self._whole.traced_with(inputs, forward, module, args, kwargs))
+        return self.convert_output(
+            self._root.run_traced_with(inputs, forward, module, args, kwargs)
+        )

@@ -20,11 +20,10 @@ from ..torch_private.torch_functions import unhandled
 def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
-    Looks into mappings (`ModelOutput`-like ones too), lists, tuples,
-    namedtuples and dataclasses; anything else is returned as it is, and so is
-    a container in which nothing changed.
-    Lists and mutable mappings of which a copy is made are noted in `copied`: the
-    original, the copy, and another copy of its items.
+    Looks into mappings (`ModelOutput`-like ones too), lists, tuples, namedtuples and dataclasses;
+    anything else is returned as it is, and so is a container in which nothing changed.
+    `copied` gets an entry for each list and mutable mapping that is copied: the original, the copy,
+    and another copy of its items.
     """
     if isinstance(value, Tensor):
         return convert(value)
@@ -61,7 +60,7 @@ def _with_items(value: Any, items: dict) -> Any:
         return type(value)(items)
     try:
         mapped = copy.copy(value)
-    except TypeError:  # copying calls its constructor, and that asks for more
+    except TypeError:  # a copy calls the constructor, which may need more arguments
         mapped = type(value).__new__(type(value))
         vars(mapped).update(vars(value))
     for key, item in items.items():
@@ -84,14 +83,14 @@ def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
 
 def tensors_within(value: Any) -> list[Tensor]:
     """The tensors in what `map_tensors` looks into, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def record(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(value, note)
-    return found
+    map_tensors(value, record)
+    return tensors
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -106,17 +105,17 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """`value` with each FP32 or half tensor in it converted to `dtype`."""
     if type(value) is Tensor:
-        found = value.dtype
-        return value.to(dtype) if found is not dtype and found in CASTABLE else value
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
+        current = value.dtype
+        return value.to(dtype) if current is not dtype and current in CASTABLE else value
+    casts: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
 
     def convert_once(tensor: Tensor) -> Tensor:
         if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
             return tensor
-        known = made.get(id(tensor))
-        if known is None:
-            known = made[id(tensor)] = tensor, tensor.to(dtype)
-        return known[1]
+        entry = casts.get(id(tensor))
+        if entry is None:
+            entry = casts[id(tensor)] = tensor, tensor.to(dtype)
+        return entry[1]
 
     return map_tensors(value, convert_once)
 
@@ -124,17 +123,16 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether FP32 `values` would be lost in `dtype`, not merely rounded.
 
-    That is so for finite values that overflow, and for whole numbers that it cannot count.  Waits
-    for the device.  Tensors on "meta" have no values to lose.
+    Lost are finite values that overflow, and integers that `dtype` cannot count.  Waits for the
+    device.  Tensors on "meta" have no values to lose.
     """
     numbers = numbers_of(values)
     if numbers is None:
         return False
-    values = numbers
-    large = values[values.isfinite() & (values.abs() >= 2 / torch.finfo(dtype).eps)]
-    whole = bool((large == large.round()).all())
-    rounded = large.to(dtype).to(values.dtype)
-    return bool(rounded.isinf().any()) or (whole and bool((rounded != large).any()))
+    large = numbers[numbers.isfinite() & (numbers.abs() >= 2 / torch.finfo(dtype).eps)]
+    are_integers = bool((large == large.round()).all())
+    rounded = large.to(dtype).to(numbers.dtype)
+    return bool(rounded.isinf().any()) or (are_integers and bool((rounded != large).any()))
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -160,5 +158,5 @@ def _plain_numbers(tensor: Tensor) -> Tensor | None:
     if not is_strided(tensor):
         tensor = (tensor.detach().coalesce() if tensor.is_sparse else tensor.detach()).values()
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None  # made of others, or without values
+        return None  # a wrapper of other tensors, or one without values
     return tensor.detach().as_subclass(Tensor)

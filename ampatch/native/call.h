@@ -141,10 +141,10 @@ class Caster {
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
-      THPObjectPtr here(got(cache_, names.here));
-      forward_ = got(here, names.copies);
+      THPObjectPtr here(attribute(cache_, names.here));
+      forward_ = attribute(here, names.copies);
       if (forward_.get() != Py_None) {
-        THPObjectPtr cache(got(forward_, names.cache));
+        THPObjectPtr cache(attribute(forward_, names.cache));
         if (cache.get() != cache_) forward_ = Py_NewRef(Py_None);
       }
     }
@@ -156,7 +156,7 @@ class Caster {
 
   // nullptr, with no error set: `WeightCache.cast` must decide.
   PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
-    THPObjectPtr copies(got(
+    THPObjectPtr copies(attribute(
         forward_,
         !at::GradMode::is_enabled() ? names.plain
             : tensor.requires_grad() ? names.graphed : names.frozen));
@@ -179,14 +179,14 @@ class Caster {
     return result.release();
   }
 
-  // Whether nobody observes casts, and a copy made now may serve again.
+  // Whether no observer sees casts, and a copy made now may serve again.
   // In Python: `WeightCache._may_keep` of `casting/weight_cache.py`.
   bool is_cast_here(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
       return false;
     }
-    THPObjectPtr touched(got(forward_, names.touched));
+    THPObjectPtr touched(attribute(forward_, names.touched));
     return PySet_Contains(touched, id) == 0;
   }
 
@@ -201,7 +201,7 @@ class Caster {
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
-    THPObjectPtr kept(got(forward_, names.kept));
+    THPObjectPtr kept(attribute(forward_, names.kept));
     if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
       throw python_error();
     }
@@ -215,23 +215,23 @@ class Caster {
     return object;
   }
 
-  static PyObject* got(PyObject* object, PyObject* name) {
+  static PyObject* attribute(PyObject* object, PyObject* name) {
     return checked(PyObject_GetAttr(object, name));
   }
 
   bool is_true(PyObject* name) {
-    THPObjectPtr flag(got(forward_, name));
+    THPObjectPtr flag(attribute(forward_, name));
     return flag.get() == Py_True;
   }
 
   void record_use(PyObject* id, PyObject* weight) {
-    THPObjectPtr used(got(forward_, names.used));
+    THPObjectPtr used(attribute(forward_, names.used));
     if (PyDict_SetDefault(used, id, weight) == nullptr) throw python_error();
   }
 
   void add(PyObject* name, int64_t more) {
     if (more == 0) return;
-    THPObjectPtr number(got(cache_, name));
+    THPObjectPtr number(attribute(cache_, name));
     THPObjectPtr sum(checked(PyLong_FromLongLong(PyLong_AsLongLong(number) + more)));
     if (PyObject_SetAttr(cache_, name, sum) != 0) throw python_error();
   }

@@ -70,32 +70,32 @@ Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
   const ScalarType from = tensor.scalar_type();
   const bool narrows = from == at::kFloat && dtype == at::kBFloat16;
   if (!(narrows || (from == at::kBFloat16 && dtype == at::kFloat)) || !is_small(tensor)) return {};
-  Tensor made = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype);
+  Tensor copy = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype);
   if (narrows) {
-    narrow(static_cast<uint16_t*>(made.mutable_data_ptr()),
+    narrow(static_cast<uint16_t*>(copy.mutable_data_ptr()),
            static_cast<const uint32_t*>(tensor.const_data_ptr()), tensor.numel());
   } else {
-    widen(static_cast<uint32_t*>(made.mutable_data_ptr()),
+    widen(static_cast<uint32_t*>(copy.mutable_data_ptr()),
           static_cast<const uint16_t*>(tensor.const_data_ptr()), tensor.numel());
   }
-  return made;
+  return copy;
 }
 
 // New tensors with these values in `dtype`, outside the graph.
 std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool may_be_here = !c10::impl::TorchDispatchModeTLS::any_modes_set();
-  std::vector<Tensor> made, rest_made, rest;
-  made.reserve(tensors.size());
+  std::vector<Tensor> copies, rest_copies, rest;
+  copies.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
-    made.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
-    if (made.back().defined()) continue;
-    made.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
-    rest_made.push_back(made.back());
+    copies.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
+    if (copies.back().defined()) continue;
+    copies.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
+    rest_copies.push_back(copies.back());
     rest.push_back(tensor);
   }
-  if (!rest.empty()) at::_foreach_copy_(rest_made, rest);
-  return made;
+  if (!rest.empty()) at::_foreach_copy_(rest_copies, rest);
+  return copies;
 }
 
 // A copy made under `no_grad` requires a gradient if its weight does: see `half_copies`.
@@ -135,8 +135,8 @@ bool lies_within(const Tensor& tensor, float limit) {
 }
 
 // fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
-// (-limit, limit).  None: one does not, or ATen, autograd or a mode must make the copy.
-// In Python: `ModelInputs._cast` of `models/io_casting.py`.
+// (-limit, limit).  None: a number does not, or ATen, autograd or a mode must make the copy.
+// In Python: `ModelInputs._cast_tensor` of `models/io_casting.py`.
 PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

@@ -12,7 +12,7 @@ bool is_unscaled_here(const Tensor& grad) {
 }
 
 // unscale(grads, scale): divide gradients by the 0-dim tensor `scale`, in place; whether they had
-// an inf or NaN.  None: nothing was done, since one of them is unusual or not in host memory.
+// an inf or NaN.  None: nothing was done, since a gradient is unusual or not in host memory.
 // In Python: `unscale_` of `scaling/unscaling.py`.
 PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS

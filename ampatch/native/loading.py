@@ -29,7 +29,7 @@ SOURCES = ("native.cpp", "call.h", "copies.h", "gradients.h", "weights.h")
 class Status:
     """Whether the native part is active, why in one phrase, and the file of the build."""
 
-    in_force: bool
+    active: bool
     reason: str
     path: Path | None = None
     is_fault: bool = False
@@ -41,7 +41,7 @@ class Status:
 def load() -> tuple[ModuleType | None, Status]:
     """`find`, and one line in the log if the result is not what the user expects."""
     part, status = find()
-    if status.is_fault or (not status.in_force and _is_asked_for()):
+    if status.is_fault or (not status.active and _is_asked_for()):
         logger.warning(
             "Native part: %s. ampatch works without it, with the same results.", status.reason
         )
@@ -71,7 +71,7 @@ def find() -> tuple[ModuleType | None, Status]:
     except Exception as error:
         reason = f"{path} does not load ({error}): run 'ampatch build --force'"
         return None, Status(False, reason, path, is_fault=True)
-    return part, Status(True, f"in force ({path})", path)
+    return part, Status(True, f"active ({path})", path)
 
 
 def _is_asked_for() -> bool:

@@ -23,8 +23,8 @@ PyMethodDef methods[] = {
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
     {"half_copies", fast(half_copies), METH_FASTCALL, nullptr},
+    {"set_observers", set_observers, METH_O, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
-    {"watch", watch, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

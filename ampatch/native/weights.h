@@ -1,4 +1,4 @@
-// The node that casts weights, FP32 in, half copies out; and their places in modules' tables.
+// The node that casts weights, FP32 in, half copies out; and their slots in modules.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -32,24 +32,24 @@ bool is_traced() {
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // by compiled autograd
 
-  // Autograd's own way to make the node; `in_graph` has a faster one.
+  // Autograd makes the node by this; `in_graph` makes it faster.
   static variable_list forward(AutogradContext* ctx, at::TensorList weights, int64_t dtype) {
     ctx->set_materialize_grads(false);
     return copies_of(weights, static_cast<ScalarType>(dtype));
   }
 
   static variable_list backward(AutogradContext*, variable_list grads) {
-    variable_list given, widened;
+    variable_list present, widened;
     for (const Tensor& grad : grads) {
-      if (grad.defined()) given.push_back(grad);
+      if (grad.defined()) present.push_back(grad);
     }
     if (!at::GradMode::is_enabled() && !is_traced() &&
-        std::all_of(given.begin(), given.end(), is_plain)) {
-      given = copies_of(given, at::kFloat);
+        std::all_of(present.begin(), present.end(), is_plain)) {
+      present = copies_of(present, at::kFloat);
     } else {
-      for (Tensor& grad : given) grad = grad.to(at::kFloat);
+      for (Tensor& grad : present) grad = grad.to(at::kFloat);
     }
-    auto next = given.begin();
+    auto next = present.begin();
     for (const Tensor& grad : grads) {
       widened.push_back(grad.defined() ? std::move(*next++) : Tensor());
     }
@@ -74,24 +74,26 @@ void lead_back(variable_list halves, const variable_list& weights) {
   torch::autograd::set_history(halves, node);
 }
 
-// Half copies of weights, each with an edge to the node that leads back to them; `apart`: to one of
-// its own.  The nodes run when they are ready.
-// Where this torch keeps nodes as this code knows it, the node is made here: `Function::apply`
-// keeps sizes of each tensor for the zeros of missing gradients, which are not wanted.
-// Both are parameters, so that a torch which keeps nodes otherwise does not compile the first part.
+// Half copies of weights, by one node that leads back to all weights, or with `own_nodes` by one for
+// each.  A node runs when it is ready.  If this torch keeps nodes as this code expects, the node is
+// made here: `Function::apply` keeps sizes for the zeros of missing gradients, which are not wanted.
+// `Target` and `Node` are parameters: else a torch that keeps nodes otherwise would compile the
+// first branch too.
 template <typename Target, typename Node>
-variable_list in_graph(const variable_list& weights, ScalarType dtype, bool apart) {
+variable_list in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
   variable_list halves;
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
     halves = copies_of(weights, dtype);
-    if (!apart) lead_back<Node>(halves, weights);
-    for (size_t i = 0; apart && i < weights.size(); ++i) lead_back<Node>({halves[i]}, {weights[i]});
-  } else if (!apart) {
+    if (!own_nodes) lead_back<Node>(halves, weights);
+    for (size_t i = 0; own_nodes && i < weights.size(); ++i) {
+      lead_back<Node>({halves[i]}, {weights[i]});
+    }
+  } else if (!own_nodes) {
     halves = CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
   } else {
     for (const Tensor& weight : weights) halves.push_back(weight.to(dtype));
   }
-  const size_t nodes = apart ? halves.size() : 1;
+  const size_t nodes = own_nodes ? halves.size() : 1;
   for (size_t i = 0; i < nodes; ++i) {
     if (const auto node = halves[i].grad_fn()) node->set_sequence_nr(kFirst);
   }
@@ -109,7 +111,7 @@ PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const variable_list weights = tensors_of(args[0]);
   const bool is_enabled = at::GradMode::is_enabled();
   const bool is_wanted = is_enabled &&
-      std::any_of(weights.begin(), weights.end(), [](const Tensor& one) { return one.requires_grad(); });
+      std::any_of(weights.begin(), weights.end(), [](const Tensor& weight) { return weight.requires_grad(); });
   variable_list halves;
   {
     pybind11::gil_scoped_release no_gil;
@@ -123,12 +125,12 @@ PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 bool has_hooks(PyObject* tensor) {
   const auto* variable = reinterpret_cast<THPVariable*>(tensor);
-  const auto holds = [](PyObject* hooks) {
+  const auto is_filled = [](PyObject* hooks) {
     const int answer = hooks == nullptr ? 0 : PyObject_IsTrue(hooks);
     if (answer < 0) throw python_error();
     return answer == 1;
   };
-  return holds(variable->backward_hooks) || holds(variable->post_accumulate_grad_hooks);
+  return is_filled(variable->backward_hooks) || is_filled(variable->post_accumulate_grad_hooks);
 }
 
 // are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
@@ -146,9 +148,9 @@ PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_FALSE;
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); ++i) {
-    PyObject* one = PyList_GET_ITEM(args[1], i);
-    if (!THPVariable_Check(one) || THPVariable_Unpack(one).requires_grad() != wanted ||
-        has_hooks(one)) {
+    PyObject* other = PyList_GET_ITEM(args[1], i);
+    if (!THPVariable_Check(other) || THPVariable_Unpack(other).requires_grad() != wanted ||
+        has_hooks(other)) {
       Py_RETURN_FALSE;
     }
   }
@@ -158,10 +160,10 @@ PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* observers = nullptr;
 
-// watch(list): the list of the observers of casts.
-PyObject* watch(PyObject*, PyObject* list) {
+// set_observers(list): the list of the observers of casts.
+PyObject* set_observers(PyObject*, PyObject* list) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(PyList_CheckExact(list), "watch(observers: list)");
+  TORCH_CHECK_TYPE(PyList_CheckExact(list), "set_observers(observers: list)");
   Py_INCREF(list);
   Py_XSETREF(observers, list);
   Py_RETURN_NONE;
@@ -178,30 +180,30 @@ bool are_lists(PyObject* const* args, Py_ssize_t count) {
 }
 
 // The item of a list at the index that a Python number gives; a borrowed reference.
-PyObject* chosen(PyObject* list, PyObject* number) {
+PyObject* item_at(PyObject* list, PyObject* number) {
   const Py_ssize_t index = PyLong_AsSsize_t(number);
   TORCH_CHECK_INDEX(index >= 0 && index < PyList_GET_SIZE(list), "no such index");
   return PyList_GET_ITEM(list, index);
 }
 
-// exchange_entries(tables, names, sources, new, old): entry i becomes new[sources[i]]; with `old`
-// only if all are old[sources[i]], which is returned.
-// In Python: `exchange` of `models/lent_places.py`.
+// exchange_entries(dicts, names, sources, new, old): dicts[i][names[i]] becomes new[sources[i]];
+// with `old` only if all entries are old[sources[i]].  Returns whether it was done.
+// In Python: `exchange` of `models/half_copy_slots.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
           (args[4] == Py_None || PyList_CheckExact(args[4])),
-      "exchange_entries(tables: list, names: list, sources: list, new: list, old: list | None)");
+      "exchange_entries(dicts: list, names: list, sources: list, new: list, old: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);
   for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
     PyObject* value =
         PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
     if (value == nullptr && PyErr_Occurred()) return nullptr;
-    if (value != chosen(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
+    if (value != item_at(args[4], PyList_GET_ITEM(args[2], i))) Py_RETURN_FALSE;
   }
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* value = chosen(args[3], PyList_GET_ITEM(args[2], i));
+    PyObject* value = item_at(args[3], PyList_GET_ITEM(args[2], i));
     if (PyDict_SetItem(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i), value) != 0) {
       return nullptr;
     }

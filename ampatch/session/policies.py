@@ -17,7 +17,7 @@ from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
 from ..casting.special_ops import record_attention
 from ..config.opt_levels import HALF_TYPES, Properties
-from ..models.managed_model import Places
+from ..models.managed_model import Slots
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
 from ..torch_private.probes import current_backward_pass
@@ -43,7 +43,7 @@ class Policies:
             allow_banned=properties.allow_banned,
             devices=devices_to_start_from(),
         )
-        self.mixed_dtypes = dataclasses.replace(self.tables, gate=has_mixed_dtypes)
+        self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
         for policy in (self.tables, self.mixed_dtypes):
             record_attention(policy, state)
         self.cache = self.tables.cache
@@ -78,22 +78,22 @@ class Policies:
 
 def outside_passes(policy: Policy) -> Policy:
     """This policy, except that nothing is cast in a backward pass: hooks compute there."""
-    gate = policy.gate
+    condition = policy.condition
 
     def is_outside(args: tuple, kwargs: dict) -> bool:
-        if gate is not None and not gate(args, kwargs):
+        if condition is not None and not condition(args, kwargs):
             return False
         return is_dynamo_compiling() or current_backward_pass() == -1
 
-    return dataclasses.replace(policy, gate=is_outside, in_forwards=policy)
+    return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited(policy: Policy, slot_maps: Sequence[Places]) -> Policy:
+def limited(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, gate=_touches(slot_maps))
+    return dataclasses.replace(policy, condition=_touches(slot_maps))
 
 
-def _touches(slot_maps: Sequence[Places]) -> Callable[[tuple, dict], bool]:
+def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
         for slots in slot_maps:
             slot = slots.get(id(tensor))

@@ -165,7 +165,7 @@ class Registry(Generic[Session]):
 
     def has_half_copy(self, parameter: Tensor) -> bool:
         """Whether forwards of a managed model have a half copy of this weight."""
-        return any(managed.lends(parameter) for managed in self.models())
+        return any(managed.has_half_copy(parameter) for managed in self.models())
 
     def restore_shared(self, model: nn.Module) -> None:
         """Before O2 manages a model: its weights that other models' O3 made half are FP32 again."""
@@ -173,7 +173,7 @@ class Registry(Generic[Session]):
         restored: set[int] = set()
         for managed in self.models():
             if managed.conversions.entries:
-                restored |= managed.give_back(own)
+                restored |= managed.restore_shared(own)
         for optimizer in self.optimizers() if restored else ():
             fit_state(optimizer.optimizer, restored)
 
@@ -219,16 +219,16 @@ class Registry(Generic[Session]):
         The session opened last decides whether every call of the process is cast.  If it has
         another scope, or casts nothing, only calls on half tensors and on parameters are cast.
         """
-        casting = [pair for pair in casting if pair[1].gate is not has_mixed_dtypes]
+        casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
             return None
         session, policy = casting[-1]
         newest = [each for each in self.sessions if each.properties.enabled and each.may_cast][-1]
         if session is newest and session.forwards is not None:
-            policy = dataclasses.replace(policy, gate=session.forwards.gate)
+            policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[each.model_entries for each, _ in casting])
-            policy = limited(policy, [each.places for each in models if each.policy is not None])
+            policy = limited(policy, [each.slots for each in models if each.policy is not None])
         return outside_passes(policy)
 
     def _overridden(self) -> dict[Any, bool]:

@@ -311,7 +311,7 @@ class Session:
         for entry in list(self.model_entries.values()):
             model = entry()
             if model is not None and model.frame is not None and not model.frame.is_in_place():
-                model.look_for_frame(
+                model.warn_of_lost_frame(
                     param for optimizer in managed for param in optimizer.parameters()
                 )
         if observers.all:

@@ -24,7 +24,7 @@ from ..interop import (
     torchscript,
 )
 from ..models import own_frame
-from ..models.lent_weights import note_values, parameter_behind
+from ..models.half_copy_swaps import parameter_behind, record_values
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import ready, skip_together
 from ..scaling.optimizer import ManagedOptimizer
@@ -124,7 +124,7 @@ class TorchTools:
             # running statistics are recorded when they are loaded
             *tensor_methods.loading(self._has_loaded),
             # copies, pickles and replicas of modules have frames of their own, or none
-            *own_frame.copies(),
+            *own_frame.copying_methods(),
             # module.to(dtype) is refused
             *module_dtype.replacements(self._model_with, self._is_relied_on),
         ]
@@ -142,7 +142,7 @@ class TorchTools:
         """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
         if parameter_behind(tensor) is not None:  # within the forward
             return True
-        return any(managed.came_with(tensor) for managed in self._members.models()) or any(
+        return any(managed.had_at_start(tensor) for managed in self._members.models()) or any(
             param is tensor
             for optimizer in self._members.optimizers()
             for param in optimizer.parameters()
@@ -155,7 +155,7 @@ class TorchTools:
             tensors = tensors + [weight for weight in behind if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
         for managed in self._members.models():
-            may_share |= managed.note_request(wanted)
+            may_share |= managed.record_request(wanted)
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
@@ -183,4 +183,4 @@ def _on_data_access(tensor: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         weight_cache.forget(tensor)
     elif here.stack:
-        note_values(tensor)
+        record_values(tensor)

@@ -83,7 +83,7 @@ class Kind:
     name: str = ""
     framework: str = ""  # it runs the loop, or its integration calls `initialize`
     places: tuple[str, ...] = ()  # the lines that entered torch.autocast
-    dtypes: tuple[str, ...] = ()  # the half types of these regions
+    dtypes: tuple[str, ...] = ()  # the half dtypes of these regions
     half_weights: tuple[str, ...] = ()  # trained at O0, which is then no FP32 baseline
 
     def __bool__(self) -> bool:

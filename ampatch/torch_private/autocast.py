@@ -26,7 +26,7 @@ def has_custom_fwd(context: object) -> bool:
 
 is_enabled = torch.is_autocast_enabled
 set_enabled = torch.set_autocast_enabled
-half_type = torch.get_autocast_dtype
+half_dtype = torch.get_autocast_dtype
 
 
 def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def call_with(device: str, half: torch.dtype, function: Callable, args: Any, kwa
 
     The cache is off: in a region it would outlive the call.
     """
-    before = is_enabled(device), half_type(device), torch.is_autocast_cache_enabled()
+    before = is_enabled(device), half_dtype(device), torch.is_autocast_cache_enabled()
     try:
         _set(device, True, half, False)
         return function(*args, **kwargs)

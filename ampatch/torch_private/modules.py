@@ -101,10 +101,10 @@ def exchange_parametrized(cache: dict) -> dict | None:
     return previous
 
 
-def part_table(module: nn.Module) -> dict[str, Any]:
-    """A module's table of submodules; empty where torch or TorchScript keeps them elsewhere."""
-    table = vars(module).get("_modules", {})
-    return table if isinstance(table, dict) else {}
+def submodule_dict(module: nn.Module) -> dict[str, Any]:
+    """A module's submodules by name; empty where torch or TorchScript keeps them elsewhere."""
+    submodules = vars(module).get("_modules", {})
+    return submodules if isinstance(submodules, dict) else {}
 
 
 REPLICA = "_is_replica"

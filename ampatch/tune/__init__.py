@@ -2,7 +2,7 @@
 
     ampatch tune train.py --opt-level O3 -- --epochs 2 --seed {seed}
 
-A run at O0 computes each module in the half type as well, on the same inputs, and says how far off
+A run at O0 computes each module in the half dtype as well, on the same inputs, and says how far off
 that is.  Then trials, judged as a sweep judges its rows, find the smallest set of modules (and of
 settings that are no module's: loss scale, the optimizer's eps, master weights) with which the level
 trains within the noise of O0.

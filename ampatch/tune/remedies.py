@@ -29,7 +29,7 @@ SETTINGS = {
 
 WHY = {
     "loss_scale": "the static loss scale, at which gradients overflow or become 0",
-    "eps": "the optimizer's eps, which is 0 in the half type of its weights",
+    "eps": "the optimizer's eps, which is 0 in the half dtype of its weights",
     "master_weights": "half weights, which lose updates that are small beside them",
 }
 """The cause that a setting removes."""

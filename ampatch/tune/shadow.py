@@ -1,4 +1,4 @@
-"""One call of a module, done again on a copy: in FP32 and in the half type, side by side.
+"""One call of a module, done again on a copy: in FP32 and in the half dtype, side by side.
 
 The copy is made before the call, with its inputs and the state of the random numbers; so it
 computes what the call computed, and the training goes on untouched.  The comparison itself is made
@@ -30,7 +30,7 @@ Casting = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class RefusedInHalf(Exception):
-    """A call that runs in FP32, a second time too, and not in the half type."""
+    """A call that runs in FP32, a second time too, and not in the half dtype."""
 
 
 @dataclass(frozen=True)

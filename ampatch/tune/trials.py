@@ -35,7 +35,7 @@ class Task:
 
     @property
     def dtype(self) -> str:
-        """The half type of the level."""
+        """The half dtype of the level."""
         return self.level.dtype or ""
 
     def sweep(

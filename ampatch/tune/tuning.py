@@ -173,7 +173,7 @@ class Tuning:
         return fine
 
     def _check_level(self, earlier: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        """Refuse to go on with a tuning of another level or half type, and with a sweep."""
+        """Refuse to go on with a tuning of another level or half dtype, and with a sweep."""
         before, now = (
             options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
             for options in (earlier, asked)

@@ -91,7 +91,7 @@ def test_the_verdict(metrics, higher, said):
 
 
 def test_a_run_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """A row for each level, half type and peer; the words are those of the page in docs/."""
+    """A row for each level, half dtype and peer; the words are those of the page in docs/."""
     out = tmp_path / "accuracy.md"
     arguments = ["--tasks", "diabetes", "--seeds", "1", "--steps", "2", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["run.py", "accuracy", *arguments])

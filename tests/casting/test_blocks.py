@@ -112,7 +112,7 @@ def test_a_block_left_in_another_thread_ends_nothing_there():
     step = suspended(ampatch.disable_casts)
     next(step)
     assert in_threads(lambda: (next(step, None), now())) == [(None, H)] and now() is FP32
-    STATE.end(frames()[-1])  # no other code can
+    STATE.exit(frames()[-1])  # no other code can
     assert now() is H
 
 
@@ -144,11 +144,11 @@ def test_casts_that_were_disabled_before_initialize_stay_disabled(scope, how):
     around = torch.autocast("cpu", enabled=False) if how == "in a region" else torch.enable_grad()
     with around:
         if how == "decorator":
-            found = block(train)()
+            dtypes = block(train)()
         else:
             with block:
-                found = train()
-    assert found == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
+                dtypes = train()
+    assert dtypes == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
 
 
 def test_a_block_of_precision_from_before_a_session_says_nothing_in_it():

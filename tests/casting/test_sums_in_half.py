@@ -48,8 +48,8 @@ def test_what_pytorch_adds_up_in_half_is_right(session, half):
     """Where only a gradient is wrong in half, a call without a graph is left as it is."""
     for with_graph in (True, False) if session == "O1" else (True,):
         with torch.set_grad_enabled(with_graph):
-            found = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
-        assert {name: error for name, error in found.items() if not error <= 1} == {}
+            errors = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
+        assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 
 def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
@@ -74,9 +74,9 @@ def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
             if any(error_of(case, half) > 1 for half in HALVES):
                 wrong_values.add(running)
     assert wrong == WRONG.keys()
-    for place, one in originals.items():
-        assert met.get(id(one), set()) & wrong, place
-        is_right = not met[id(one)] & wrong_values
+    for place, function in originals.items():
+        assert met.get(id(function), set()) & wrong, place
+        is_right = not met[id(function)] & wrong_values
         assert is_right is (PLACES[place] or place[1] in OUT_OF_BOUNDS | REFUSED), place
 
 
@@ -116,20 +116,12 @@ SPARED = {
     **of("reads and writes outside of memory for enlarged pivots or offsets", "lu_unpack"),
     **of("offsets that go back", "nn.functional.embedding_bag"),
     **of("results grow with the square of the elements", "combinations cartesian_prod block_diag"),
-    **of(
-        "leaves the range of a half type", "matrix_exp norm linalg.norm prod masked.var masked.std"
-    ),
-    **of(
-        "leaves the range of a half type", "nn.functional.normalize nn.functional.cosine_similarity"
-    ),
-    **of("leaves the range of a half type", "linalg.norm-subgradients_at_zero corrcoef"),
-    **of("leaves the range of a half type", "nn.functional.pairwise_distance"),
-    **of(
-        "leaves the range of a half type", f"{POLYGAMMAS} special.polygamma-special_polygamma_n_0"
-    ),
-    **of(
-        "leaves the range of a half type", " ".join(f"mvlgamma-mvlgamma_p_{n}" for n in (1, 3, 5))
-    ),
+    **of("leaves the range of half", "matrix_exp norm linalg.norm prod masked.var masked.std"),
+    **of("leaves the range of half", "nn.functional.normalize nn.functional.cosine_similarity"),
+    **of("leaves the range of half", "linalg.norm-subgradients_at_zero corrcoef"),
+    **of("leaves the range of half", "nn.functional.pairwise_distance"),
+    **of("leaves the range of half", f"{POLYGAMMAS} special.polygamma-special_polygamma_n_0"),
+    **of("leaves the range of half", " ".join(f"mvlgamma-mvlgamma_p_{n}" for n in (1, 3, 5))),
     **of("differences of near values", "cov trapz trapezoid nn.functional.poisson_nll_loss"),
     **of("the backward pass begins from a rounded result", "log_softmax masked.log_softmax"),
     **of("products, rounded, and then a softmax", "nn.functional.multi_head_attention_forward"),
@@ -167,7 +159,7 @@ def test_no_operator_adds_up_in_half(names, limit):
     for name in names:
         call = CALLS[name][0]
         for sample in samples(OPS[name], torch.float32, limit):
-            for large in filter(lambda one: is_small(call, one), enlarged(sample)):
+            for large in filter(lambda candidate: is_small(call, candidate), enlarged(sample)):
                 for half in HALVES:
                     error = tried(call, large, half)
                     if error is not None and not error <= 1:
@@ -258,7 +250,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])
-@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda norm: norm.__name__)
 def test_norms_with_the_models_own_half_weights(norm, with_statistics):
     """Whatever is added to the inputs of a norm over the batch has no gradient."""
     gradients, values = {}, {}

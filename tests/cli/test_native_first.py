@@ -65,7 +65,7 @@ def test_a_long_compilation_gives_signs_of_life(command, built, monkeypatch, cap
 @pytest.mark.parametrize(
     "status, lacks",
     [
-        (native.Status(True, "in force"), None),
+        (native.Status(True, "active"), None),
         (native.Status(False, "off (AMPATCH_NATIVE=0)"), None),
         (native.Status(False, "x does not load", is_fault=True), None),
         (TO_BUILD, "there is no C++ compiler 'c++'."),
@@ -141,7 +141,7 @@ import ampatch
 import torch
 from ampatch import native
 ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O0")
-print(native.status().in_force, sys.argv[1:])
+print(native.status().active, sys.argv[1:])
 """
 
 

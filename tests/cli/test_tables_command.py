@@ -63,7 +63,7 @@ def test_text_and_json_hold_every_row(here):
 
 
 def test_what_is_patched_beside_the_tables_is_named():
-    patched = {(where, name) for where, name, _ in special_ops.module_parts(CastState())}
+    patched = {(where, name) for where, name, _ in special_ops.of_modules(CastState())}
     by_another_name = ("torch.utils.checkpoint", "checkpoint")  # what it calls is patched
     assert set(content.PARTS) == patched | {by_another_name}
 
@@ -111,7 +111,7 @@ def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, here):
 
 
 def mixtures(where: str, name: str) -> dict:
-    """Arguments of the active half type with FP32 in turns, and with the other half type."""
+    """Arguments of the active half dtype with FP32 in turns, and with the other half dtype."""
     leaves, spec = tree_flatten(sample(where, name))
     floating = [
         index

@@ -1,4 +1,4 @@
-"""The examples train, at every opt level and in both half types.
+"""The examples train, at every opt level and in both half dtypes.
 
 They run in this process, one after the other, under an observer: starting one takes longer than its
 training here.  A sweep starts them as a user does, in the tests of their seeds and of the README.

@@ -69,21 +69,21 @@ def test_weights_given_in_half_train_as_they_are_and_that_is_said(level, half, c
     model = in_half(half)
     frozen = model[3].bias.requires_grad_(False)
     optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1), copy.deepcopy(model).float()
-    before, given = values(model.parameters()), list(model.parameters())
+    before, params = values(model.parameters()), list(model.parameters())
     ampatch.initialize(model, optimizer, opt_level=level, dtype=half, init_scale=256.0)
     said = [r.getMessage() for r in caplog.records if "given in half" in r.getMessage()]
     (message,) = said
     assert "0.weight, 0.bias, 3.weight." in message and "model.float() before" in message
     train(model, optimizer, plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
     ours = list(ampatch.master_params(optimizer))
-    assert all(one is other for one, other in zip(ours, given, strict=True))
-    assert [p.dtype for p in given] == [half, half, torch.float32, torch.float32, half, half]
-    for one, expected, start in zip(given, plain.parameters(), before, strict=True):
-        assert one is frozen or not torch.equal(one, start)
-        torch.testing.assert_close(one.float(), expected, atol=0.02, rtol=0.02)
+    assert all(param is other for param, other in zip(ours, params, strict=True))
+    assert [p.dtype for p in params] == [half, half, torch.float32, torch.float32, half, half]
+    for param, expected, start in zip(params, plain.parameters(), before, strict=True):
+        assert param is frozen or not torch.equal(param, start)
+        torch.testing.assert_close(param.float(), expected, atol=0.02, rtol=0.02)
     assert torch.equal(frozen, before[-1])
     ampatch.deactivate()
-    assert [p.dtype for p in given] == [p.dtype for p in before]
+    assert [p.dtype for p in params] == [p.dtype for p in before]
 
 
 @pytest.mark.parametrize("level, verbosity, trains", [("O1", 0, True), ("O2", 1, False)])
@@ -122,14 +122,14 @@ def test_lora_trains_float_adapters_beside_a_frozen_half_base(level, everything_
     model, plain = lora(BF16, torch.float32), lora(BF16, torch.float32).float()
     trainable = [param for param in model.parameters() if param.requires_grad]
     frozen = [param for param in model.parameters() if not param.requires_grad]
-    given = list(model.parameters()) if everything_in_the_optimizer else trainable
-    optimizer = torch.optim.Adam(given, lr=1e-3)
+    params = list(model.parameters()) if everything_in_the_optimizer else trainable
+    optimizer = torch.optim.Adam(params, lr=1e-3)
     reference = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=1e-3)
     before, places = values(frozen), [param.data_ptr() for param in frozen]
     ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
     train(model, optimizer, plain, reference, 8)
     held = list(ampatch.master_params(optimizer))
-    assert all(one is other for one, other in zip(held, given, strict=True))
+    assert all(a is b for a, b in zip(held, params, strict=True))
     assert {param.dtype for param in trainable} == {torch.float32}
     assert {param.dtype for param in frozen} == {BF16}
     assert all(map(torch.equal, before, frozen)) and places == [p.data_ptr() for p in frozen]
@@ -201,8 +201,8 @@ def test_weights_of_rnns_are_in_one_piece_on_cuda(kind, opt_level):
         step(model(x).float().square().mean(), optimizer)
     expected = model(x)
     ampatch.deactivate()
-    found = model(x.to(model.head.weight.dtype))
-    assert torch.allclose(found.float(), expected.float(), atol=0.01)
+    output = model(x.to(model.head.weight.dtype))
+    assert torch.allclose(output.float(), expected.float(), atol=0.01)
 
 
 # Lazy modules, shared memory, distributed state

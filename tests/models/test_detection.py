@@ -48,8 +48,8 @@ def of_regions(kind, **heads):
 
 
 def one_stage(kind):
-    one = AnchorGenerator(((8,),), ((1.0,),))
-    return kind(Backbone(), num_classes=2, anchor_generator=one, score_thresh=0.0, **SIZE)
+    anchors = AnchorGenerator(((8,),), ((1.0,),))
+    return kind(Backbone(), num_classes=2, anchor_generator=anchors, score_thresh=0.0, **SIZE)
 
 
 def ssd():
@@ -91,11 +91,11 @@ def ran(detector, level):
         around = lambda: torch.autocast("cpu", H)  # noqa: E731
     elif automatic is None:
         ampatch.initialize(model, optimizer, opt_level=level, dtype=H, verbosity=0)
-    losses, given = [], targets()
+    losses, labels = [], targets()
     for step in range(2):
         torch.manual_seed(step)  # regions are sampled
         with around():
-            loss = sum(model(IMAGES, given).values())
+            loss = sum(model(IMAGES, labels).values())
         optimizer.zero_grad()
         if level in ("autocast", "auto"):
             loss.backward()
@@ -104,11 +104,11 @@ def ran(detector, level):
                 scaled_loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(given, targets()))
+    assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(labels, targets()))
     with torch.no_grad(), around():
-        found = model.eval()(IMAGES)
+        detections = model.eval()(IMAGES)
     ampatch.deactivate()
-    return losses, [one["scores"].float() for one in found]
+    return losses, [detection["scores"].float() for detection in detections]
 
 
 @functools.cache
@@ -120,9 +120,9 @@ def under_autocast(detector):
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_a_detector_trains_and_detects_as_under_autocast(detector, level):
     losses, scores = under_autocast(detector)
-    found, scores_found = ran(detector, level)
-    assert found == pytest.approx(losses, rel=0.1)
-    for expected, one in zip(scores, scores_found, strict=True):
-        assert abs(len(expected) - len(one)) <= 0.3 * len(expected) + 2
-        if len(expected) and len(one):
-            assert one.max().item() == pytest.approx(expected.max().item(), abs=0.05)
+    actual, scores_found = ran(detector, level)
+    assert actual == pytest.approx(losses, rel=0.1)
+    for expected, actual_scores in zip(scores, scores_found, strict=True):
+        assert abs(len(expected) - len(actual_scores)) <= 0.3 * len(expected) + 2
+        if len(expected) and len(actual_scores):
+            assert actual_scores.max().item() == pytest.approx(expected.max().item(), abs=0.05)

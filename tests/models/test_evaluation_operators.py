@@ -76,11 +76,11 @@ def table_of(model):
 def test_evaluation_has_no_product_that_fp32_has_not_and_copies_no_table(name, level, half):
     expected = watched(made(name), is_training=False)
     task = made(name, level, half)
-    found = watched(task, is_training=False)
-    assert found.products <= expected.products
+    seen = watched(task, is_training=False)
+    assert seen.products <= expected.products
     table = table_of(task.modules[0])
     if table and "tied" not in name:
-        assert found.largest < table
+        assert seen.largest < table
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -73,8 +73,8 @@ def test_one_tensor_is_cast_once(level, half):
     model(x, x, {"again": x}, [x])
     first, second, inside, listed = model.seen
     assert first is second is inside["again"] is listed[0] and first.dtype is half
-    one, other = ampatch.initialize(Twice(), opt_level=level, dtype=half, verbosity=0)(x)
-    assert one is other and one.dtype is torch.float32
+    first, second = ampatch.initialize(Twice(), opt_level=level, dtype=half, verbosity=0)(x)
+    assert first is second and first.dtype is torch.float32
 
 
 class Twice(nn.Linear):
@@ -112,10 +112,10 @@ def test_what_is_written_into_an_input_is_in_the_graph(level, needs):
 
     plain = gradients(Doubling())
     model = ampatch.initialize(Doubling(), opt_level=level, dtype="bfloat16", verbosity=0)
-    for one, other in zip(gradients(model), plain, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.02)
+    for grad, expected in zip(gradients(model), plain, strict=True):
+        assert (grad is None) == (expected is None)
+        if grad is not None:
+            torch.testing.assert_close(grad.float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -180,7 +180,7 @@ def test_annotations_stay_fp32(level, kind):
             self.layer = nn.Linear(4, 4)
 
         def forward(self, images, targets, crops):
-            seen.extend([images[0].dtype, *(one["boxes"] for one in targets), crops[0]["x"].dtype])
+            seen.extend([images[0].dtype, *(t["boxes"] for t in targets), crops[0]["x"].dtype])
             return self.layer(images[0]) + targets[0]["boxes"]
 
     model = Detector()

@@ -78,13 +78,13 @@ class Echo(nn.Module):
 def test_inputs_and_outputs_keep_their_containers(container, level, half):
     model = start(Echo(), level, half)
     make, x = CONTAINERS[container], torch.tensor([1.5, 2.5])
-    given, extra = make(x), make(x * 2)
-    output = model(given, extra=extra)
-    for found, expected in (
+    argument, extra = make(x), make(x * 2)
+    output = model(argument, extra=extra)
+    for value, expected in (
         *((model.seen[0], make(x.to(half))), (model.seen[1], make(x.to(half) * 2))),
-        *((output, make(x)), (given, make(x))),  # the caller's own is left alone
+        *((output, make(x)), (argument, make(x))),  # the caller's own is left alone
     ):
-        assert type(found) is type(expected) and repr(found) == repr(expected)
+        assert type(value) is type(expected) and repr(value) == repr(expected)
     if isinstance(output, Output):
         assert output.x is output["x"] and output.note == "n"
 
@@ -115,8 +115,8 @@ def test_inputs_that_half_cannot_hold_count_and_that_is_said(level, by, half, ca
     if by == "later":
         model(x, torch.zeros(5, 3))
     for _ in range(2):
-        found = model(x, big=big) if by == "keyword" else model(x, big)
-        torch.testing.assert_close(found, plain(x, big), rtol=0.05, atol=0.05)
+        result = model(x, big=big) if by == "keyword" else model(x, big)
+        torch.testing.assert_close(result, plain(x, big), rtol=0.05, atol=0.05)
     said = [record.getMessage() for record in caplog.records if "cannot" in record.getMessage()]
     assert len(said) == 1 and "Made" in said[0] and "(5, 3)" in said[0]
 
@@ -124,19 +124,19 @@ def test_inputs_that_half_cannot_hold_count_and_that_is_said(level, by, half, ca
 @LEVELS
 def test_infinite_inputs_stay_infinite(level, half):
     model = start(Echo(), level, half)
-    given = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.5])
-    output = model(given)
-    assert model.seen[0].dtype is half and str(output.tolist()) == str(given.tolist())
+    numbers = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.5])
+    output = model(numbers)
+    assert model.seen[0].dtype is half and str(output.tolist()) == str(numbers.tolist())
 
 
 def test_without_a_look_float16_inputs_are_clamped():
     """As in a compiled, traced or captured forward; infinite ones are not."""
-    from ampatch.models.io_casting import Given, ModelInputs
+    from ampatch.models.io_casting import InputCasts, ModelInputs
 
     inputs = ModelInputs("M", torch.float16, lambda: None)
-    given = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
-    traced = make_fx(lambda x: inputs.take((x,), {}, Given())[0][0])(torch.ones(5))
-    assert traced(given).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
+    numbers = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
+    traced = make_fx(lambda x: inputs.cast((x,), {}, InputCasts())[0][0])(torch.ones(5))
+    assert traced(numbers).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]
 
 
 # What the forward writes
@@ -148,8 +148,8 @@ class Writes(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
         self.write = write
 
-    def forward(self, given, *, extra=None):
-        self.write(given if extra is None else extra)
+    def forward(self, inputs, *, extra=None):
+        self.write(inputs if extra is None else extra)
         return self.weight * 1
 
 
@@ -157,19 +157,19 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_the_caller_sees_what_the_forward_writes_into_its_containers(level, keyword, kind):
-    def write(given):
-        del given["n"]
-        given["deep"][0]["new"] = 5
-        given["deep"].append(given["x"])
-        given.update(x=given["x"].float() * 0 + 4.0, y=given["x"], z="text")
+    def write(inputs):
+        del inputs["n"]
+        inputs["deep"][0]["new"] = 5
+        inputs["deep"].append(inputs["x"])
+        inputs.update(x=inputs["x"].float() * 0 + 4.0, y=inputs["x"], z="text")
 
     def call(model):
         x = torch.tensor([1 / 3, 2.5])
-        given = kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
-        deep = given["deep"]
-        model(None, extra=given) if keyword else model(given)
-        assert given["deep"] is deep and given["y"] is x  # the caller's own, not our cast of it
-        return given
+        inputs = kind(x=x, n=3, deep=[{"a": x.clone()}, 1])
+        deep = inputs["deep"]
+        model(None, extra=inputs) if keyword else model(inputs)
+        assert inputs["deep"] is deep and inputs["y"] is x  # the caller's own, not our cast of it
+        return inputs
 
     assert repr(call(start(Writes(write), level))) == repr(call(Writes(write)))
 
@@ -178,17 +178,17 @@ def test_the_caller_sees_what_the_forward_writes_into_its_containers(level, keyw
 def test_the_forward_gets_the_callers_own_container_where_nothing_is_cast(level):
     model = start(Echo(), level)
     others = [torch.ones(1).to(dtype) for dtype in (torch.float64, torch.bool, torch.complex64)]
-    for given in ({}, {"n": torch.arange(3)}, [], others):
-        assert model(given) is given and model.seen[0] is given
+    for inputs in ({}, {"n": torch.arange(3)}, [], others):
+        assert model(inputs) is inputs and model.seen[0] is inputs
 
 
 @LEVELS
 def test_the_caller_sees_what_the_forward_writes_into_tensors(level, half):
     """Elements that it left alone keep their FP32 values."""
 
-    def write(given):
-        given["x"][0] = 7.0
-        return given["x"]
+    def write(inputs):
+        inputs["x"][0] = 7.0
+        return inputs["x"]
 
     x = torch.tensor([1 / 3, 1 / 7])
     start(Writes(write), level, half)({"x": x})
@@ -219,11 +219,11 @@ def test_inference_tensors_are_inputs(level, grad, half):
 
 
 def test_a_forward_that_raises_leaves_nothing_behind():
-    model = start(Writes(lambda given: given["missing"]), "O2")
-    given = torch.ones(2)
-    reference = weakref.ref(given)
+    model = start(Writes(lambda inputs: inputs["missing"]), "O2")
+    tensor = torch.ones(2)
+    reference = weakref.ref(tensor)
     with pytest.raises(KeyError):
-        model({"x": given})
-    del given
+        model({"x": tensor})
+    del tensor
     gc.collect()
     assert reference() is None

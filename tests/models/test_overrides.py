@@ -87,7 +87,7 @@ def test_overrides_of_half_models(level, name, is_float):
         part.__class__ = type("Seen", (nn.Linear,), {"forward": seeing(seen)})
     start(model, level, {name: "float"})
     assert model(X).dtype is torch.float32
-    assert seen == [(torch.float32 if one else H,) * 2 for one in is_float]
+    assert seen == [(torch.float32 if stays else H,) * 2 for stays in is_float]
     outside = [part.weight.dtype is torch.float32 for part in model.body.values()]
     assert outside == ([True, True] if level == "O2" else is_float)
     assert model.dtypes == [H, H, H]
@@ -175,15 +175,16 @@ def test_functions_at_o2_beside_a_session_at_o1():
 
 def test_an_override_at_o1_is_that_of_its_session_and_ends_with_it():
     """It wins over the rows of what the function calls: F.softmax calls Tensor.softmax."""
-    one, two = Net(), Net()
-    start(one, "O1", None)
-    start(two, "O1", {F.linear: "float", F.softmax: "half"})  # F.linear is a replacement by now
-    one(X), two(X)
-    assert one.dtypes == [H, H, torch.float32] and two.dtypes == [torch.float32, torch.float32, H]
-    ampatch.initialize(two, opt_level="O0", verbosity=0)
-    start(two, "O1", None)
-    two(X)
-    assert two.dtypes == one.dtypes
+    first, second = Net(), Net()
+    start(first, "O1", None)
+    start(second, "O1", {F.linear: "float", F.softmax: "half"})  # F.linear is a replacement by now
+    first(X), second(X)
+    assert first.dtypes == [H, H, torch.float32]
+    assert second.dtypes == [torch.float32, torch.float32, H]
+    ampatch.initialize(second, opt_level="O0", verbosity=0)
+    start(second, "O1", None)
+    second(X)
+    assert second.dtypes == first.dtypes
 
 
 def test_a_half_models_override_ends_with_its_session():
@@ -229,10 +230,10 @@ def test_they_do_nothing_at_o0(caplog):
     assert "overrides=... has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{}, {"master_weights": False}], ids=["lent", "converted"])
+@pytest.mark.parametrize("settings", [{}, {"master_weights": False}], ids=["copies", "converted"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_a_norm_in_half_at_o2(settings, norm):
-    """Beside lent copies it takes half inputs and keeps FP32 weights, as its statistics are."""
+    """Beside half copies it takes half inputs and keeps FP32 weights, as its statistics are."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, affine=True, track_running_stats=True))
     plain, seen = copy.deepcopy(model), []
@@ -315,9 +316,9 @@ def nested(level: str, overrides: dict, **attributes) -> tuple[nn.Module, list[t
     return start(model, level, overrides, dtype=torch.float16), expected
 
 
-def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=0.02, atol=0.01)
+def assert_alike(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for tensor, reference in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.float(), reference, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -383,8 +384,8 @@ def test_a_half_part_of_a_float_part_that_is_called_from_outside(level):
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-        def forward(self, x, given):
-            given.add_(1)
+        def forward(self, x, buffer):
+            buffer.add_(1)
             self.seen = x
             return self.inner(x)
 
@@ -401,7 +402,7 @@ def test_a_half_part_of_a_float_part_that_is_called_from_outside(level):
     ampatch.initialize(model, opt_level=level, dtype=H, overrides=overrides, verbosity=0)
     x = torch.rand(3, 4)
     for _ in range(2):
-        given = torch.zeros(4)
-        model.encoder(x, given)
-        assert torch.equal(model.encoder.seen, x) and given.eq(1).all()
+        buffer = torch.zeros(4)
+        model.encoder(x, buffer)
+        assert torch.equal(model.encoder.seen, x) and buffer.eq(1).all()
         model(x)

@@ -196,8 +196,9 @@ def test_a_forward_that_calls_the_earlier_one_is_not_reported(level, caplog):
     model, optimizer = start(level, verbosity=1)
     other = Net()
     ampatch.add_models(other)
-    for one in (model, other):
-        one.forward = types.MethodType(lambda self, x, earlier=one.forward: earlier(x) * 1, one)
+    for module in (model, other):
+        forward = lambda self, x, earlier=module.forward: earlier(x) * 1  # noqa: E731
+        module.forward = types.MethodType(forward, module)
     for _ in range(3):
         block(model, optimizer)  # the other one is not called
     model(X), other(X)
@@ -257,7 +258,7 @@ def copied_without_memo(model):
     class Copied(type(model)):
         def __deepcopy__(self, memo):
             twin = type(self).__new__(type(self))
-            vars(twin).update({name: copy.deepcopy(one) for name, one in vars(self).items()})
+            vars(twin).update({name: copy.deepcopy(value) for name, value in vars(self).items()})
             return twin
 
     model.__class__ = Copied
@@ -454,8 +455,8 @@ def test_a_compiled_submodule_whose_forward_the_script_wraps(how):
             )
             call = torch.compile(lambda x, model=model: model(x), backend="eager")
         results.append([call(X) if how == "caller" else model(X) for _ in range(2)] + [part(X)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other) and one.dtype is other.dtype
+    for output, expected in zip(*results, strict=True):
+        assert torch.equal(output, expected) and output.dtype is expected.dtype
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

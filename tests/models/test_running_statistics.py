@@ -104,9 +104,9 @@ def test_after_an_overflow_in_the_forward_evaluation_is_that_of_fp32(level, kind
         plain(batch(number)).square().mean().backward()
         other.step()
     assert ampatch.step_counts(optimizer).skipped == 2
-    found, alike, expected = (one.eval()(batch(7)).float() for one in (model, healthy, plain))
-    assert torch.equal(found, alike)
-    torch.testing.assert_close(found, expected, atol=0.1, rtol=0)
+    output, alike, expected = (net.eval()(batch(7)).float() for net in (model, healthy, plain))
+    assert torch.equal(output, alike)
+    torch.testing.assert_close(output, expected, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -236,8 +236,8 @@ def test_a_move_for_which_torch_makes_new_parameters_is_refused(opt_level):
     before = list(model.parameters())
     with pytest.raises(ampatch.AmpatchError, match=r"from cpu to meta.*Net.*before ampatch.init"):
         model.to("meta")
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    assert not any(one.is_meta for one in before)
+    assert all(param is other for param, other in zip(before, model.parameters(), strict=True))
+    assert not any(param.is_meta for param in before)
     with swapping(True):  # the very parameters move
         model.to("meta")
     assert before[0].is_meta and optimizer.param_groups[0]["params"][0] is before[0]

@@ -68,7 +68,7 @@ def test_a_build_that_matches_is_in_force(native_cache):
     assert done.returncode == 0, done.stderr
     already, status = done.stdout.splitlines()
     assert already.startswith("There is a build already: ")
-    assert status.startswith(f"Native part: in force ({native_cache}")
+    assert status.startswith(f"Native part: active ({native_cache}")
 
 
 def test_a_program_is_compared_to_the_bit(same_bits_with_native):
@@ -78,13 +78,11 @@ def test_a_program_is_compared_to_the_bit(same_bits_with_native):
     """
     assert same_bits_with_native(program)["list"][1] == 1.5
     with pytest.raises(AssertionError, match="other bits"):
-        same_bits_with_native(
-            "torch.save([0.0 if native.status().in_force else -0.0], sys.argv[1])"
-        )
+        same_bits_with_native("torch.save([0.0 if native.status().active else -0.0], sys.argv[1])")
 
 
 STATES = [
-    native.Status(True, "in force (/cache/file.so)"),
+    native.Status(True, "active (/cache/file.so)"),
     native.Status(False, "off (AMPATCH_NATIVE=0)"),
 ]
 

@@ -225,11 +225,11 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
 def test_entries_are_exchanged_all_or_none(same_bits_with_native):
     found = same_bits_with_native(
         """
-        from ampatch.models import lent_places
+        from ampatch.models import half_copy_slots
         found = {}
         for name, second in (("other", {"a": 3}), ("gone", {}), ("same", {"a": 2})):
             tables = [{"a": 1}, second]
-            done = lent_places.exchange(tables, ["a", "a"], [0, 1], [4, 5], [1, 2])
+            done = half_copy_slots.exchange(tables, ["a", "a"], [0, 1], [4, 5], [1, 2])
             found[name] = [done, tables]
         torch.save(found, sys.argv[1])
         """

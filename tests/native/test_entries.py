@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ampatch
 from ampatch import native
-from ampatch.models import lent_places
+from ampatch.models import half_copy_slots
 from ampatch.native import loading
 
 A, B, C = object(), object(), object()
@@ -22,13 +22,13 @@ A, B, C = object(), object(), object()
 def test_one_tensor_goes_to_several_places():
     tables = [{"a": A, "b": B}, {"a": A}]
     every = [tables[0], tables[0], tables[1]], ["a", "b", "a"], [1, 0, 1]
-    assert lent_places.exchange(*every, [B, C], None)
+    assert half_copy_slots.exchange(*every, [B, C], None)
     assert tables == [{"a": C, "b": B}, {"a": C}]
     assert list(tables[0]) == ["a", "b"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-@pytest.mark.skipif(native.part is None, reason="the native part is not in force")
+@pytest.mark.skipif(native.part is None, reason="the native part is not active")
 def test_small_inputs_within_the_limit_are_cast_in_one_call():
     def copy_of(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor | None:
         return native.part.fitting_copy(tensor, dtype, 256.0)
@@ -70,4 +70,4 @@ def test_twins_in_python_and_cpp_name_each_other():
             in_cpp.add((path, function, header, name))
     assert in_python == in_cpp
     exported = set(re.findall(r'^    {"(\w+)"', sources["native.cpp"], re.MULTILINE))
-    assert exported - {name for *_, name in in_cpp} == {"watch"}  # it takes a list of observers
+    assert exported - {name for *_, name in in_cpp} == {"set_observers"}

@@ -28,7 +28,7 @@ def load(caplog) -> tuple[loading.Status, list[str]]:
     """The status, nothing being loaded, and the lines in the log."""
     with caplog.at_level(logging.INFO, logger="ampatch"):
         part, status = loading.load()
-    assert part is None and not status.in_force
+    assert part is None and not status.active
     assert all(record.levelno == logging.WARNING for record in caplog.records)
     return status, caplog.messages
 
@@ -151,7 +151,7 @@ def test_initialize_says_once_what_a_build_would_give(advice):
     "compiler, status",
     [
         ("no-such-compiler", native.Status(False, "not built", is_to_build=True)),
-        ("c++", native.Status(True, "in force")),
+        ("c++", native.Status(True, "active")),
         ("c++", native.Status(False, "off (AMPATCH_NATIVE=0)")),
     ],
 )
@@ -172,8 +172,8 @@ def test_import_loads_a_build_that_matches_and_nothing_that_only_a_build_needs(n
     """
     for asked in ("", "0"):
         done = run_native(program, native=asked, cache=native_cache)
-        in_force = f"set() True in force ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}_amp"
-        expected = "set() False off (AMPATCH_NATIVE=0)" if asked else in_force
+        active = f"set() True active ({native_cache}{os.sep}ampatch{os.sep}native{os.sep}_amp"
+        expected = "set() False off (AMPATCH_NATIVE=0)" if asked else active
         assert done.stdout.startswith(expected)
         assert done.stderr == "" and done.returncode == 0
 
@@ -218,4 +218,4 @@ def test_import_within_modes_and_transforms(native_cache, imported_within):
 
 @pytest.mark.skipif(os.environ.get("AMPATCH_NATIVE") != "1", reason="AMPATCH_NATIVE is not 1")
 def test_a_run_of_the_tests_that_asks_for_it_has_it():
-    assert native.status().in_force, native.status()
+    assert native.status().active, native.status()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampatch import native
 from ampatch.scaling import unscaling
 
-pytestmark = pytest.mark.skipif(native.part is None, reason="the native part is not in force")
+pytestmark = pytest.mark.skipif(native.part is None, reason="the native part is not active")
 
 ODD = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, 1e-40, 3.4e38, 6e-8, 65520.0, 1.00390625]
 SHAPES = [(), (0,), (1,), (3, 5), (64,), (65,), (70, 70), (2, 3, 4, 5), (300, 300)]

@@ -11,7 +11,7 @@ import ampatch
 
 
 def test_a_new_process_goes_on_bit_for_bit(tmp_path):
-    """All levels and half types, optimizers of each kind; loaded in any order."""
+    """All levels and half dtypes, optimizers of each kind; loaded in any order."""
     save_all(tmp_path)
     done = python(HELPERS / "resuming.py", tmp_path)
     assert done.returncode == 0, done.stderr

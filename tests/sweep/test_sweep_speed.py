@@ -294,8 +294,8 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
 @pytest.mark.parametrize(
     "found, said",
     [
-        ([True, True], "in force"),
-        ([False], "not in force"),
+        ([True, True], "active"),
+        ([False], "not active"),
         ([True, False], "in some runs: compare no speed of theirs with one of the others"),
         ([None], None),  # as an older ampatch wrote it
     ],
@@ -304,8 +304,8 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, found, said):
     """As the trials found it: a cluster's machines may have no build."""
     monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0, 0))
     runs = []
-    for in_force in found:
-        status = native.Status(in_force, "")
+    for active in found:
+        status = native.Status(active, "")
         monkeypatch.setattr(native, "status", lambda status=status: status)
         state = machine.state_of_the_machine()
         assert (state["load_at_start"], state["threads"]) == (2.5, torch.get_num_threads())

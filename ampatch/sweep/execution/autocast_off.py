@@ -32,7 +32,7 @@ class AutocastOff:
     """Switches torch.autocast off, from `install` to the end of the process.
 
     `lines` are the lines of the script that entered regions, each once, and `dtypes` the half
-    types of these regions.
+    dtypes of these regions.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class AutocastOff:
         return set_autocast_enabled
 
     def note(self, half: str, frame: Any) -> None:
-        """What the script asked for at `frame`: torch.autocast in a half type."""
+        """What the script asked for at `frame`: torch.autocast in a half dtype."""
         self.dtypes += [half] if half not in self.dtypes else []
         line = own_line(frame) or "a library"
         if line not in self.lines and len(self.lines) < MOST_LINES:

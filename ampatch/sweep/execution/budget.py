@@ -1,7 +1,7 @@
 """How much of a sweep fits its budget: what trials will take, and the largest plan that fits.
 
 The first whole run of O0 says how long a process, a step and a run take.  Another row is taken to
-need O0's time, longer by the measured speed of its half type, until runs in it have shown theirs.
+need O0's time, longer by the measured speed of its half dtype, until runs in it have shown theirs.
 With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
 from the records: a resumed sweep comes to the same plan.
 `plans` has what is given up, in its order.
@@ -102,7 +102,7 @@ class Facts:
     short: int  # steps of a timed run
     step: Mapping[Case, float]  # for rows that have run
     whole: Mapping[Case, float]  # a whole run of these
-    lowest: Mapping[str, float]  # speed of each half type relative to FP32
+    lowest: Mapping[str, float]  # speed of each half dtype relative to FP32
     failed: Sequence[Run]  # others of their rows may not be due
 
     @classmethod

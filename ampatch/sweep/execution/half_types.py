@@ -1,4 +1,4 @@
-"""What a sweep asks of the half types before its first trial: which are fast here, and how fast."""
+"""Which half dtypes are fast here, and how fast: measured before the first trial of a sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(json.dumps(dataclasses.asdict(half_types())))
 
 
 def measured() -> HalfTypes:
-    """The fast half types, or `NONE_IS_FAST`, and the speeds of all; takes a few seconds.
+    """The fast half dtypes, or `NONE_IS_FAST`, and the speeds of all; takes a few seconds.
 
     Raises `ValueError` if an accelerator does not answer.
     """
@@ -36,7 +36,7 @@ def _of_accelerator() -> HalfTypes:
     if answer.returncode:
         reason = answer.stderr.strip().rpartition("\n")[2]
         raise ValueError(
-            f"The half types could not be timed on the device ({accelerator()}): {reason}. Name "
+            f"The half dtypes could not be timed on the device ({accelerator()}): {reason}. Name "
             "those that you want with --dtypes, such as --dtypes bfloat16, and give --seeds."
         )
     return HalfTypes(**json.loads(answer.stdout))

@@ -112,7 +112,7 @@ class Plan:
         return Amounts(min(self.wish.seeds, TESTED), self.wish.rounds, all_rows=False)
 
     def speeds_in_words(self) -> str:
-        """How fast the half types of the rows are here; "" where that was not measured."""
+        """How fast the half dtypes of the rows are here; "" where that was not measured."""
         lowest, highest = self._half.lowest, self._half.highest
         used = {name for case in self.cases for name in (case.dtype or "").split("+")}
         names = [name for name in lowest if name in used]

@@ -46,7 +46,7 @@ def state_of_the_machine() -> dict[str, Any]:
     """What timings depend on, for the record of a run: native part, load, threads."""
     return {
         "began": time.time(),  # seconds
-        "native": native.status().in_force,
+        "native": native.status().active,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),

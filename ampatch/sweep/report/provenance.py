@@ -60,7 +60,7 @@ def machine_state(runs: Sequence[Run]) -> dict[str, str]:
     state = {"threads": f"{_range(states, 'threads')} on {cores} cores", "load average": loads}
     native = {state["native"] for state in states if state.get("native") is not None}
     if native:
-        state["native part"] = "in force" if native == {True} else "not in force"
+        state["native part"] = "active" if native == {True} else "not active"
     if len(native) > 1:
         said = "in some runs: compare no speed of theirs with one of the others"
         state["native part"] = said

@@ -39,7 +39,7 @@ def is_float(model):
     return True
 
 
-def test_parameters_and_parts_that_come_later_are_lent():
+def test_parameters_and_submodules_that_come_later_get_half_copies():
     """Put in between forwards, by a forward, or by a parametrization."""
     model, _ = start()
     model(inputs())
@@ -55,10 +55,10 @@ def test_parameters_and_parts_that_come_later_are_lent():
     model(inputs())
     assert set(seen) == {HALF} and model.first.bias is new and is_float(model)
     torch.nn.utils.parametrizations.spectral_norm(model.second[0])
-    found = model(inputs())
+    output = model(inputs())
     expected = copy.deepcopy(model).eval()(inputs())
     torch.testing.assert_close(model.eval()(inputs()), expected, rtol=0.03, atol=0.03)
-    found.sum().backward()
+    output.sum().backward()
     original = model.second[0].parametrizations.weight.original
     assert new.grad is not None and original.grad is not None
 
@@ -248,7 +248,7 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, around):
 @pytest.mark.parametrize(
     "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
 )
-def test_a_part_that_the_forward_makes_is_lent_from_the_next_forward_on(make):
+def test_a_submodule_that_the_forward_makes_has_copies_from_the_next_forward_on(make):
     """A momentum encoder, or a layer whose sizes the first input says.  Until then: an error."""
 
     class Making(Net):
@@ -306,7 +306,7 @@ def test_a_state_dict_beside_a_training_has_no_copies():
         while not stop.is_set():
             for keep_vars in (False, True):
                 saved = model.state_dict(keep_vars=keep_vars).values()
-                seen.update((type(one), one.dtype) for one in saved)
+                seen.update((type(tensor), tensor.dtype) for tensor in saved)
 
     thread, interval = threading.Thread(target=save), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

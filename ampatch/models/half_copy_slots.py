@@ -1,7 +1,7 @@
-"""The slots of weights, and the half copies that are put there while a forward runs.
+"""The slots of weights, and the half copies that stand there while a forward runs.
 
-Slots are entries of the modules' tables of parameters.  Those of all modules are compared and
-exchanged together, in the native part by one call.
+A slot is an entry of `module._parameters`.  The slots of all modules are compared and written
+together, in the native part by one call.
 
 Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
 cannot share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
@@ -24,7 +24,7 @@ from ..casting.special_ops import EMBEDDINGS, MANY
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
-from ..torch_private.modules import flat_weights, list_weights, part_table
+from ..torch_private.modules import flat_weights, list_weights, submodule_dict
 from ..torch_private.probes import is_recording
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
@@ -32,22 +32,21 @@ from .lookups import Lookup
 StaysFloat = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
 
-
 _version_of = operator.attrgetter("_version")
 
 
 class Slot(NamedTuple):
-    """An entry of a module's table of parameters, and what is there outside of forwards."""
+    """An entry of a module's `_parameters`, and the parameter there outside of forwards."""
 
-    table: dict[str, Any]
+    container: dict[str, Any]  # `_parameters` of the module
     name: str
     parameter: Tensor
 
 
-def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
-    """The tables of parameters of a module and its parts, except those of FP32 parts.
+def parameter_dicts(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
+    """`_parameters` of `root` and of its submodules, except those that stay FP32.
 
-    TorchScript keeps its weights where nothing can be put in their place.
+    TorchScript is left out: it keeps its weights where no copies can be put.
     """
     return [
         module._parameters
@@ -56,45 +55,49 @@ def parameter_tables(root: nn.Module, stays_float: StaysFloat) -> list[dict[str,
     ]
 
 
-def entries_of(tables: list[dict[str, Any]]) -> list[Slot]:
-    """All entries of these tables, as they are now."""
-    return [Slot(table, *entry) for table in tables for entry in table.items()]
+def slots_of(dicts: list[dict[str, Any]]) -> list[Slot]:
+    """All entries of these dicts, as they are now."""
+    return [Slot(container, *entry) for container in dicts for entry in container.items()]
 
 
-def lent_of(slots: list[Slot], leave: Collection[int]) -> list[Slot]:
-    """The slots of FP32 weights, except of those in `leave` (ids)."""
+def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
+    """The slots of FP32 weights, except of those in `excluded` (ids)."""
     return [
         slot
         for slot in slots
         if slot.parameter is not None
         and slot.parameter.dtype is torch.float32
-        and not (leave and id(slot.parameter) in leave)
+        and not (excluded and id(slot.parameter) in excluded)
     ]
 
 
-def divide_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
-    """The weights of embeddings that stand nowhere else, and the slots of all others.
+def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
+    """The weights of embeddings with one parameter in one slot; the slots of all others.
 
     They are large, or get sparse gradients, which the casts of single weights do not take.
     """
-    owners = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
-    in_table = Counter(id(slot.table) for slot in slots)
-    times = Counter(id(slot.parameter) for slot in slots)
+    embeddings = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
+    slots_in = Counter(id(slot.container) for slot in slots)
+    slots_with = Counter(id(slot.parameter) for slot in slots)
     lookups, others = [], []
     for slot in slots:
-        owner = owners.get(id(slot.table))
-        stands_alone = in_table[id(slot.table)] == times[id(slot.parameter)] == 1
-        if owner is not None and stands_alone and (slot.parameter.numel() >= MANY or owner.sparse):
-            lookups.append(Lookup(owner, slot.name))
+        embedding = embeddings.get(id(slot.container))
+        is_single = slots_in[id(slot.container)] == slots_with[id(slot.parameter)] == 1
+        if (
+            embedding is not None
+            and is_single
+            and (slot.parameter.numel() >= MANY or embedding.sparse)
+        ):
+            lookups.append(Lookup(embedding, slot.name))
         else:
             others.append(slot)
     return lookups, others
 
 
 class Tree:
-    """A module and its parts: the slots that are lent to, with their parameters in buckets.
+    """A module and its submodules: the slots that get half copies, their parameters in buckets.
 
-    Those in `leave` (ids) are left out.
+    Parameters in `excluded` (ids) are left out.
     """
 
     def __init__(
@@ -102,17 +105,17 @@ class Tree:
         root: nn.Module,
         model: nn.Module,
         stays_float: StaysFloat,
-        leave: Collection[int],
+        excluded: Collection[int],
     ) -> None:
         modules = list(root.modules())
         self.modules = set(map(id, modules))
-        tables = parameter_tables(root, stays_float)
-        # What `is_valid` compares: the entries of parameters and parts, and how many there are.
-        self._all_tables = [*tables, *filter(None, map(part_table, modules))]
-        self._sizes = list(map(len, self._all_tables))
-        self._seen = _columns(entries_of(self._all_tables))
-        self.lookups, slots = divide_lookups(modules, lent_of(entries_of(tables), leave))
-        self._tables, self._names, weights = _columns(slots)
+        dicts = parameter_dicts(root, stays_float)
+        # What `is_valid` compares: the entries of parameters and submodules, and their number.
+        self._all_dicts = [*dicts, *filter(None, map(submodule_dict, modules))]
+        self._sizes = list(map(len, self._all_dicts))
+        self._all_entries = _columns(slots_of(self._all_dicts))
+        self.lookups, slots = split_lookups(modules, float_slots(slots_of(dicts), excluded))
+        self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
         self.ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
         self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
@@ -137,19 +140,19 @@ class Tree:
         return blocks
 
     def is_valid(self) -> bool:
-        """Whether the tables hold what they held at first, and nothing else."""
-        tables, names, values = self._seen
-        return list(map(len, self._all_tables)) == self._sizes and all(
-            map(operator.is_, map(dict.get, tables, names), values)
+        """Whether the modules have the parameters and submodules that they had at first."""
+        dicts, names, values = self._all_entries
+        return list(map(len, self._all_dicts)) == self._sizes and all(
+            map(operator.is_, map(dict.get, dicts, names), values)
         )
 
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the slots.
 
-        With `instead_of`: only where one of these tensors is.  What the user's code has put there
-        stays.
+        With `instead_of`: only in slots that hold one of these tensors.  What the user's code has
+        put in a slot stays.
         """
-        columns = self._tables, self._names, self._sources
+        columns = self._dicts, self._names, self._sources
         if not exchange(*columns, tensors, instead_of):
             assert instead_of is not None
             present = zip(self.present(), self._sources, strict=True)
@@ -162,47 +165,47 @@ class Tree:
             list_weights(rnn)
 
     def put_each(self, tensors: list[Any]) -> None:
-        """Put tensors, one for each slot, in those slots that are still in their tables."""
-        for table, name, tensor in zip(self._tables, self._names, tensors, strict=True):
-            if name in table:
-                table[name] = tensor
+        """Put tensors, one for each slot, in the slots that their modules still have."""
+        for container, name, tensor in zip(self._dicts, self._names, tensors, strict=True):
+            if name in container:
+                container[name] = tensor
         self._list_rnns()
 
     def present(self) -> list[Any]:
         """What is in the slots now."""
-        return list(map(dict.get, self._tables, self._names))
+        return list(map(dict.get, self._dicts, self._names))
 
 
 def _columns(slots: list[Slot]) -> tuple[list[dict], list[str], list[Tensor]]:
-    """Tables, names and parameters."""
+    """The dicts, the names and the parameters of slots."""
     return tuple(map(list, zip(*slots, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
 def exchange(
-    tables: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
+    dicts: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
 ) -> bool:
-    """Entry number i becomes `new[sources[i]]`.
+    """Set each entry `dicts[i][names[i]]` to `new[sources[i]]`.
 
-    With `old`: only if every entry is `old[sources[i]]` now.  Returns whether they were exchanged.
+    With `old`: only if every entry is `old[sources[i]]` now.  Returns whether it was done.
 
     In C++: `exchange_entries` of `weights.h`.
     """
     if old is not None:
-        present, expected = map(dict.get, tables, names), map(old.__getitem__, sources)
+        present, expected = map(dict.get, dicts, names), map(old.__getitem__, sources)
         if not all(map(operator.is_, present, expected)):
             return False
-    deque(map(dict.__setitem__, tables, names, map(new.__getitem__, sources)), maxlen=0)
+    deque(map(dict.__setitem__, dicts, names, map(new.__getitem__, sources)), maxlen=0)
     return True
 
 
 def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
     """Give copies the attributes of their parameters; subclasses of Tensor get none.
 
-    What the user notes on a parameter (`p.lr_mult`) is then read and written on its copy too.
+    What the user sets on a parameter (`p.lr_mult`) is then read and written on its copy too.
     """
-    for tensor, own in zip(tensors, attributes, strict=True):
+    for tensor, shared in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
-            tensor.__dict__ = own
+            tensor.__dict__ = shared
 
 
 if native.part is not None:
@@ -233,9 +236,9 @@ def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
 
 
 class HalfCopies:
-    """Half copies of the parameters of a tree, and what was in them when that was last looked at.
+    """Half copies of the parameters of a tree, with the versions that they had at first.
 
-    The values of a copy whose `.data` was read are noted: a write through that raises no version.
+    If `.data` of a copy is read, its values are kept too: a write through it raises no version.
     """
 
     def __init__(self, tree: Tree, dtype: torch.dtype, own_nodes: bool) -> None:
@@ -257,20 +260,20 @@ class HalfCopies:
         return self._indices.get(id(copy))
 
     def behind(self, copy: Tensor) -> Tensor | None:
-        """The parameter that a copy stands in for; None for other tensors."""
+        """The parameter of which `copy` is a half copy; None for other tensors."""
         index = self._index_of(copy)
         return None if index is None else self.parameters[index]
 
-    def note_copy(self, parameter: Tensor, copy: Tensor) -> None:
-        """A copy is made while the forward runs."""
+    def add(self, parameter: Tensor, copy: Tensor) -> None:
+        """Add a copy that is made while the forward runs."""
         share_attributes([copy], [vars(parameter)])
-        known = len(self.copies)  # after Ctrl-C the other lists may be longer
-        self.parameters[known:] = [parameter]
-        self._versions[known:] = [copy._version]
+        count = len(self.copies)  # after Ctrl-C the other lists may be longer
+        self.parameters[count:] = [parameter]
+        self._versions[count:] = [copy._version]
         self.copies.append(copy)
 
     def float_of(self, copy: Tensor) -> Tensor | None:
-        """The FP32 weight that has the values of a copy; None if the forward wrote into that."""
+        """The FP32 weight with the values of `copy`; None if the forward wrote into `copy`."""
         index = self._index_of(copy)
         if (
             index is None
@@ -281,31 +284,31 @@ class HalfCopies:
             return None
         return self.parameters[index]
 
-    def note_values(self, copy: Tensor) -> None:
-        """Have the values that a copy has now compared with those at the end of the call."""
+    def record_values(self, copy: Tensor) -> None:
+        """Keep the present values of `copy`, with which `write_back` compares the later ones."""
         index = self._index_of(copy)
         if index is None or index in self._values:
             return
         if has_values(copy.device) and not is_captured(copy):
             self._values[index] = local_of(copy).detach().clone()
 
-    def carry(self, writes: LentWrites) -> None:
-        """What was written into copies goes to the parameters."""
+    def write_back(self, writes: ForwardWrites) -> None:
+        """Write into the parameters what was written into their copies."""
         now = list(map(_version_of, self.copies))
         if self._values or now != self._versions:
             values, self._values = self._values, {}
             versions, self._versions = self._versions, now
-            writes.carry(self.parameters, self.copies, versions, values)
+            writes.write_back(self.parameters, self.copies, versions, values)
 
 
-class LentWrites:
-    """Finds what a forward has written into the copies, and writes it into the weights."""
+class ForwardWrites:
+    """Finds what a forward has written into the copies, and writes it into the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._has_warned = False
 
-    def carry(
+    def write_back(
         self,
         parameters: list[Tensor],
         copies: list[Tensor],
@@ -315,11 +318,11 @@ class LentWrites:
         """Write into parameters what was written into copies that had these versions and values."""
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
-                self._carry(copy, parameter)
-        for index in _written_unseen(copies, values) if values else ():
-            self._carry(copies[index], parameters[index])
+                self._write_back(copy, parameter)
+        for index in _changed(copies, values) if values else ():
+            self._write_back(copies[index], parameters[index])
 
-    def _carry(self, copy: Tensor, parameter: Tensor) -> None:
+    def _write_back(self, copy: Tensor, parameter: Tensor) -> None:
         """Elements that were not written keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
@@ -330,7 +333,7 @@ class LentWrites:
             logger.warning(
                 "%s writes into its weights in its own forward (%s). At O2 it has half copies "
                 "there: what is written is rounded to %s, and small changes, as of an average, are "
-                "lost. Write outside of the forward, or keep that part in FP32: "
+                "lost. Write outside of the forward, or keep that module in FP32: "
                 'overrides={"name.*": "float"}.',
                 type(self._model).__name__,
                 names[0] if names else "a weight",
@@ -338,11 +341,11 @@ class LentWrites:
             )
 
 
-def _written_unseen(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
-    """Where copies differ from these values.  Waits once for the device."""
-    home = next(iter(values.values())).device
+def _changed(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
+    """The indices of copies that differ from these values.  Waits once for the device."""
+    device = next(iter(values.values())).device
     flags = [
-        _differ(before, local_of(copies[index]).detach()).any().to(home)
+        _differ(before, local_of(copies[index]).detach()).any().to(device)
         for index, before in values.items()
     ]
     return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
@@ -356,21 +359,21 @@ def _differ(before: Tensor, now: Tensor) -> Tensor:
 def put_in_traced(slots: list[Slot], dtype: torch.dtype) -> None:
     """Put half copies in slots while Dynamo traces, so that it records the casts."""
     copies: dict[int, Tensor] = {}
-    for table, name, weight in slots:
+    for container, name, weight in slots:
         if id(weight) not in copies:
             copies[id(weight)] = weight.to(dtype)
-        table[name] = copies[id(weight)]
+        container[name] = copies[id(weight)]
 
 
 def put_in_replica(
     model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_float: StaysFloat
 ) -> None:
-    """A replica of `nn.DataParallel` has its weights as plain attributes of its own."""
-    for own, part in zip(model.modules(), replica.modules(), strict=True):
-        if stays_float(own):
+    """Cast the weights of a replica of `nn.DataParallel`, which are plain attributes there."""
+    for module, twin in zip(model.modules(), replica.modules(), strict=True):
+        if stays_float(module):
             continue
-        for name, weight in list(vars(part).items()):
-            if name in own._parameters and getattr(weight, "dtype", None) is torch.float32:
-                vars(part)[name] = weight.to(dtype)
-        if isinstance(part, nn.RNNBase):
-            list_weights(part)
+        for name, weight in list(vars(twin).items()):
+            if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:
+                vars(twin)[name] = weight.to(dtype)
+        if isinstance(twin, nn.RNNBase):
+            list_weights(twin)

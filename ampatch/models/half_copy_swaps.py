@@ -1,0 +1,337 @@
+"""O2: half copies stand in the slots of a model's FP32 weights while a forward runs.
+
+A weight exists once, in FP32, as the model's parameter, which is also what the optimizer holds.
+When the outermost call of the model, or of a submodule, begins, half copies are put in the
+parameters' slots in `module._parameters`; when it ends, the parameters are put back.
+
+Nodes of the graph and checkpoints keep half copies (`HalfCopies`).  A `Swap` has them in place for
+one `Call`.  Its states:
+
+    state      in `swaps`   `may_hold_copies`   `is_in_place`   the slots hold   left by
+    begun      yes          no                  no              parameters       swap_in, swap_out
+    partial    yes          yes                 no              both             swap_in, swap_out
+    in place   yes          yes                 yes             copies           swap_out
+    ended      no           no                  no              parameters       nothing
+
+An exception may strike between any two states: `may_hold_copies` is set before the first copy is
+put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
+and again.  All threads share the slots.  So those in `swaps` belong to one thread, and a forward in
+another thread is refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
+
+FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..casting.calls import Call, here
+from ..casting.half_copies import are_split
+from ..errors import AmpatchError
+from ..torch_private.modules import REPLICA, exchange_parametrized
+from ..torch_private.probes import computes_with_fakes, is_recording
+from .half_copy_slots import (
+    ForwardWrites,
+    HalfCopies,
+    Slot,
+    StaysFloat,
+    Tree,
+    float_slots,
+    parameter_dicts,
+    put_in_replica,
+    put_in_traced,
+    slots_of,
+)
+from .lookups import Lookup
+from .sharded_weights import sharded_parameters
+
+swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueDictionary()
+"""By the ids of their models.  A swapper holds its model, so the id stays the model's own."""
+
+
+def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
+    """The dtypes of the half copies that models make of a module's weights, by the weights' ids."""
+    own, dtypes = set(map(id, module.parameters())), {}
+    for swapper in list(swappers.values()):
+        dtypes.update(dict.fromkeys(own & swapper.ids(), swapper.dtype))
+    return dtypes
+
+
+def parameter_behind(tensor: Tensor) -> Tensor | None:
+    """The parameter in whose slot this half copy stands; None for other tensors."""
+    for swapper in list(swappers.values()):
+        for swap in list(swapper.swaps):
+            parameter = None if swap.half_copies is None else swap.half_copies.behind(tensor)
+            if parameter is not None:
+                return parameter
+    return None
+
+
+def record_values(tensor: Tensor) -> None:
+    """`tensor.data` is about to be read or set: if `tensor` is a half copy, record its values."""
+    if is_dynamo_compiling() or is_recording() or computes_with_fakes():
+        return
+    for call in here.stack:
+        if call.swap is not None and call.swap.is_in_place:
+            call.swap.half_copies.record_values(tensor)
+
+
+def is_fx_traced(args: tuple, kwargs: dict) -> bool:
+    """Whether torch.fx calls a module on proxies, to see what it does."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.fx.Proxy):
+            return True
+    return False
+
+
+def enclosing_swap(module: nn.Module) -> Swap | None:
+    """The swap of the innermost forward or recompute in this thread that computes `module`."""
+    for call in reversed(here.stack):
+        swap = call.swap
+        if swap is not None and swap.is_in_place and id(module) in swap.tree.modules:
+            return swap
+    return None
+
+
+class Swap:
+    """The half copies that one call has in the slots of weights."""
+
+    half_copies: HalfCopies | None = None
+    tree: Tree
+    is_shared = False  # another call has put these copies in place, and takes them out
+
+    def __init__(self, swapper: HalfCopySwapper) -> None:
+        self.swapper = swapper
+        self.may_hold_copies = False  # some slots may hold copies
+        self.is_in_place = False  # all slots hold copies
+        self._previous: list[Any] | None = None  # what the slots held, if not the parameters
+        self._parametrized: dict | None = None  # the cache of `parametrize.cached()` outside
+        self._lookups: list[Lookup] = []
+
+    def swap_in(self, half_copies: HalfCopies, previous: list[Any] | None = None) -> None:
+        """Put copies in their slots; `previous`: what these hold, if not the parameters."""
+        tree, self._previous, self.may_hold_copies = self.tree, previous, True
+        if tree.lookups:
+            copy_of = dict(zip(map(id, half_copies.parameters), half_copies.copies))
+            for lookup in tree.lookups:
+                self._lookups.append(lookup)
+                copy = copy_of.get(id(lookup.parameter))
+                lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
+        tree.put(half_copies.copies)
+        self._parametrized = exchange_parametrized({})
+        self.is_in_place = True
+
+    def swap_in_again(self, call: Call) -> None:
+        """The same copies are in place until `call` ends, for a recompute or a backward pass."""
+        swapper, half_copies, tree = self.swapper, self.half_copies, self.tree
+        assert half_copies is not None
+        are_in_place = any(s.half_copies is half_copies and s.is_in_place for s in swapper.swaps)
+        call.swap = again = Swap(swapper)
+        again.tree, again.half_copies = tree, half_copies
+        if are_in_place:  # their forward runs here, or in a thread that waits for this pass
+            again.is_in_place = again.is_shared = True
+            return
+        swapper.claim_thread(again)
+        if tree.ids:
+            again.swap_in(half_copies, previous=tree.present())
+        else:
+            again.is_in_place = True
+
+    def _add_copy(self, parameter: Tensor, copy: Tensor) -> None:
+        assert self.half_copies is not None
+        self.half_copies.add(parameter, copy)
+
+    def swap_out(self) -> None:
+        """Put back what the slots held before.  May be called again."""
+        swapper, half_copies, previous = self.swapper, self.half_copies, self._previous
+        self.is_in_place = False
+        try:
+            if self.may_hold_copies and half_copies is not None:
+                if previous is None:
+                    self.tree.put(self.tree.parameters, instead_of=half_copies.copies)
+                else:
+                    self.tree.put_each(previous)
+                for lookup in self._lookups:
+                    lookup.swap_out(self._add_copy)
+                if self._parametrized is not None:  # computed from FP32 parameters
+                    exchange_parametrized(self._parametrized)
+                self.may_hold_copies = False
+            if previous is None and not self.is_shared and half_copies and half_copies.copies:
+                half_copies.write_back(swapper.writes)
+        finally:
+            if not self.may_hold_copies:
+                if self in swapper.swaps:
+                    swapper.swaps.remove(self)
+                if not swapper.swaps and swapper.thread.get("in") == get_ident():
+                    swapper.thread.clear()
+
+
+class HalfCopySwapper:
+    """Swaps half copies, in `dtype`, into the slots of one model's FP32 weights, and out of them.
+
+    Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
+    `at_change()` is called by `open`, and before a forward of a model that has got other parameters
+    or submodules.
+
+    At O3 the weights are half: a swap without copies says which modules the forward computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        stays_float: StaysFloat,
+        at_change: Callable[[], object],
+    ) -> None:
+        self.model = model
+        self.dtype = dtype
+        self._stays_float = stays_float
+        self._excluded_ids: Collection[int] = ()
+        self._at_change = at_change
+        self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
+        self.wants_own_nodes = False  # the next forward makes a node for each weight
+        self.has_own_nodes = False  # the last forward did
+        self._ids: set[int] = set()  # of the weights of the whole model, when it was last looked at
+        self.writes = ForwardWrites(model)
+        self.swaps: list[Swap] = []  # the innermost last
+        self.thread: dict[str, int] = {}  # that of `swaps`: an entry, which one thread can make
+
+    def open(self) -> None:
+        """Until `close` forwards of the model have half copies of what is FP32 now."""
+        swappers[id(self.model)] = self
+        self._trees.clear()
+        self.tree_of(self.model)
+
+    def close(self) -> None:
+        """The parameters are in their slots, and stay there."""
+        self._end_all()
+        self._trees.clear()
+        if swappers.get(id(self.model)) is self:
+            del swappers[id(self.model)]
+
+    def _end_all(self) -> None:
+        for swap in reversed(list(self.swaps)):
+            swap.swap_out()
+
+    def tree_of(self, root: nn.Module) -> Tree:
+        """The slots of the model, or of a submodule of it, as they are now."""
+        latest = self._trees.get(id(root))
+        if latest is not None and latest.is_valid():
+            return latest
+        self._excluded_ids = sharded_parameters(self.model)
+        tree = Tree(root, self.model, self._stays_float, self._excluded_ids)
+        for call in here.stack:  # copies of another model may be in the slots
+            if call.swap is not None and call.swap.is_in_place:
+                return tree
+        self._trees[id(root)] = tree
+        if root is self.model:
+            self._trees = {id(root): tree}  # without those of former submodules
+            self._ids = tree.ids
+            self._at_change()
+        return tree
+
+    def ids(self) -> set[int]:
+        """Ids of the weights of which the forward has half copies."""
+        if not self.swaps:
+            self.tree_of(self.model)
+        return self._ids
+
+    def record_request(self, wanted: Collection[int]) -> bool:
+        """As `WeightUseOrder.record_request`."""
+        if self.has_own_nodes:
+            return False
+        trees = list(self._trees.values())
+        is_split = any(are_split(tree.parameters, wanted) for tree in trees)
+        self.wants_own_nodes |= is_split
+        return is_split
+
+    # Around a call
+
+    def swap_in(self, call: Call, root: nn.Module) -> None:
+        """Until `call`, which is of the model or of a submodule, ends, copies are in place."""
+        if REPLICA in vars(root):
+            put_in_replica(self.model, root, self.dtype, self._stays_float)
+            return
+        call.swap = swap = Swap(self)
+        self.claim_thread(swap)
+        swap.tree = tree = self.tree_of(root)
+        swap.half_copies = half_copies = HalfCopies(tree, self.dtype, self.wants_own_nodes)
+        self.has_own_nodes = self.wants_own_nodes
+        if tree.ids:
+            swap.swap_in(half_copies)
+        else:  # at O3, and in FP32 submodules
+            swap.is_in_place = True
+
+    def swap_in_traced(self, root: nn.Module) -> TracedSlots | None:
+        """As `swap_in`, while Dynamo traces: it guards on what it reads, so slots are found anew.
+
+        None: no slot gets a copy.
+        """
+        if not self._ids:
+            return None
+        slots = float_slots(slots_of(parameter_dicts(root, self._stays_float)), self._excluded_ids)
+        put_in_traced(slots, self.dtype)
+        return TracedSlots(slots)
+
+    def claim_thread(self, swap: Swap) -> None:
+        """A forward, or a recompute of it, begins in this thread.
+
+        Raises `AmpatchError` while another thread runs a forward: both would use the same slots.
+        """
+        current = get_ident()
+        owner = self.thread.setdefault("in", current)
+        if owner != current:
+            if owner in sys._current_frames():
+                raise AmpatchError(self._refusal())
+            self.take_over()
+        self.swaps.append(swap)
+
+    def take_over(self) -> None:
+        """The thread that claimed the slots has ended: end its swaps, and claim for this thread."""
+        self._end_all()
+        self.thread["in"] = get_ident()
+
+    def _refusal(self) -> str:
+        name = type(self.model).__name__
+        return (
+            f"{name}: a forward, or one of a submodule, begins in thread "
+            f"{threading.current_thread().name!r} while one of the same model runs in another "
+            "thread. At O2 and O3 a model serves one thread at a time. Give each thread a model of "
+            'its own, copy.deepcopy(model), or take opt_level="O1", which threads may share. '
+            "Submodules may be computed in threads within a forward of the whole model."
+        )
+
+
+class TracedSlots:
+    """The slots in which a call that Dynamo traces has half copies."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+
+    def swap_out(self) -> None:
+        """Put the parameters back."""
+        for container, name, parameter in self._slots:
+            container[name] = parameter
+
+
+def _forget_other_threads() -> None:
+    """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
+    for swapper in list(swappers.values()):
+        if swapper.thread.get("in") not in (None, get_ident()):
+            swapper.take_over()
+            swapper.thread.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
