@@ -76,7 +76,7 @@ class AutocastInterop:
             ("torch", "get_autocast_gpu_dtype", lambda original: self._dtype(original, "cuda")),
         ]
 
-    def end(self) -> None:
+    def exit_regions(self) -> None:
         """Exit all regions of this thread: without the patches their own exit is not seen."""
         for call in list(here.stack):
             if call.kind == REGION:

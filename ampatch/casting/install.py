@@ -111,7 +111,7 @@ class Installation:
 
     def undo(self) -> None:
         """Restore torch, and the names that the user's modules have for its functions."""
-        self.autocast.end()
+        self.autocast.exit_regions()
         self._patches.undo()
         self.replacements.give_back()
         self.has_rows = self.has_tables = False

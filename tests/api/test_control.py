@@ -17,7 +17,6 @@ def o1():
 
 
 def now() -> tuple:
-    """Which dtypes a half and a float function compute in now."""
     return torch.mm(X, X).dtype, torch.exp(X.to(H)).dtype
 
 

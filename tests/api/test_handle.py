@@ -124,13 +124,13 @@ def test_the_cache(weight):
 
 def test_wrong_arguments_are_named(optimizer):
     handle = ampatch.init()
-    for error, says, *given in (
+    for error, says, *arguments in (
         (AttributeError, "'Linear' object has no attribute 'param_groups'", nn.Linear(1, 1)),
         (ValueError, "num_loss", optimizer, 0),
         (TypeError, "num_loss='2'.: expected a whole number, got str", optimizer, "2"),
     ):
         with pytest.raises(error, match=says):
-            handle.wrap_optimizer(*given)
+            handle.wrap_optimizer(*arguments)
     ampatch.deactivate()
     with pytest.raises(ValueError, match="loss_scale"):
         ampatch.init(loss_scale=-1)

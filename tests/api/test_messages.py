@@ -17,7 +17,6 @@ MISSING_WITH = r"'with ampatch.scale_loss\(loss, .*\) as scaled_loss: scaled_los
 
 
 def training(**kwargs):
-    """A small model and optimizer, not initialized."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, **kwargs)
 
@@ -68,12 +67,12 @@ BAD_INITIALIZE = [
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), BAD_INITIALIZE)
-def test_initialize_refuses_and_leaves_everything_as_it_was(given, kind, message):
+@pytest.mark.parametrize(("arguments", "kind", "message"), BAD_INITIALIZE)
+def test_initialize_refuses_and_leaves_everything_as_it_was(arguments, kind, message):
     model, optimizer = training()
     before, own, state = snapshot(), dict(vars(optimizer)), list(model.parameters())
     with pytest.raises(kind, match=re.escape(message)):
-        ampatch.initialize(model, optimizer, **given)
+        ampatch.initialize(model, optimizer, **arguments)
     assert changes(before, snapshot()) == []
     assert vars(optimizer) == own
     assert all(new is old for new, old in zip(model.parameters(), state, strict=True))
@@ -86,7 +85,7 @@ def test_models_and_optimizers_that_do_not_fit():
     module = r"models=...\): expected a torch.nn.Module.*got "
     listed = "same object is listed twice"
     own = r"none of the model's parameters. Expected an optim.*initialize\(\[\], optimizer\)"
-    for error, says, *given in (
+    for error, says, *arguments in (
         (TypeError, module + ".*SGD", optimizer, model),
         (TypeError, module + "int", [model, 3], optimizer),
         (TypeError, r"optimizers=...\): expected a torch.optim.O", model, [optimizer, "adam"]),
@@ -95,7 +94,7 @@ def test_models_and_optimizers_that_do_not_fit():
         (ValueError, own, model, foreign),
     ):
         with pytest.raises(error, match=says):
-            ampatch.initialize(*given)
+            ampatch.initialize(*arguments)
     assert "step" not in vars(optimizer) and "step" not in vars(foreign)
 
 
@@ -111,9 +110,9 @@ def test_scale_loss_before_initialize_and_with_strangers():
     with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open. Call ampatch.init"):
         ampatch.scale_loss(loss, optimizer)
     ampatch.initialize(model, optimizer)
-    for given in (foreign, [optimizer, foreign]):
+    for arguments in (foreign, [optimizer, foreign]):
         with pytest.raises(ampatch.AmpatchError, match=r"loss\(<SGD>\): this optimizer was n"):
-            ampatch.scale_loss(loss, given)
+            ampatch.scale_loss(loss, arguments)
     with pytest.raises(ValueError, match="optimizers=.*at least one"):
         ampatch.scale_loss(loss, [])  # nothing would unscale the gradients
 
@@ -228,9 +227,9 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
     ],
 )
 def test_the_other_calls(call, kind, message):
-    ampatch.initialize(*(given := training()))
+    ampatch.initialize(*(arguments := training()))
     with pytest.raises(kind, match=re.escape(message)):
-        call(given[1])
+        call(arguments[1])
 
 
 @pytest.mark.parametrize("settings", [{"verbosity": 0}, {}], ids=["quiet", "another rank"])
@@ -255,7 +254,6 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
 
 
 def test_a_model_is_no_optimizer_and_an_optimizer_no_model():
-    """Both are in one table."""
     model, optimizer = ampatch.initialize(*training(), verbosity=0)
     for call in (
         lambda: ampatch.scale_loss(L, model),

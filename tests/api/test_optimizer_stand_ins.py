@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from engine import registry
-from small_training import managed
+from small_training import managed, pass_back
 from torch import nn
 
 import ampatch
@@ -36,8 +36,7 @@ def start():
 def test_every_call_takes_it(start, wrap):
     model, optimizer = start
     wrapped = wrap(optimizer)
-    with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * torch.inf, wrapped) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(model(torch.ones(1, 4)).sum() * torch.inf, wrapped)
     wrapped.step()
     assert ampatch.step_was_skipped(wrapped)
     assert ampatch.step_counts(wrapped).skipped == 1
@@ -47,8 +46,7 @@ def test_every_call_takes_it(start, wrap):
 def test_in_a_list_beside_its_optimizer_it_is_the_same_one(start):
     model, optimizer = start
     loss = model(torch.ones(1, 4)).sum()
-    with ampatch.scale_loss(loss, [optimizer, Wrapper(optimizer)]) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(loss, [optimizer, Wrapper(optimizer)])
     assert torch.equal(model.weight.grad, torch.ones(4, 4))
 
 
@@ -71,14 +69,13 @@ def test_given_again_in_its_place_it_is_the_same_one(how, enabled, caplog):
     model, optimizer = managed(nn.Linear(4, 4), "O1", **settings)
     wrapped = Wrapper(Wrapper(optimizer))
     if how == "initialize":
-        found = ampatch.initialize(
+        results = ampatch.initialize(
             model, [optimizer, wrapped], opt_level="O2", dtype="bfloat16", **settings
         )
-        assert found[0] is model and found[1][1] is wrapped
+        assert results[0] is model and results[1][1] is wrapped
     else:
         assert ampatch.add_optimizers(wrapped) is wrapped
-    with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), wrapped) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(model(torch.ones(1, 4)).sum(), wrapped)
     wrapped.step()
     assert "step" not in vars(wrapped) and "without" not in caplog.text
     assert len(registry.objects) == (2 if enabled else 1)

@@ -66,9 +66,9 @@ def test_where_calls_are_cast_the_single_calls_run_in_half(is_part, half):
     ampatch.initialize(managed, patch_scope="model", dtype=half, verbosity=0)
     room = 0.02 if half is torch.float16 else 0.1
     for name, (model, x, kwargs) in cases.items():
-        for given in (x, x.to(half)):
+        for query in (x, x.to(half)):
             with torch.no_grad(), Kernels() as kernels:
-                output = tensor_of(model(given, **kwargs))
+                output = tensor_of(model(query, **kwargs))
             assert kernels.dtypes() == {half} and not kernels.seen.keys() & FUSED, name
             torch.testing.assert_close(output.float(), plain[name], rtol=room, atol=room)
 
@@ -87,8 +87,8 @@ def test_fused_kernels_are_there_where_nothing_is_cast(name, monkeypatch):
     assert kernels & FUSED, "fused nowhere: the test would pass without us"
 
     def is_fused_as_before() -> None:
-        found, kernels = evaluated(model, x, **kwargs)
-        assert kernels & FUSED and torch.equal(found, plain)
+        output, kernels = evaluated(model, x, **kwargs)
+        assert kernels & FUSED and torch.equal(output, plain)
 
     ampatch.initialize(nn.Linear(2, 2), patch_scope="model", verbosity=0)
     is_fused_as_before()
@@ -110,9 +110,9 @@ def test_half_models_take_the_kernels_as_pytorch_does(name, level, half):
     model = Made(lambda self, x, **kwargs: self.part(x, **kwargs), part=part.eval())
     expected, kernels = evaluated(copy.deepcopy(part).to(half), x.to(half), **kwargs)
     ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)
-    found, ours = evaluated(model, x, **kwargs)
+    output, ours = evaluated(model, x, **kwargs)
     assert ours & FUSED == kernels & FUSED != set()
-    assert torch.equal(found, expected.to(found.dtype))
+    assert torch.equal(output, expected.to(output.dtype))
 
 
 @pytest.fixture

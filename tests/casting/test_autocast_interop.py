@@ -131,17 +131,17 @@ def test_a_managed_forward_is_its_own_region(opt_level, scope, beside):
 
     A half model with an FP32 buffer needs casts, too; `beside` an O1 model or without.
     """
-    found = {}
+    results = {}
     for title, around in {"none": NOTHING, **AROUND}.items():
         if beside:
             ampatch.initialize(nn.Linear(2, 2), verbosity=0, dtype=H)
         if opt_level in ("O1", "O2", "O3") or "disabled" in title or title == "none":
-            found[title] = trained(around, opt_level=opt_level, patch_scope=scope)
-    expected, expected_dtypes = found.pop("none")
-    for title, (tensors, dtypes) in found.items():
+            results[title] = trained(around, opt_level=opt_level, patch_scope=scope)
+    expected, expected_dtypes = results.pop("none")
+    for title, (tensors, dtypes) in results.items():
         assert dtypes == expected_dtypes, title
-        for one, other in zip(tensors, expected, strict=True):
-            assert one.dtype is other.dtype and torch.equal(one, other), title
+        for tensor, other in zip(tensors, expected, strict=True):
+            assert tensor.dtype is other.dtype and torch.equal(tensor, other), title
 
 
 def test_an_enabled_region_around_a_model_says_the_half_type():
@@ -155,9 +155,9 @@ def test_an_enabled_region_around_a_model_says_the_half_type():
     ampatch.deactivate()
     model = o1(calls)
     with fp16():
-        found = model(X)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype is other.dtype and torch.equal(one, other)
+        outputs = model(X)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.dtype is other.dtype and torch.equal(output, other)
     assert model(X)[0].dtype is H and not torch.is_autocast_enabled("cpu")
 
 
@@ -177,11 +177,11 @@ def test_what_is_inside_an_enabled_region_has_the_last_word(inside):
     overrides = {"inner": "float", torch.bmm: "float"}
     ampatch.initialize(model, dtype=H, overrides=overrides, verbosity=0)
     with NOTHING() if inside else on():
-        found = model(X)
+        outputs = model(X)
         assert torch.mm(X, X.t()).dtype is (FP32 if inside else H)  # torch's own, beside models
         with ampatch.disable_casts():
             assert torch.mm(X, X.t()).dtype is model.layer(X).dtype is FP32
-    assert [y.dtype for y in found] == [FP32, FP32, FP32, FP32, H]
+    assert [y.dtype for y in outputs] == [FP32, FP32, FP32, FP32, H]
 
 
 SETTINGS = [  # what stands around a managed forward, and the dtype that it computes in
@@ -214,9 +214,9 @@ def test_the_users_blocks_hold_in_models_and_say_more_than_regions(scope):
         with contextlib.ExitStack() as stack:
             for enter in around:
                 stack.enter_context(enter())
-            found = model(X)
-        assert found[0] is expected, around
-        assert len(around) < 3 or found == of_torch == (H, FP16)
+            dtypes = model(X)
+        assert dtypes[0] is expected, around
+        assert len(around) < 3 or dtypes == of_torch == (H, FP16)
     with ampatch.disable_casts(), on():
         assert torch.mm(X, X.t()).dtype is H
     assert model(X)[0] is H and nothing_runs()
@@ -236,8 +236,8 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     weight = torch.randn(4, 4)
     expected = train(weight.clone().requires_grad_())
     o1(patch_scope=scope)
-    found = train(weight.clone().requires_grad_())
-    assert all(map(torch.equal, found, expected)) and found[0].dtype is expected[0].dtype
+    results = train(weight.clone().requires_grad_())
+    assert all(map(torch.equal, results, expected)) and results[0].dtype is expected[0].dtype
 
 
 def test_a_region_belongs_to_its_thread():
@@ -359,7 +359,7 @@ def test_torch_itself_is_told_the_truth():
     """It keeps the state of autocast to bring it back, and would bring back one of its own."""
     o1()
     kwargs = torch.utils.checkpoint._get_autocast_kwargs("cpu")
-    assert all(not one["enabled"] for one in kwargs if one is not None)
+    assert all(not options["enabled"] for options in kwargs if options is not None)
     assert torch.autocast("cpu").fast_dtype is H
 
 
@@ -368,8 +368,8 @@ def product(cast_inputs):
     seen = []
 
     def note(*tensors):
-        made = torch.mm(X, X.t())
-        seen.append([*(t.dtype for t in tensors), made.dtype, made.tolist()])
+        result = torch.mm(X, X.t())
+        seen.append([*(t.dtype for t in tensors), result.dtype, result.tolist()])
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -394,14 +394,14 @@ def product(cast_inputs):
 def test_custom_fwd_and_custom_bwd(cast_inputs, forward_in):
     """As under autocast; the backward pass is elsewhere, and runs as its forward did."""
     weight = torch.randn(4, 4, requires_grad=True)
-    function, found = product(cast_inputs)
+    function, dtypes = product(cast_inputs)
 
     def seen(run, around):
-        found.clear()
+        dtypes.clear()
         with around:
             output = run()
         output.float().sum().backward()
-        return list(found)
+        return list(dtypes)
 
     def forward(layer, x):
         with off() if forward_in == "region" else NOTHING():
@@ -451,13 +451,13 @@ def test_a_region_in_a_compiled_model(backend):
     expected = model(X)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for _ in range(2):
-        found = compiled(X)
-        assert [y.dtype for y in found] == [y.dtype for y in expected]
-        for new, old in zip(found, expected, strict=True):
+        outputs = compiled(X)
+        assert [y.dtype for y in outputs] == [y.dtype for y in expected]
+        for new, old in zip(outputs, expected, strict=True):
             torch.testing.assert_close(new, old)
     assert [y.dtype for y in expected[:6]] == [H, FP32, FP32, FP16, H, FP32]
     for around in (off(), on()):
         with around:
-            found = compiled(X)
-        assert [y.dtype for y in found] == [y.dtype for y in expected]
+            outputs = compiled(X)
+        assert [y.dtype for y in outputs] == [y.dtype for y in expected]
     assert nothing_runs()

@@ -119,22 +119,22 @@ def trained(level, form, **options):
 @pytest.mark.parametrize("scope", ["model", "process"])
 def test_at_o1_an_operator_computes_as_under_autocast(form, scope):
     expected, grads, saw = trained("autocast", form)
-    output, found, seen_here = trained("O1", form, patch_scope=scope)
+    output, found_grads, seen_here = trained("O1", form, patch_scope=scope)
     assert torch.equal(output, expected) and output.dtype is expected.dtype
     assert seen_here == saw
-    torch.testing.assert_close(found, grads, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found_grads, grads, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_in_a_half_model_an_operator_gets_the_dtypes_that_its_kernel_asks_for(form, level):
     expected, grads, saw = trained("autocast", form)
-    output, found, seen_here = trained(level, form)
-    if "disabled" not in next(name for name, one in FORMS.items() if one is form):
+    output, found_grads, seen_here = trained(level, form)
+    if "disabled" not in next(name for name, choice in FORMS.items() if choice is form):
         assert seen_here == saw
     torch.testing.assert_close(output, expected, atol=5e-2, rtol=5e-2, check_dtype=False)
-    found = [grad if grad is None else grad.float() for grad in found]
-    torch.testing.assert_close(found, grads, atol=0.1, rtol=5e-2, check_dtype=False)
+    found_grads = [grad if grad is None else grad.float() for grad in found_grads]
+    torch.testing.assert_close(found_grads, grads, atol=0.1, rtol=5e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -150,7 +150,7 @@ def test_a_block_of_disable_casts_and_an_override_hold_for_operators_too(level):
             return checkpoint(OPS.in_half, x.float(), hidden, use_reentrant=False)
 
     assert trained(level, off)[2][0][:2] == (FP32, FP32)
-    saw = [one[:2] for one in trained(level, recomputed)[2] if len(one) == 3]
+    saw = [call[:2] for call in trained(level, recomputed)[2] if len(call) == 3]
     assert saw == [(FP32, FP32)] * 2
 
     model = nn.Sequential(Net(FORMS["half"]), Net(FORMS["by its name"]))
@@ -159,7 +159,7 @@ def test_a_block_of_disable_casts_and_an_override_hold_for_operators_too(level):
     )
     seen.clear()
     model(X)
-    assert [one[:2] for one in seen] == [(FP32, FP32), (FP32, FP32)]
+    assert [call[:2] for call in seen] == [(FP32, FP32), (FP32, FP32)]
 
 
 def test_outside_of_forwards_half_tensors_and_weights_decide():
@@ -195,7 +195,7 @@ def test_it_is_asked_once_of_an_operator_and_all_goes_with_the_session(monkeypat
     for _ in range(3):
         model(X)
         torch.ops.aten.add.Tensor(X, X)
-    assert sorted(asked) == sorted({*asked}) and not any("aten" in one for one in asked)
+    assert sorted(asked) == sorted({*asked}) and not any("aten" in name for name in asked)
     assert {"ampatch_tests.without.default", "ampatch_tests.multiply.default"} <= set(asked)
     ampatch.deactivate()
     assert before == (torch._ops.OpOverload.__call__, torch._ops.OpOverloadPacket.__call__)
@@ -214,11 +214,11 @@ def test_an_error_in_an_operator_leaves_casts_and_autocast_as_they_were():
 def test_threads_have_their_own():
     model = Net(FORMS["half"])
     ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(model(X).dtype))
+    dtypes = []
+    thread = threading.Thread(target=lambda: dtypes.append(model(X).dtype))
     thread.start()
     thread.join()
-    assert found == [H] and OPS.in_half(X, X).dtype is FP32
+    assert dtypes == [H] and OPS.in_half(X, X).dtype is FP32
 
 
 @pytest.mark.parametrize("name", ["by its definition", "half", "a library's", "nested"])
@@ -234,8 +234,8 @@ def test_a_compiled_model_computes_and_has_gradients_as_the_model_does(level, na
         output = call(x)
         output.float().sum().backward()
         results.append([output, x.grad, *(param.grad for param in model.parameters())])
-    for found in results[1:]:  # the dtypes are compared too
-        torch.testing.assert_close(found, results[0], atol=1e-2, rtol=1e-2)
+    for result in results[1:]:  # the dtypes are compared too
+        torch.testing.assert_close(result, results[0], atol=1e-2, rtol=1e-2)
     ampatch.deactivate()
     torch.compiler.reset()
 

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     """All cases of the CUDA lists but `banned`, fresh."""
     torch.manual_seed(0)
-    found = []
+    entries = []
     for list_name, cases in vars(AutocastTestLists(torch.device("cpu"))).items():
         for function, args, *more in cases if list_name != "banned" else ():
             if function == "einsum":  # the list's operands have two dimensions, its equation four
@@ -49,8 +49,8 @@ def entries() -> list[Entry]:
             run_as = None if list_name.endswith("fp16") else torch.float32
             out = more[0] if list_name.endswith("builtin_promote") else run_as
             kwargs = more[0] if more and isinstance(more[0], dict) else {}
-            found.append(Entry(list_name, function, args, kwargs, run_as, out))
-    return found
+            entries.append(Entry(list_name, function, args, kwargs, run_as, out))
+    return entries
 
 
 PLACES = {"torch": [torch], "nn": [torch._C._nn, F], "linalg": [torch.linalg], "methods": []}
@@ -61,14 +61,14 @@ RE_EXPORTED = {name for name, value in vars(F).items() if value is getattr(torch
 def forms(entry: Entry) -> dict[str, Callable]:
     """The entry's function and method, looked up now: patched or plain."""
     name = entry.function.removeprefix("linalg_")
-    found = {
+    calls = {
         place.__name__: getattr(place, name)
         for place in PLACES[entry.list_name.partition("_")[0]]
         if hasattr(place, name) and (place is F or name not in RE_EXPORTED)
     }
     if hasattr(Tensor, name):
-        found["method"] = lambda first, *args, **kwargs: getattr(first, name)(*args, **kwargs)
-    return found
+        calls["method"] = lambda first, *args, **kwargs: getattr(first, name)(*args, **kwargs)
+    return calls
 
 
 def by_hand(entry: Entry, half: torch.dtype) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def by_hand(entry: Entry, half: torch.dtype) -> dict[str, Any]:
     args = to(entry.run_as or half, for_half(entry.args, half))
     if entry.function in FLOAT_INSIDE:
         args = to(torch.float32, args)
-    made = {form: function(*args, **entry.kwargs) for form, function in forms(entry).items()}
-    return to(half, made) if entry.function in FLOAT_INSIDE else made
+    results = {form: function(*args, **entry.kwargs) for form, function in forms(entry).items()}
+    return to(half, results) if entry.function in FLOAT_INSIDE else results
 
 
 def for_half(args: Any, half: torch.dtype) -> Any:
@@ -118,13 +118,13 @@ def start(half: torch.dtype, **options: Any) -> None:
 
 def check_without_kernel(entry: Entry, half: torch.dtype) -> None:
     """cuDNN's own: nothing runs without a GPU, so a probe in its place shows what it is given."""
-    given: list = []
+    received: list = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, entry.function, lambda *args: given.extend(args))
+        patch.setattr(torch, entry.function, lambda *args: received.extend(args))
         start(half)
         getattr(torch, entry.function)(*entry.args)
         ampatch.deactivate()
-    assert_same(tuple(given), to(half, entry.args))
+    assert_same(tuple(received), to(half, entry.args))
 
 
 def check_banned(half: torch.dtype) -> int:

@@ -80,11 +80,11 @@ def test_forward_and_backward(leaves, registered):
         assert Product.apply(*leaves).dtype is FP32
         o1()
         output = Product.apply(*leaves)
-        found = grads(output, leaves)
+        gradients = grads(output, leaves)
         assert output.dtype is H and seen == [(H, H, H, H)]
-        for one, other in zip(found, exact, strict=True):
-            assert one.dtype is FP32
-            torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
+        for gradient, other in zip(gradients, exact, strict=True):
+            assert gradient.dtype is FP32
+            torch.testing.assert_close(gradient, other, atol=0.05, rtol=0.02)
         ampatch.deactivate()
         assert Product.apply(*leaves).dtype is FP32
         assert not registered or dict(vars(Product)) == plain

@@ -55,13 +55,13 @@ def autocast_grads() -> list:
     return grads(model)
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        if other is None or one is None:
-            assert one is other
+def assert_equal(tensors, expected):
+    assert len(tensors) == len(expected)
+    for tensor, other in zip(tensors, expected, strict=True):
+        if other is None or tensor is None:
+            assert tensor is other
         else:
-            assert one.dtype is other.dtype is torch.float32 and torch.equal(one, other)
+            assert tensor.dtype is other.dtype is torch.float32 and torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize("change", ["hook", "frozen", "nothing"])
@@ -76,17 +76,17 @@ def test_without_a_graph_nothing_splits_a_bucket(model, change):
     with torch.autocast("cpu", dtype=H), torch.no_grad():
         expected = plain(X)
     with torch.no_grad(), Operators() as operators:
-        found = model(X)
+        output = model(X)
     assert operators.seen.count(torch.ops.aten._foreach_copy_.default) == 1  # the weights
     assert operators.seen.count(torch.ops.aten._to_copy.default) == 1  # the input
-    assert torch.equal(found, expected) and not called
+    assert torch.equal(output, expected) and not called
 
 
 def test_threads_that_share_a_model(model):
     loss_of(model).backward()
     model.zero_grad()
-    found = in_threads(*[lambda: [loss_of(model).backward() for _ in range(25)]] * 4)
-    assert found == [[None] * 25] * 4
+    results = in_threads(*[lambda: [loss_of(model).backward() for _ in range(25)]] * 4)
+    assert results == [[None] * 25] * 4
     for grad, expected in zip(grads(model), autocast_grads(), strict=True):
         torch.testing.assert_close(grad, 100 * expected, rtol=2**-6, atol=1e-3)
 
@@ -134,9 +134,9 @@ def test_weights_go_when_their_model_lets_go_of_them(model):
 
 def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
     """Hooks of single modules are situations of `tests/laws`."""
-    found = []
-    for made in (under_autocast, lambda: managed(network())):
-        model, seen = made(), []
+    results = []
+    for make in (under_autocast, lambda: managed(network())):
+        model, seen = make(), []
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         model.zero_grad()
         handle = nn.modules.module.register_module_full_backward_hook(
@@ -148,9 +148,9 @@ def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
             loss_of(model, X.clone().requires_grad_()).backward()
         finally:
             handle.remove()
-        found.append([*seen, *grads(model)])
-    assert_equal(*found)
-    assert len(found[0]) == 8
+        results.append([*seen, *grads(model)])
+    assert_equal(*results)
+    assert len(results[0]) == 8
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -191,20 +191,20 @@ def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     inputs = [model.a.weight, model.b.weight, nn.Parameter(torch.ones(2))]
     with pytest.raises(RuntimeError, match="allow_unused"):
         torch.autograd.grad(loss, inputs, retain_graph=True)
-    found = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
-    assert [one is None for one in found] == [False, True, True]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+    assert [gradient is None for gradient in gradients] == [False, True, True]
     loss.backward()
     assert model.b.weight.grad is None and model.b.bias.grad is None and seen == []
-    assert torch.equal(model.a.weight.grad, found[0])
+    assert torch.equal(model.a.weight.grad, gradients[0])
 
 
 def test_a_batch_of_gradients(model):
-    found = []
+    results = []
     for reference in (under_autocast(), model):
         loss_of(model).backward()  # the next forward begins with the weights that this one has cast
         out, params = reference(X).float().sum(0), list(reference.parameters())
-        found.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))
-    assert_equal(*found)
+        results.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))
+    assert_equal(*results)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch's own
@@ -230,7 +230,7 @@ def behind_each_layer(model) -> list[list[tuple]]:
     model(X)
     for handle in handles:
         handle.remove()
-    found = []
+    buckets = []
     for node in layers:
         waiting = [inner for inner, _ in node.next_functions if "Tanh" not in str(inner)]
         shapes = []
@@ -240,8 +240,8 @@ def behind_each_layer(model) -> list[list[tuple]]:
                 shapes.append(tuple(inner.variable.shape))
             elif inner is not None:
                 waiting += [further for further, _ in inner.next_functions]
-        found.append(sorted(shapes))
-    return found
+        buckets.append(sorted(shapes))
+    return buckets
 
 
 def test_in_evaluation_mode_a_graph_leads_from_each_layer_to_its_own_weights(model):

@@ -144,11 +144,11 @@ def test_casts_that_were_disabled_before_initialize_stay_disabled(scope, how):
     around = torch.autocast("cpu", enabled=False) if how == "in a region" else torch.enable_grad()
     with around:
         if how == "decorator":
-            found = block(train)()
+            dtypes = block(train)()
         else:
             with block:
-                found = train()
-    assert found == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
+                dtypes = train()
+    assert dtypes == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
 
 
 def test_a_block_of_precision_from_before_a_session_says_nothing_in_it():

@@ -27,13 +27,13 @@ def calls(function: Callable, *args, ours: bool = False) -> list[tuple[str, str]
 
     `ours` leaves out the C functions, and the Python functions that are not of this package.
     """
-    found = []
+    events = []
 
     def profile(frame, event, argument):
         if event == "call" and (not ours or frame.f_code.co_filename.startswith(OURS)):
-            found.append((event, frame.f_code.co_name))
+            events.append((event, frame.f_code.co_name))
         elif event == "c_call" and not (ours and argument.__name__ != "setprofile"):
-            found.append((event, argument.__name__))
+            events.append((event, argument.__name__))
 
     with torch.no_grad():
         sys.setprofile(profile)
@@ -41,8 +41,8 @@ def calls(function: Callable, *args, ours: bool = False) -> list[tuple[str, str]
             function(*args)
         finally:
             sys.setprofile(None)
-    assert found.pop() == ("c_call", "setprofile")
-    return found
+    assert events.pop() == ("c_call", "setprofile")
+    return events
 
 
 def python_calls(function: Callable, *args, ours: bool = False) -> list[str]:
@@ -73,8 +73,8 @@ def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
     options, inside, expected = INACTIVE[name]
     start(**options)
     with inside():
-        found = calls(torch.mm, X, X)
-        assert found[-1] == MM and len(found) - 1 == expected
+        events = calls(torch.mm, X, X)
+        assert events[-1] == MM and len(events) - 1 == expected
         assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
 
 
@@ -82,8 +82,8 @@ def test_outside_a_model_the_gate_is_what_it_costs_more():
     """`patch_scope="model"`: the condition looks at every argument, and there is no more to it."""
     start(patch_scope="model")
     condition = calls(STATE.process.condition, (X, X), {})
-    found = calls(torch.mm, X, X)
-    assert found[-1] == MM and len(found) == 1 + len(condition) + 1
+    events = calls(torch.mm, X, X)
+    assert events[-1] == MM and len(events) == 1 + len(condition) + 1
     assert 1 <= len(condition) <= 20
     assert operators(torch.mm, X, X) == [torch.ops.aten.mm.default]
 
@@ -146,13 +146,13 @@ def of_a_forward(model: nn.Module, level: str) -> int:
     start(model, opt_level=level)
     for _ in range(2):  # the first looks for writes, and notes the weights that it has cast
         python_calls(model, X)
-    found = len(python_calls(model, X, ours=True))
+    count = len(python_calls(model, X, ours=True))
     ampatch.deactivate()
-    return found
+    return count
 
 
 def test_a_managed_forward_adds_so_many_python_calls():
-    """Weights are lent to a model, not to its layers: more layers add the patched calls in them."""
+    """A model swaps copies in, its layers do not: more layers add the patched calls in them."""
     added = {}
     for level, most in FORWARDS.items():
         assert of_a_forward(nn.Linear(2, 2), level) <= most, level

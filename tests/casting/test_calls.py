@@ -88,9 +88,9 @@ def test_bce_runs_in_fp32_with_one_warning_or_is_refused(half, caplog):
     start(half)
     p, target = torch.full((4,), 0.9995).to(half), torch.ones(4).to(half)
     with caplog.at_level("WARNING", logger="ampatch"):
-        found = [F.binary_cross_entropy(p, target) for _ in range(3)]
-    assert all(value.dtype is torch.float32 for value in found)
-    assert found[0] == F.binary_cross_entropy(p.float(), target.float())
+        losses = [F.binary_cross_entropy(p, target) for _ in range(3)]
+    assert all(value.dtype is torch.float32 for value in losses)
+    assert losses[0] == F.binary_cross_entropy(p.float(), target.float())
     texts = [entry.getMessage() for entry in caplog.records]
     assert len(texts) == 1 and "binary_cross_entropy_with_logits" in texts[0]
     ampatch.deactivate()
@@ -107,7 +107,7 @@ def test_matrix_power(where, half):
     for n in (0, 1, 2, 5, -1, -3):
         with ampatch.disable_casts():
             reference = torch.linalg.matrix_power(matrix, n)
-        found = power(matrix, n)
-        torch.testing.assert_close(found.float(), reference, rtol=0.05, atol=0.05)
-        assert found.dtype is power(matrix, n=n).dtype is (half if n > 1 else torch.float32)
+        result = power(matrix, n)
+        torch.testing.assert_close(result.float(), reference, rtol=0.05, atol=0.05)
+        assert result.dtype is power(matrix, n=n).dtype is (half if n > 1 else torch.float32)
         assert power(matrix.to(half), n).dtype is (torch.float32 if n < 0 else half)

@@ -46,11 +46,11 @@ def test_a_call_computes_what_autocast_does(name):
     what, dtype = WAYS[name]
     model = managed(calling(what))
     model(X)
-    found = model(X)  # from now on the weights are cast together
-    assert found.dtype is dtype
+    output = model(X)  # from now on the weights are cast together
+    assert output.dtype is dtype
     ampatch.deactivate()
     with torch.autocast("cpu", dtype=H, enabled=dtype is H):
-        assert torch.equal(found, (what if dtype is H else plain)(model, X))
+        assert torch.equal(output, (what if dtype is H else plain)(model, X))
 
 
 def test_overrides_of_the_function_win():

@@ -116,13 +116,13 @@ def test_a_selective_checkpoint_may_keep_the_casts():
     contexts = functools.partial(select, policy)
     model = Net(lambda parts, x: checkpoint(parts, x, use_reentrant=False, context_fn=contexts))
     ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
-    found = []
+    gradients = []
     for _ in range(2):  # the second begins with the weights that the first has cast
         model.zero_grad()
         torch.manual_seed(2)
         model(X.clone().requires_grad_()).float().square().mean().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert same(found[1], found[0])
+        gradients.append([p.grad for p in model.parameters()])
+    assert same(gradients[1], gradients[0])
 
 
 def test_a_held_checkpoint_stays_in_one_graph():
@@ -162,8 +162,8 @@ def test_the_users_context_is_the_innermost_setting_in_both_passes(name):
         with torch.autocast("cpu", H):
             output = model(x)
         output.float().square().mean().backward()
-        found = [output.detach(), x.grad, *(p.grad for p in model.parameters())][:-4]
-        assert same(found, repeated)
+        tensors = [output.detach(), x.grad, *(p.grad for p in model.parameters())][:-4]
+        assert same(tensors, repeated)
 
 
 def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():

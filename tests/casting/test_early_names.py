@@ -49,10 +49,10 @@ def write(tmp_path, monkeypatch):
 
 
 def module(monkeypatch, name: str, **names) -> types.ModuleType:
-    made = types.ModuleType(name)
-    vars(made).update(names)
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
 
 
 def test_packages_submodules_and_aliases(write):
@@ -219,9 +219,9 @@ OTHERS = {
 def torchs_globals() -> dict:
     return {
         (title, name): value
-        for title, found in list(sys.modules.items())
-        if title.partition(".")[0] == "torch" and isinstance(found, types.ModuleType)
-        for name, value in list(vars(found).items())
+        for title, module in list(sys.modules.items())
+        if title.partition(".")[0] == "torch" and isinstance(module, types.ModuleType)
+        for name, value in list(vars(module).items())
     }
 
 

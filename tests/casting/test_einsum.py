@@ -32,20 +32,20 @@ def operands(equation: str) -> list[torch.Tensor]:
 def test_it_computes_in_the_dtypes_of_its_products_and_sums(half):
     cases = [(equation, operands(equation)) for equation in EQUATIONS]
     with torch.autocast("cpu", half):
-        theirs = [torch.einsum(equation, *given).dtype for equation, given in cases]
-    plain = [torch.einsum(equation, *given) for equation, given in cases]
+        theirs = [torch.einsum(equation, *inputs).dtype for equation, inputs in cases]
+    plain = [torch.einsum(equation, *inputs) for equation, inputs in cases]
     assert {half, torch.float32} == set(theirs)
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    for (equation, given), dtype, expected in zip(cases, theirs, plain, strict=True):
-        for args in (given, [x.to(half) for x in given]):
-            found = torch.einsum(equation, *args)
-            torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
-        wide = torch.einsum(equation, *given)
+    for (equation, inputs), dtype, expected in zip(cases, theirs, plain, strict=True):
+        for args in (inputs, [x.to(half) for x in inputs]):
+            result = torch.einsum(equation, *args)
+            torch.testing.assert_close(result.float(), expected, rtol=0.03, atol=0.03)
+        wide = torch.einsum(equation, *inputs)
         assert wide.dtype is dtype, equation
         assert dtype is half or torch.equal(wide, expected), equation
-        if len(given) > 1 and dtype is torch.float32:
-            found = torch.einsum(equation, [given[0].to(half), *given[1:]])
-            assert found.dtype is torch.float32, equation
+        if len(inputs) > 1 and dtype is torch.float32:
+            result = torch.einsum(equation, [inputs[0].to(half), *inputs[1:]])
+            assert result.dtype is torch.float32, equation
 
 
 def test_by_numbers_of_labels(half):

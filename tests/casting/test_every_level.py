@@ -38,12 +38,12 @@ CASES: dict[str, Callable] = {
 }
 
 
-def with_gradient(call: Callable, given: Tensor, *more: Tensor) -> list[Tensor]:
+def with_gradient(call: Callable, leaf: Tensor, *more: Tensor) -> list[Tensor]:
     """The result, and the gradient of what is given, where the result's is as large as a step's."""
-    given = given.clone().requires_grad_()
-    found = call(given, *more)
-    found.float().mul(1000 / found.numel()).sum().backward()
-    return [found.detach(), given.grad]
+    leaf = leaf.clone().requires_grad_()
+    output = call(leaf, *more)
+    output.float().mul(1000 / output.numel()).sum().backward()
+    return [output.detach(), leaf.grad]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -60,11 +60,11 @@ def test_out_is_written_as_without_us(level, half):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_values_and_gradients_are_those_of_fp32(level, half):
     torch.manual_seed(0)
-    made = {name: make() for name, make in CASES.items()}
+    built = {name: make() for name, make in CASES.items()}
     if level == "O1":
-        del made["embedding"]  # whose table is FP32 there
+        del built["embedding"]  # whose table is FP32 there
     plain, cases = {}, {}
-    for name, (call, *args) in made.items():
+    for name, (call, *args) in built.items():
         args = to(half, args)
         plain[name] = with_gradient(call, *to(torch.float32, args))
         model = Made(lambda self, *args, call=call: call(*args), part=nn.Linear(1, 1))

@@ -69,8 +69,8 @@ def test_what_a_module_holds_computes_as_its_name_does(level, name):
     expected, held = model(X), model.held
     before = repr(held)
     ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
-    found = model(X)
-    torch.testing.assert_close(found.float(), expected, atol=0.1, rtol=0.03)
+    output = model(X)
+    torch.testing.assert_close(output.float(), expected, atol=0.1, rtol=0.03)
     ampatch.deactivate()
     assert model.held is held and repr(held) == before
     assert torch.equal(model(X), expected) or level == "O3"

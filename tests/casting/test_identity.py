@@ -97,10 +97,10 @@ def test_a_subclass_is_given_what_torch_has():
             with torch.no_grad(), casts():
                 expected = call(X.clone()).dtype
                 seen.clear()
-                found = call(X.clone().as_subclass(cls))
+                result = call(X.clone().as_subclass(cls))
                 answers, asked = list(seen), True  # `found.dtype` is a call too
                 assert answers.count(asked) == 1, title
-                assert found.dtype is expected, title
+                assert result.dtype is expected, title
 
 
 def test_a_mode_is_given_what_torch_has_once_and_uncast():
@@ -112,13 +112,13 @@ def test_a_mode_is_given_what_torch_has_once_and_uncast():
     for title, (call, ask) in CALLS.items():
         expected = call(X.clone()).dtype
         with Mode() as outer, Mode() as inner:
-            found = call(X.clone())
+            result = call(X.clone())
         for mode in (inner, outer):
             functions = [func for func, _ in mode.seen if func.__name__ != "__get__"]
             assert functions.count(ask()) == 1, title
             assert len(functions) == len(plain[title].seen), title
         assert [dtypes for _, dtypes in inner.seen] == [dtypes for _, dtypes in plain[title].seen]
-        assert found.dtype is expected, title
+        assert result.dtype is expected, title
 
 
 class Recording(torch.Tensor):
@@ -138,8 +138,8 @@ ADDED = {"__get__", "to", "is_floating_point", "is_inference", "data_ptr", "_ver
 
 def test_modes_and_subclasses_see_a_model_s_own_calls_only(opt_level):
     in_modes, in_subclasses = [], []
-    for made in (Net, lambda: o1(opt_level)):
-        model = made()
+    for make in (Net, lambda: o1(opt_level)):
+        model = make()
         for _ in range(2):
             with Mode() as mode:
                 expected = model(X)
@@ -147,9 +147,9 @@ def test_modes_and_subclasses_see_a_model_s_own_calls_only(opt_level):
             outputs = model(X.as_subclass(Recording))
             in_subclasses.append([name for name in Recording.seen if name not in ADDED])
         in_modes.append([func.__name__ for func, _ in mode.seen])
-        for one, other in zip(outputs, expected, strict=True):
-            assert type(one) is Recording
-            plain = one.as_subclass(torch.Tensor)
+        for output, other in zip(outputs, expected, strict=True):
+            assert type(output) is Recording
+            plain = output.as_subclass(torch.Tensor)
             assert plain.dtype is other.dtype and torch.equal(plain, other)
     assert in_modes[1] == in_modes[0] and len(in_subclasses[0]) > 10
     assert in_subclasses == in_subclasses[:1] * 4
@@ -166,9 +166,9 @@ def test_jagged_attention_asks_for_the_builtin_below():
     with torch.no_grad():
         reference = run()
         o1()
-        found = run()
-    assert found.dtype is H
-    torch.testing.assert_close(found.float(), reference, rtol=0.03, atol=0.03)
+        result = run()
+    assert result.dtype is H
+    torch.testing.assert_close(result.float(), reference, rtol=0.03, atol=0.03)
 
 
 HANDLED = {}
@@ -201,15 +201,15 @@ class ByTuple(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        return (found, "handled") if any(func is known for known in cls.KNOWN) else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return (result, "handled") if any(func is known for known in cls.KNOWN) else result
 
 
 def marking(known):
     def handler(cls, func, types, args=(), kwargs=None):
         call = torch.Tensor.__torch_function__.__func__
-        found = call(cls, func, types, args, kwargs or {})
-        return (found, "handled") if func in known else found
+        result = call(cls, func, types, args, kwargs or {})
+        return (result, "handled") if func in known else result
 
     return handler
 
@@ -242,15 +242,15 @@ def test_tables_from_before_the_session(cls, overridden):
     before = dict(HANDLED)
     o1(overrides={F.interpolate: "float"} if overridden else None)
     for call, dtype in TABLED.values():
-        found, word = call(X.as_subclass(cls))
-        assert word == "handled" and found.dtype is dtype
+        result, word = call(X.as_subclass(cls))
+        assert word == "handled" and result.dtype is dtype
     if overridden:  # a Python function of F is replaced; what F calls itself names it by a global
         assert F.interpolate(X.as_subclass(ByDict)[None], 2)[1] == "handled"
     ampatch.deactivate()
     assert before == HANDLED
     for call, _ in TABLED.values():
-        found, word = call(X.as_subclass(cls))
-        assert word == "handled" and found.dtype is torch.float32
+        result, word = call(X.as_subclass(cls))
+        assert word == "handled" and result.dtype is torch.float32
 
 
 def test_a_mode_counts_on():

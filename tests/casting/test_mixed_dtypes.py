@@ -221,8 +221,8 @@ class Slotted:
 @pytest.mark.parametrize("inside", [lambda batch: batch, lambda batch: [batch]])
 def test_an_object_with_slots_is_named_too_and_looking_never_raises(inside):
     class Model(nn.Linear):
-        def forward(self, given):
-            batch = given[0] if isinstance(given, list) else given
+        def forward(self, inputs):
+            batch = inputs[0] if isinstance(inputs, list) else inputs
             return super().forward(batch.x)
 
     model = ampatch.initialize(Model(4, 4), opt_level="O2", dtype="bfloat16", verbosity=0)

@@ -39,19 +39,19 @@ NO_ORACLE = {  # not to be had without CUDA; then all outputs have the dtype of 
 def samples(info: Any, training: bool, cap: int | None) -> list:
     """Evenly chosen samples of torch's for one module, float32."""
     torch.manual_seed(0)
-    found = list(
+    infos = list(
         info.module_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=False, training=training
         )
     )
-    return found if cap is None else found[:: max(1, -(-len(found) // cap))]
+    return infos if cap is None else infos[:: max(1, -(-len(infos) // cap))]
 
 
 def build(info: Any, sample: Any, training: bool) -> nn.Module:
     """The sample's module, without randomness in its forward."""
     torch.manual_seed(0)
-    given = sample.constructor_input
-    module = info.module_cls(*given.args, **given.kwargs).train(training)
+    arguments = sample.constructor_input
+    module = info.module_cls(*arguments.args, **arguments.kwargs).train(training)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -84,15 +84,15 @@ def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, 
     }
 
 
-def error(found: Tensor, reference: Tensor, scale: float = 0.0) -> float:
+def error(result: Tensor, reference: Tensor, scale: float = 0.0) -> float:
     """Relative error of a whole tensor, against at least a hundredth of `scale`."""
-    found, reference = found.detach(), reference.detach()
-    assert found.shape == reference.shape
-    if torch.equal(found, reference.to(found.dtype)):
+    result, reference = result.detach(), reference.detach()
+    assert result.shape == reference.shape
+    if torch.equal(result, reference.to(result.dtype)):
         return 0.0
     good = reference.isfinite()
-    assert torch.equal(good, found.isfinite())
-    difference = (found.float() - reference.float())[good].norm()
+    assert torch.equal(good, result.isfinite())
+    difference = (result.float() - reference.float())[good].norm()
     return float(difference / (reference.float()[good].norm() + scale / 100 + 1e-3))
 
 
@@ -125,13 +125,13 @@ def check(trial: Trial, training: bool, half: torch.dtype) -> None:
     `LinearCrossEntropyLoss` in chunks is one operator of torch's, which autocast leaves in FP32.
     """
     with Kernels() as kernels:
-        found = outcome(run, trial.model, trial.inputs, training)
+        result = outcome(run, trial.model, trial.inputs, training)
     if isinstance(trial.expected, Exception):
-        assert type(found) is type(trial.expected), (found, trial.expected)
+        assert type(result) is type(trial.expected), (result, trial.expected)
         return
-    if isinstance(found, Exception):
-        raise found
-    (outputs, grads), (plain_outputs, plain_grads) = found, trial.expected
+    if isinstance(result, Exception):
+        raise result
+    (outputs, grads), (plain_outputs, plain_grads) = result, trial.expected
     says = trial.autocasts
     if isinstance(says, Exception):
         dtype = {"float32": torch.float32, "half": half}[NO_ORACLE[trial.info.name]]
@@ -188,10 +188,10 @@ def test_modules(infos, training, half, cap):
     models = [trial.model for trial in trials]
     ampatch.initialize(models, opt_level="O1", dtype=half, verbosity=0)
     wrong = {}
-    for number, one in enumerate(trials):
-        failure = outcome(check, one, training, half)
+    for number, case in enumerate(trials):
+        failure = outcome(check, case, training, half)
         if failure is not None:
-            wrong[f"{one.info.name}, {number}"] = repr(failure)
+            wrong[f"{case.info.name}, {number}"] = repr(failure)
     assert wrong == {}
 
 

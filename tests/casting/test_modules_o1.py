@@ -38,8 +38,8 @@ def test_compressed_sparse_stays_in_fp32(layout, half):
     packed, x = sparse().to_sparse(layout=layout), torch.randn(4, 4)
     expected = [packed @ x, torch.mm(packed, x), F.linear(x, packed)]
     ampatch.initialize([], dtype=half, patch_scope="process", verbosity=0)
-    found = [packed @ x, torch.mm(packed, x), F.linear(x, packed)]
-    for new, old in zip(found, expected, strict=True):
+    outputs = [packed @ x, torch.mm(packed, x), F.linear(x, packed)]
+    for new, old in zip(outputs, expected, strict=True):
         assert torch.equal(new, old)
     assert (packed @ x.to(half)).dtype is torch.float32
     assert torch.mm(input=packed, mat2=x).dtype is torch.float32
@@ -48,8 +48,8 @@ def test_compressed_sparse_stays_in_fp32(layout, half):
 
 def test_coo_works_in_half(half):
     ampatch.initialize([], dtype=half, patch_scope="process", verbosity=0)
-    found = torch.mm(sparse().to_sparse(), torch.eye(4))
-    assert found.dtype is half and torch.equal(found, sparse().to(half))
+    product = torch.mm(sparse().to_sparse(), torch.eye(4))
+    assert product.dtype is half and torch.equal(product, sparse().to(half))
 
 
 class Graph(nn.Module):
@@ -77,8 +77,8 @@ def test_graph_convolutions_train(level, layout):
     ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     plain(x).square().sum().backward()
     model(x).square().sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        torch.testing.assert_close(found.grad.float(), expected.grad, rtol=0.05, atol=0.05)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.float(), expected.grad, rtol=0.05, atol=0.05)
     saved = model.state_dict()
     assert saved["edges"].dtype is torch.float32 and saved["edges"].layout is layout

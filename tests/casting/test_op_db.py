@@ -97,10 +97,10 @@ def untouched(name: str, limit: int | None, tried: tuple) -> Iterator[Trial]:
     for dtype in tried:
         ways = [call for call in CALLS[name] if not call.is_touched(dtype)]
         for number, sample in enumerate(samples(OPS[name], dtype, limit)):
-            given = [(str(dtype), sample)]
+            titled = [(str(dtype), sample)]
             if dtype is torch.float32:
-                given += [("mixed", mixed) for mixed in sample.mixed(torch.float16)]
-            for title, arguments in given:
+                titled += [("mixed", mixed) for mixed in sample.mixed(torch.float16)]
+            for title, arguments in titled:
                 for call in ways:
                     yield trial(f"{name} as {call} on {title} {number}", call, arguments)
 
@@ -116,8 +116,8 @@ def differentiated(name: str, limit: int | None) -> Iterator[Trial]:
     call = CALLS[name][0]
     for dtype in (torch.float32, torch.float64, torch.complex64):
         if not call.is_touched(dtype):
-            made = samples(OPS[name], dtype, limit, requires_grad=True)
-            for number, sample in enumerate(made):
+            inputs = samples(OPS[name], dtype, limit, requires_grad=True)
+            for number, sample in enumerate(inputs):
                 yield trial(f"{name} backward on {dtype} {number}", backward(call), sample)
 
 
@@ -149,13 +149,14 @@ WITH_OUT = [name for name, op in OPS.items() if op.supports_out]
 
 def writing(call: Call, sample: Sample, dtype: torch.dtype) -> Callable | None:
     """`call` with an `out=` of zeros, floating ones in `dtype`; returns what was written too."""
-    made = outcome(call, sample.fresh())
-    if isinstance(made, Raised) or not all(isinstance(leaf, Tensor) for leaf in made):
+    results = outcome(call, sample.fresh())
+    if isinstance(results, Raised) or not all(isinstance(leaf, Tensor) for leaf in results):
         return None
 
     def write(*args: Any, **kwargs: Any) -> Any:
         rooms = tuple(
-            torch.zeros_like(leaf, dtype=dtype if leaf.dtype in CASTABLE else None) for leaf in made
+            torch.zeros_like(leaf, dtype=dtype if leaf.dtype in CASTABLE else None)
+            for leaf in results
         )
         return rooms, call(*args, **kwargs, out=rooms if len(rooms) > 1 else rooms[0])
 
@@ -224,7 +225,7 @@ def test_each_operator_meets_the_rows_it_is_said_to(monkeypatch):
 
         return spied
 
-    made = {
+    by_name = {
         name: samples(op, torch.float32, None if name in COMPOSITES else 4)
         or samples(op, torch.float64, 4)  # some take nothing smaller
         for name, op in OPS.items()
@@ -236,9 +237,9 @@ def test_each_operator_meets_the_rows_it_is_said_to(monkeypatch):
         monkeypatch.setattr(look_up(where), leaf, spy(row, getattr(look_up(where), leaf)))
     wrong = {}
     for name, ways in CALLS.items():
-        for call in ways if made[name] else ():
+        for call in ways if by_name[name] else ():
             met.clear()
-            for sample in made[name]:
+            for sample in by_name[name]:
                 outcome(call, sample.fresh())
             other_way = call is not ways[0] and rules_of(met) == call.rules
             if met - SOMETIMES.get(name, set()) != set(call.rows) and not other_way:

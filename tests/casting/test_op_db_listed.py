@@ -142,9 +142,9 @@ def word(rules: set[Rule], sample: Sample, half: torch.dtype) -> torch.dtype:
         return half
     if rules == {Rule.POWER} and sample.args[1] not in (0, 1):
         return torch.float32 if sample.args[1] < 0 else half
-    given = {tensor.dtype for tensor in sample.castable()}
+    dtypes = {tensor.dtype for tensor in sample.castable()}
     if rules <= PROMOTES | {Rule.POWER}:
-        return given.pop() if len(given) == 1 else torch.float32
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
     assert rules <= EXACT | {Rule.FLOAT_ON_CPU}
     return torch.float32
 
@@ -155,12 +155,12 @@ def has_no_answer(autocast: list | Raised) -> bool:
     return isinstance(error, DataDependentOutputException) or "support for cuda" in str(error)
 
 
-def has_dtypes(found: list, trial: Trial, half: torch.dtype) -> bool:
+def has_dtypes(outputs: list, trial: Trial, half: torch.dtype) -> bool:
     """Those of autocast; where it has no answer, or refuses, those of the rule."""
     if not isinstance(trial.autocast, Raised) and trial.name not in WIDER:
-        return same(found, trial.autocast, values=False)
+        return same(outputs, trial.autocast, values=False)
     wanted = word(trial.call.rules, trial.sample, half)
-    return all(leaf.dtype is wanted for leaf in found if leaf.is_floating_point())
+    return all(leaf.dtype is wanted for leaf in outputs if leaf.is_floating_point())
 
 
 def is_refused(trial: Trial) -> bool:
@@ -172,41 +172,41 @@ def near(new: list, old: list, tolerance: float) -> bool:
 
     What overflows a half dtype has to be infinite.
     """
-    old = [other.to(one.dtype) for one, other in zip(new, old, strict=True)]
+    old = [y.to(x.dtype) for x, y in zip(new, old, strict=True)]
     new, old = ([leaf.detach().to_dense().double() for leaf in leaves] for leaves in (new, old))
     finite = [leaf[leaf.isfinite()].abs().amax() for leaf in old if leaf.isfinite().any()]
     room = tolerance * max((1.0, *finite))
     return all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=room, equal_nan=True)
-        for one, other in zip(new, old, strict=True)
+        x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=room, equal_nan=True)
+        for x, y in zip(new, old, strict=True)
     )
 
 
-def brief(found: list | Raised) -> str:
-    return repr(found) if isinstance(found, Raised) else str([leaf.dtype for leaf in found])
+def brief(outputs: list | Raised) -> str:
+    return repr(outputs) if isinstance(outputs, Raised) else str([leaf.dtype for leaf in outputs])
 
 
 def complaint(trial: Trial, half: torch.dtype) -> str | None:
-    found = outcome(trial.call, trial.sample.fresh())
-    if isinstance(found, Raised):
+    outputs = outcome(trial.call, trial.sample.fresh())
+    if isinstance(outputs, Raised):
         is_mixed = trial.title.endswith("in float, half")
         fits = is_refused(trial) or (is_mixed and trial.name in REFUSED_MIXED)
     else:
         may = not is_refused(trial) or trial.name in OURS_ALONE
-        fits = may and has_dtypes(found, trial, half)
+        fits = may and has_dtypes(outputs, trial, half)
     if not fits:
-        return f"{trial.title}: {brief(found)}, autocast has {brief(trial.autocast)}"
-    if isinstance(found, Raised) or trial.name in ILL_CONDITIONED:
+        return f"{trial.title}: {brief(outputs)}, autocast has {brief(trial.autocast)}"
+    if isinstance(outputs, Raised) or trial.name in ILL_CONDITIONED:
         return None
-    is_near = near(found, trial.reference, tolerance(trial.name, trial.call, half))
-    return None if is_near else f"{trial.title}: {found}, in FP32 {trial.reference}"
+    is_near = near(outputs, trial.reference, tolerance(trial.name, trial.call, half))
+    return None if is_near else f"{trial.title}: {outputs}, in FP32 {trial.reference}"
 
 
-def check(made: list[Trial], complaint: Callable, half: torch.dtype) -> None:
+def check(trials: list[Trial], complaint: Callable, half: torch.dtype) -> None:
     """Open a session, and see that there is nothing to complain of."""
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    assert made
-    assert [text for trial in made if (text := complaint(trial, half))] == []
+    assert trials
+    assert [text for trial in trials if (text := complaint(trial, half))] == []
 
 
 def tolerance(name: str, call: Call, half: torch.dtype) -> float:
@@ -233,28 +233,29 @@ def beyond(name: str, limit: int | None, half: torch.dtype) -> Iterator[Trial]:
 
 def beyond_complaint(trial: Trial, half: torch.dtype) -> str | None:
     """What is wrong with a call that has to go on as in FP32, in the dtype that its rule says."""
-    found = outcome(trial.call, trial.sample.fresh())
-    if isinstance(found, Raised) or isinstance(trial.reference, Raised):
-        both = isinstance(found, Raised) and isinstance(trial.reference, Raised)
-        return None if both else f"{trial.title}: {brief(found)}, in FP32 {brief(trial.reference)}"
+    outputs = outcome(trial.call, trial.sample.fresh())
+    if isinstance(outputs, Raised) or isinstance(trial.reference, Raised):
+        both = isinstance(outputs, Raised) and isinstance(trial.reference, Raised)
+        text = f"{trial.title}: {brief(outputs)}, in FP32 {brief(trial.reference)}"
+        return None if both else text
     if trial.name in LOW_RANK:
         return None
     if Rule.LIKE_FIRST in trial.call.rules:
         expected = trial.sample.castable()[0].dtype
     else:
         expected = word(trial.call.rules, trial.sample, half)
-    tensors = [leaf for leaf in found if leaf.is_floating_point()]
+    tensors = [leaf for leaf in outputs if leaf.is_floating_point()]
     if any(leaf.dtype is not expected for leaf in tensors):
-        return f"{trial.title}: {brief(found)}, expected {expected}"
+        return f"{trial.title}: {brief(outputs)}, expected {expected}"
     room = 1e-3 if trial.call.rules <= EXACT else TOLERANCE[half]
-    is_near = near(in_real(found), in_real(trial.reference), room)
-    return None if is_near else f"{trial.title}: {found}, in FP32 {trial.reference}"
+    is_near = near(in_real(outputs), in_real(trial.reference), room)
+    return None if is_near else f"{trial.title}: {outputs}, in FP32 {trial.reference}"
 
 
-def in_real(found: list) -> list:
+def in_real(outputs: list) -> list:
     """Complex tensors as pairs of numbers."""
     return [
-        torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found
+        torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in outputs
     ]
 
 
@@ -270,24 +271,24 @@ def test_what_lies_beyond_autocast_goes_on_as_in_fp32(names, limit, half):
 @few_and_all
 @pytest.mark.parametrize("names", groups(name for name in LISTED if OPS[name].supports_autograd))
 def test_gradients_are_near_those_of_fp32_and_have_the_inputs_dtypes(names, limit, half):
-    made = []
+    trials = []
     for name in names:
         for sample in samples(OPS[name], torch.float32, limit, requires_grad=True):
             call = CALLS[name][0]
-            made.append((name, call, sample, outcome(backward(call), sample.fresh())))
+            trials.append((name, call, sample, outcome(backward(call), sample.fresh())))
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
-    for name, call, sample, reference in made:
-        found = outcome(backward(call), sample.fresh())
-        if isinstance(found, Raised):
-            assert isinstance(reference, Raised), (name, found)
+    for name, call, sample, reference in trials:
+        outputs = outcome(backward(call), sample.fresh())
+        if isinstance(outputs, Raised):
+            assert isinstance(reference, Raised), (name, outputs)
             continue
-        assert [getattr(new, "dtype", None) for new in found] == [
+        assert [getattr(new, "dtype", None) for new in outputs] == [
             getattr(old, "dtype", None) for old in reference
         ], name
-        pairs = [leaves for leaves in zip(found, reference, strict=True) if leaves[1] is not None]
+        pairs = [leaves for leaves in zip(outputs, reference, strict=True) if leaves[1] is not None]
         new, old = ([pair[side] for pair in pairs] for side in (0, 1))
         fits = near(new, old, tolerance(name, call, half))
-        assert fits or name in ILL_CONDITIONED, (name, found, reference)
+        assert fits or name in ILL_CONDITIONED, (name, outputs, reference)
 
 
 @few_and_all

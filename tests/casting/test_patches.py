@@ -26,9 +26,9 @@ def owner():
 def test_a_name_replaced_twice_ends_at_its_first_original(patches, owner):
     first = owner.function
     for word in ("inner", "outer"):
-        found = owner.function
-        made = patches.replace(owner, "function", lambda old, word=word: lambda: f"{word} {old()}")
-        assert made is found
+        previous = owner.function
+        returned = patches.replace(owner, "function", lambda f, word=word: lambda: f"{word} {f()}")
+        assert returned is previous
     assert owner.function() == "outer inner original" and len(patches) == 2
     patches.undo()
     assert owner.function is first

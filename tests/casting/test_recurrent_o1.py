@@ -82,9 +82,9 @@ def built(build: Callable) -> nn.Module:
     return build()
 
 
-def input_as(given: str) -> Any:
+def input_as(form: str) -> Any:
     x = torch.randn(5, 3, 8)
-    return pack_padded_sequence(x, torch.tensor([5, 3, 1])) if given == "packed" else x
+    return pack_padded_sequence(x, torch.tensor([5, 3, 1])) if form == "packed" else x
 
 
 def floats(output: Any) -> list[Tensor]:
@@ -96,9 +96,9 @@ def floats(output: Any) -> list[Tensor]:
     ]
 
 
-def near(half: torch.dtype, found: Tensor, reference: Tensor) -> None:
+def near(half: torch.dtype, result: Tensor, reference: Tensor) -> None:
     room = 0.03 if half is torch.float16 else 0.15
-    torch.testing.assert_close(found.float(), reference, rtol=room, atol=room)
+    torch.testing.assert_close(result.float(), reference, rtol=room, atol=room)
 
 
 def check(cases: dict[str, tuple[Callable, Any]], half: torch.dtype) -> None:
@@ -126,17 +126,17 @@ def check(cases: dict[str, tuple[Callable, Any]], half: torch.dtype) -> None:
             near(half, new, old)
 
 
-def cases_of(given: str) -> dict[str, tuple[Callable, Any]]:
+def cases_of(form: str) -> dict[str, tuple[Callable, Any]]:
     """What makes each module, and its input: a batch of vectors, or of sequences."""
-    if given == "linear":
+    if form == "linear":
         return {name: (build, X) for name, build in LINEAR.items()}
-    return {name: (build, input_as(given)) for name, build in RECURRENT.items()}
+    return {name: (build, input_as(form)) for name, build in RECURRENT.items()}
 
 
-@pytest.mark.parametrize("given", ["linear", "tensor", "packed"])
-def test_training(given, half):
-    cases = cases_of(given)
-    if given == "linear":
+@pytest.mark.parametrize("form", ["linear", "tensor", "packed"])
+def test_training(form, half):
+    cases = cases_of(form)
+    if form == "linear":
         cases["weight norm of a transposed convolution"] = (
             lambda: nn.utils.weight_norm(nn.ConvTranspose1d(2, 4, 3)),
             torch.randn(2, 2, 6),
@@ -146,18 +146,18 @@ def test_training(given, half):
     check(cases, half)
 
 
-@pytest.mark.parametrize("given", ["linear", "tensor", "packed"])
-def test_evaluation(given, half):
-    models = {name: (built(build).eval(), x) for name, (build, x) in cases_of(given).items()}
+@pytest.mark.parametrize("form", ["linear", "tensor", "packed"])
+def test_evaluation(form, half):
+    models = {name: (built(build).eval(), x) for name, (build, x) in cases_of(form).items()}
     with torch.no_grad():
         references = {name: floats(model(x))[0] for name, (model, x) in models.items()}
         ampatch.initialize([model for model, _ in models.values()], dtype=half, verbosity=0)
         for name, (model, x) in models.items():
             for again in (x, x.to(half)):
                 with Kernels() as kernels:
-                    found = floats(model(again))[0]
-                assert kernels.dtypes() == {half} and found.dtype is half, name
-                near(half, found, references[name])
+                    output = floats(model(again))[0]
+                assert kernels.dtypes() == {half} and output.dtype is half, name
+                near(half, output, references[name])
 
 
 def test_weights_that_parametrize_has_cached(half):
@@ -182,10 +182,10 @@ def test_states_of_either_dtype(kind, half):
     reference = model(x, states[0])[0].detach()
     ampatch.initialize(model, dtype=half, verbosity=0)
     for state in (states[0], to(half, states[1])):
-        for given in (x, x.to(half)):
-            found = model(given, state)[0]
-            assert found.dtype is half
-            torch.testing.assert_close(found.detach().float(), reference, rtol=0.1, atol=0.1)
+        for sequence in (x, x.to(half)):
+            output = model(sequence, state)[0]
+            assert output.dtype is half
+            torch.testing.assert_close(output.detach().float(), reference, rtol=0.1, atol=0.1)
 
 
 class Twice(nn.Module):
@@ -211,15 +211,15 @@ def halve(weight: Tensor) -> None:
 
 def blocks_in(calls: list[Any]) -> list[int]:
     """The addresses of the weights' blocks of memory in each call; all are half."""
-    found = []
+    blocks = []
     for args in calls:
         [weights] = [arg for arg in args if isinstance(arg, list)]
         assert len(weights) == 16 and {weight.dtype for weight in weights} == {torch.float16}
         [block] = {weight.untyped_storage().data_ptr() for weight in weights}
         places = [0, *itertools.accumulate(weight.numel() for weight in weights)][:-1]
         assert [weight.storage_offset() for weight in weights] == places
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 @pytest.mark.parametrize("name", ["rnn_tanh", "gru", "lstm"])

@@ -48,8 +48,8 @@ def test_what_pytorch_adds_up_in_half_is_right(session, half):
     """Where only a gradient is wrong in half, a call without a graph is left as it is."""
     for with_graph in (True, False) if session == "O1" else (True,):
         with torch.set_grad_enabled(with_graph):
-            found = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
-        assert {name: error for name, error in found.items() if not error <= 1} == {}
+            errors = {name: error_of(case, half) for name, case in {**WRONG, **RIGHT}.items()}
+        assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 
 def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
@@ -74,9 +74,9 @@ def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
             if any(error_of(case, half) > 1 for half in HALVES):
                 wrong_values.add(running)
     assert wrong == WRONG.keys()
-    for place, one in originals.items():
-        assert met.get(id(one), set()) & wrong, place
-        is_right = not met[id(one)] & wrong_values
+    for place, function in originals.items():
+        assert met.get(id(function), set()) & wrong, place
+        is_right = not met[id(function)] & wrong_values
         assert is_right is (PLACES[place] or place[1] in OUT_OF_BOUNDS | REFUSED), place
 
 
@@ -159,7 +159,7 @@ def test_no_operator_adds_up_in_half(names, limit):
     for name in names:
         call = CALLS[name][0]
         for sample in samples(OPS[name], torch.float32, limit):
-            for large in filter(lambda one: is_small(call, one), enlarged(sample)):
+            for large in filter(lambda candidate: is_small(call, candidate), enlarged(sample)):
                 for half in HALVES:
                     error = tried(call, large, half)
                     if error is not None and not error <= 1:
@@ -250,7 +250,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])
-@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda norm: norm.__name__)
 def test_norms_with_the_models_own_half_weights(norm, with_statistics):
     """Whatever is added to the inputs of a norm over the batch has no gradient."""
     gradients, values = {}, {}

@@ -40,13 +40,13 @@ def test_one_model_in_several_threads(opt_level, grad):
         with torch.set_grad_enabled(grad):
             return all(same(model(X), expected) for _ in range(25))
 
-    found = in_threads(*[work] * 4)
+    results = in_threads(*[work] * 4)
     if opt_level in ("O2", "O3"):  # refused while another one runs, and right where none does
-        refused = [one for one in found if isinstance(one, ampatch.AmpatchError)]
+        refused = [result for result in results if isinstance(result, ampatch.AmpatchError)]
         assert all("copy.deepcopy(model)" in str(error) for error in refused)
-        found = [True if one in refused else one for one in found]
+        results = [True if result in refused else result for result in results]
         assert work()
-    assert found == [True] * 4
+    assert results == [True] * 4
     assert ampatch.cache_info().entries == 0
 
 
@@ -90,13 +90,13 @@ def test_each_thread_has_its_own_blocks():
 
     def under(block):
         def work():
-            found = set()
+            dtypes = set()
             for _ in range(200):
                 with block, block:
-                    found.add(F.linear(X, X).dtype)
+                    dtypes.add(F.linear(X, X).dtype)
                 with pytest.raises(KeyError), block:
                     raise KeyError
-            return found
+            return dtypes
 
         return work
 

@@ -91,9 +91,9 @@ def test_a_transform_of_a_managed_model(opt_level, caplog):
     model = ampatch.initialize(Net(), opt_level=opt_level, dtype=H)
     plain = model(X)
     for name, transform in TRANSFORMS.items():
-        found = transform(model)
-        assert found.dtype is expected[name].dtype is FP32
-        assert torch.equal(found, expected[name]), name
+        result = transform(model)
+        assert result.dtype is expected[name].dtype is FP32
+        assert torch.equal(result, expected[name]), name
         assert torch.equal(model(X), plain) and ampatch.cache_info().entries == 0
     assert "TorchScript" not in caplog.text
 
@@ -129,7 +129,7 @@ def test_an_ensemble(opt_level):
     def call(weights, buffers):
         return functional_call(models[0], (weights, buffers), (X,))
 
-    found = vmap(call)(weights, buffers)
+    result = vmap(call)(weights, buffers)
     expected = torch.stack([model(X) for model in models])
-    assert found.dtype is expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert result.dtype is expected.dtype
+    torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)

@@ -108,8 +108,8 @@ def test_what_names_a_function_of_torch_holds_in_a_compiled_graph(library, how):
 
 def test_a_registration_stands_above_an_override(library):
     ampatch.register_float_function(torch.Tensor, "relu")
-    given = {torch.Tensor.relu: "half"}
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0, overrides=given)
+    overrides = {torch.Tensor.relu: "half"}
+    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0, overrides=overrides)
     assert X.relu().dtype is X.to(H).relu().dtype is torch.float32
 
 
@@ -191,14 +191,14 @@ def test_decorated_methods():
 
 @pytest.mark.parametrize("name", ["plain", "plain_static", "plain_of_class"])
 def test_registered_methods(library, name):
-    found = vars(Methods)[name]
+    method = vars(Methods)[name]
     ampatch.register_half_function(Methods, name)
     o1()
     assert getattr(Methods(), name)(X) is H
     if name != "plain":
         assert getattr(Methods, name)(X) is H
     ampatch.deactivate()
-    assert vars(Methods)[name] is found
+    assert vars(Methods)[name] is method
     assert getattr(Methods(), name)(X) is torch.float32
 
 

@@ -32,7 +32,7 @@ class CountCasts(TorchDispatchMode):
         if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
             self.count += 1
         elif function is torch.ops.aten._foreach_copy_.default:  # natively, a batch of one too
-            self.count += sum(one.shape == self.shape for one in args[1])
+            self.count += sum(tensor.shape == self.shape for tensor in args[1])
         return function(*args, **(kwargs or {}))
 
 
@@ -289,8 +289,8 @@ def test_weights_written_through_data_that_the_forward_holds():
         with ampatch.disable_casts(), torch.autocast("cpu", dtype=H, cache_enabled=False):
             loss = plain(x).float().square().sum()
         loss.backward()
-        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.grad, expected.grad) and torch.equal(param, expected)
 
 
 def test_a_model_within_another_one_uses_its_copies():

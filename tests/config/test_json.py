@@ -13,8 +13,7 @@ from ampatch.config import environment
 TEXT = '{"0": "float"}'
 
 
-def precisions(**given):
-    """The dtypes that the two layers of a model compute in at O2."""
+def precisions(**settings):
     seen = []
 
     class Seen(nn.Linear):
@@ -23,7 +22,7 @@ def precisions(**given):
             return super().forward(x)
 
     model = nn.Sequential(Seen(2, 2), Seen(2, 2))
-    ampatch.initialize(model, opt_level="O2", verbosity=0, **given)
+    ampatch.initialize(model, opt_level="O2", verbosity=0, **settings)
     model(torch.ones(1, 2))
     return seen
 
@@ -137,7 +136,7 @@ def test_the_class_of_the_model_may_stand_in_front_as_debug_prints_it():
         ampatch.initialize(model, opt_level="O2", verbosity=0, overrides={key: "float"})
         seen = []
         for layer in model:
-            layer.register_forward_pre_hook(lambda one, args: seen.append(one.weight.dtype))
+            layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.dtype))
         model(torch.ones(1, 2))
         return [dtype is torch.float16 for dtype in seen]
 

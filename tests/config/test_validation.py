@@ -30,8 +30,8 @@ direction = partial(word, known=("up", "down"))
 )
 def test_what_counts(check, values, expected):
     for value in values:
-        found = check(WHAT, value)
-        assert found == expected and type(found) is type(expected)
+        actual = check(WHAT, value)
+        assert actual == expected and type(actual) is type(expected)
 
 
 @pytest.mark.parametrize(

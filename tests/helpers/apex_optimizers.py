@@ -44,5 +44,5 @@ def as_apex_saves(state: dict, steps: int) -> dict:
 
 
 def close(ours, theirs) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype), atol=1e-6, rtol=1e-5)
+    for first, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(first, other.to(first.dtype), atol=1e-6, rtol=1e-5)

@@ -42,13 +42,13 @@ def both(loop, asked=AT_SCALE):
     expected = loop()
     begin(asked)
     torch.manual_seed(0)
-    found = loop()
+    actual = loop()
     end()
-    return expected, found
+    return expected, actual
 
 
-def close(expected, found, atol=2e-3, rtol=2e-2):
-    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+def close(expected, actual, atol=2e-3, rtol=2e-2):
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
 def net(width=8):

@@ -65,7 +65,6 @@ def to(dtype: torch.dtype, tree: Any) -> Any:
 
 
 def dtypes(tree: Any) -> list[torch.dtype]:
-    """The dtypes of a tree's tensors, in order."""
     return [leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -87,7 +86,6 @@ def module_dtypes(half: torch.dtype, module: nn.Module, *args: Any, **kwargs: An
 
 
 def outcome(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, or the exception it raises."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from small_training import pass_back
 from torch import nn
 
 import ampatch as amp
@@ -20,17 +21,9 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=data), torch.randint(0, 3, (8,), generator=data)
 
 
-def backward(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | list,
-    number: int,
-    poison: bool = False,
-    weight: float = 1.0,
-) -> None:
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     inputs, targets = batch(number)
-    loss = F.cross_entropy(model(inputs), targets) * weight
-    with amp.scale_loss(loss * (float("inf") if poison else 1.0), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(F.cross_entropy(model(inputs), targets), optimizer)
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

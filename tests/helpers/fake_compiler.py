@@ -26,5 +26,4 @@ class FakeCompiler:
 
     @property
     def calls(self) -> int:
-        """How often it was to compile."""
         return len(self._log.read_text().splitlines()) if self._log.exists() else 0

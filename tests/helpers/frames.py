@@ -1,37 +1,26 @@
-"""How many Python functions a call enters."""
+"""Which Python functions a call enters, and how many."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Callable
+from types import CodeType
 
 
-def frames(function: Callable, *args) -> int:
-    """Python functions entered by and below `function(*args)`, but for what the collector runs."""
-    return frames_of_each(function, [args])[0]
-
-
-def frames_of_each(function: Callable, calls: list[tuple]) -> list[int]:
-    """The same of several calls, in turn."""
+def entered(function: Callable, *args: object) -> list[CodeType]:
+    """Of each function entered by and below `function(*args)`, but for what the collector runs."""
+    codes: list[CodeType] = []
     gc.collect()  # replacements of earlier sessions: the patches' weak table hears of each
     gc.disable()
-    try:
-        return [_entered(function, *args) for args in calls]
-    finally:
-        gc.enable()
-
-
-def _entered(function: Callable, *args) -> int:
-    entered = 0
-
-    def profile(frame, event, argument):
-        nonlocal entered
-        entered += event == "call"
-
-    sys.setprofile(profile)
+    sys.setprofile(lambda frame, event, _: event == "call" and codes.append(frame.f_code))
     try:
         function(*args)
     finally:
         sys.setprofile(None)
-    return entered
+        gc.enable()
+    return codes
+
+
+def frames(function: Callable, *args: object) -> int:
+    return len(entered(function, *args))

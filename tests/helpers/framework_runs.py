@@ -42,7 +42,6 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """ampatch's."""
         return {"opt_level": self.opt_level, "dtype": self.dtype, "init_scale": self.init_scale}
 
     def end(self, losses: list[float], weights: Mapping[str, Tensor]) -> Run:
@@ -55,8 +54,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run gave."""
-
     losses: list[float]  # one a batch, unscaled, of this rank's part
     weights: dict[str, Tensor]  # by the names of `network().state_dict()`
     loss_scale: float  # at the end; 1.0 without one
@@ -80,7 +77,6 @@ def _note(layer: nn.Module, _: tuple) -> None:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -95,7 +91,6 @@ ROWS = _rows()  # made at the import: a session with casts would change classes
 
 
 def dataset() -> TensorDataset:
-    """Inputs and classes."""
     return TensorDataset(*ROWS)
 
 

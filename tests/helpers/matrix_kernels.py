@@ -51,7 +51,6 @@ class Kernels(TorchDispatchMode):
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The first tensor of a module's output."""
     while not isinstance(output, Tensor):
         output = output[0] if not hasattr(output, "data") else output.data
     return output

@@ -65,35 +65,35 @@ def same_bits(program: str, cache: str) -> Any:
     The program saves a dict (of tensors, numbers, text, lists and dicts) with
     `torch.save(found, sys.argv[1])`; torch and sys are imported.  Returns the dict.
     """
-    found = []
+    results = []
     for native in ("0", "1"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "found.pt")
             text = CHECKED + textwrap.dedent(program)
             done = run_native(text, path, native=native, cache=cache)
             assert done.returncode == 0, f"AMPATCH_NATIVE={native}:\n{done.stderr}"
-            found.append(torch.load(path, weights_only=True))
-    assert found[0], "the program saved nothing"
-    assert different(*found) == [], "other bits with the native part"
-    return found[0]
+            results.append(torch.load(path, weights_only=True))
+    assert results[0], "the program saved nothing"
+    assert different(*results) == [], "other bits with the native part"
+    return results[0]
 
 
-def different(one: Any, other: Any, where: str = "") -> list[str]:
+def different(first: Any, other: Any, where: str = "") -> list[str]:
     """The paths of what differs, in bits, types or order."""
-    if type(one) is not type(other):
-        return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
-    if isinstance(one, dict):
-        if list(one) != list(other):
-            return [f"{where}: keys {list(one)} and {list(other)}"]
-        return [line for key in one for line in different(one[key], other[key], f"{where}.{key}")]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [f"{where}: {len(one)} and {len(other)} items"]
-        pairs = enumerate(zip(one, other, strict=True))
+    if type(first) is not type(other):
+        return [f"{where}: {type(first).__name__} and {type(other).__name__}"]
+    if isinstance(first, dict):
+        if list(first) != list(other):
+            return [f"{where}: keys {list(first)} and {list(other)}"]
+        return [line for k in first for line in different(first[k], other[k], f"{where}.{k}")]
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(other):
+            return [f"{where}: {len(first)} and {len(other)} items"]
+        pairs = enumerate(zip(first, other, strict=True))
         return [line for n, pair in pairs for line in different(*pair, f"{where}[{n}]")]
-    if isinstance(one, torch.Tensor):
-        return [] if _bits(one) == _bits(other) else [f"{where}: {one} and {other}"]
-    return [] if repr(one) == repr(other) else [f"{where}: {one!r} and {other!r}"]
+    if isinstance(first, torch.Tensor):
+        return [] if _bits(first) == _bits(other) else [f"{where}: {first} and {other}"]
+    return [] if repr(first) == repr(other) else [f"{where}: {first!r} and {other!r}"]
 
 
 def _bits(tensor: torch.Tensor) -> tuple:

@@ -48,9 +48,9 @@ class _NN:
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(nn, name)
-        is_kind = isinstance(found, type) and issubclass(found, nn.Module)
-        return _Kind(found, self._device) if is_kind else found
+        results = getattr(nn, name)
+        is_kind = isinstance(results, type) and issubclass(results, nn.Module)
+        return _Kind(results, self._device) if is_kind else results
 
 
 class _Kind:
@@ -65,8 +65,8 @@ class _Kind:
             return self._kind(*args, device=self._device, **kwargs)
         return self._kind(*args, **kwargs).to(self._device)
 
-    def __instancecheck__(self, found: object) -> bool:
-        return isinstance(found, self._kind)
+    def __instancecheck__(self, results: object) -> bool:
+        return isinstance(results, self._kind)
 
     def __mro_entries__(self, bases: tuple) -> tuple[type]:
         return (self._kind,)

@@ -73,7 +73,6 @@ class Call:
         return rules_of(self.rows)
 
     def is_touched(self, dtype: torch.dtype) -> bool:
-        """Whether a rule acts on arguments of this dtype."""
         return any(dtype in (HALVES if row in IN_HALF else CASTABLE) for row in self.rows)
 
     @property
@@ -89,15 +88,14 @@ class Call:
 
 
 def rules_of(rows: Iterable[str]) -> set[Rule]:
-    """The rules by which rows cast."""
     return {RULE_OF[row] for row in rows if row not in IN_HALF}
 
 
 def look_up(place: str) -> Any:
-    found: Any = torch
+    results: Any = torch
     for name in place.split(".")[1:]:
-        found = getattr(found, name)
-    return found
+        results = getattr(results, name)
+    return results
 
 
 def _is_at(place: str, function: Any) -> bool:
@@ -113,25 +111,25 @@ def rows(name: str, place: str) -> tuple[str, ...]:
         return COMPOSITES[name]
     where, _, leaf = place.rpartition(".")
     below = ("torch._C._nn", "torch._VF", "torch") if where in WRITTEN_IN_PYTHON else ()
-    found = [f"{owner}.{leaf}" for owner in (where, *below) if f"{owner}.{leaf}" in RULE_OF]
-    return tuple(found[:1])
+    results = [f"{owner}.{leaf}" for owner in (where, *below) if f"{owner}.{leaf}" in RULE_OF]
+    return tuple(results[:1])
 
 
 def calls(name: str, op: Any) -> list[Call]:
     """The function first, then its other ways, those of its aliases included."""
-    found = []
+    results = []
     for info in (op, *op.aliases):
         place, method = f"torch.{info.name}", f"torch.Tensor.{info.name}"
-        found.append(_call(name, info.op, place, method))
+        results.append(_call(name, info.op, place, method))
         if info.method_variant is not None:
-            found.append(_call(name, info.method_variant, method))
+            results.append(_call(name, info.method_variant, method))
         if info.inplace_variant is not None:
-            found.append(_in_place(info.inplace_variant))
+            results.append(_in_place(info.inplace_variant))
     if op.operator_variant is not None:
-        found.append(_call(name, op.operator_variant, f"torch.{op.name}"))
+        results.append(_call(name, op.operator_variant, f"torch.{op.name}"))
     if op.inplace_operator_variant is not None:
-        found.append(_in_place(op.inplace_operator_variant))
-    return found
+        results.append(_in_place(op.inplace_operator_variant))
+    return results
 
 
 def _call(name: str, function: Any, *places: str) -> Call:
@@ -173,7 +171,6 @@ class Sample:
         return Sample(*tree_map(copy, (self.args, self.kwargs)))
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
-        """With every castable tensor in `dtype`."""
         return self.fresh(lambda leaf: leaf.to(dtype) if leaf.dtype in CASTABLE else leaf)
 
     def tensors(self) -> list[Tensor]:
@@ -211,8 +208,8 @@ def samples(op: Any, dtype: torch.dtype, limit: int | None, requires_grad: bool 
         return []
     seed()
     with quietly(), torch.no_grad():
-        made = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
-        return [plain_sample(sample) for sample in islice(made, limit)]
+        inputs = op.sample_inputs_func(op, "cpu", dtype, requires_grad)
+        return [plain_sample(sample) for sample in islice(inputs, limit)]
 
 
 def plain_sample(sample: Any) -> Sample:
@@ -257,7 +254,7 @@ def same(new: list | Raised, old: list | Raised, values: bool = True) -> bool:
     if isinstance(new, Raised) or isinstance(old, Raised):
         return type(getattr(new, "error", None)) is type(getattr(old, "error", None))
     return len(new) == len(old) and all(
-        _same_leaf(one, other, values) for one, other in zip(new, old, strict=True)
+        _same_leaf(ours, other, values) for ours, other in zip(new, old, strict=True)
     )
 
 
@@ -296,20 +293,18 @@ def on_fake_cuda(call: Callable, sample: Sample) -> list | Raised:
 def _fake_errors_unlogged() -> Iterator[None]:
     """FakeTensorMode logs a traceback with each refusal that it also raises."""
     logger = logging.getLogger(fake_tensor.__name__)
-    found, logger.disabled = logger.disabled, True
+    results, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = found
+        logger.disabled = results
 
 
 def backward(call: Callable) -> Callable:
-    """A function that returns the gradients of `call`, for random gradients of its outputs."""
-
     def call_and_go_back(*args: Any, **kwargs: Any) -> list:
         inputs = [tensor for tensor in Sample(args, kwargs).tensors() if tensor.requires_grad]
-        found = tree_leaves(call(*args, **kwargs))
-        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results = tree_leaves(call(*args, **kwargs))
+        outputs = [leaf for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not inputs or not outputs:
             return []
         seed(1)

@@ -33,7 +33,6 @@ NO_ORACLE = NO_CPU_KERNEL - {"_scaled_dot_product_flash_attention"} | {
 
 
 def call(where: str, name: str, args: tuple, kwargs: dict) -> Any:
-    """The function of that name, as it is now, called."""
     return getattr(resolve(where), name)(*args, **kwargs)
 
 
@@ -48,7 +47,6 @@ def ints(top: int, *shape: int) -> torch.Tensor:
 
 
 def signs(*shape: int) -> torch.Tensor:
-    """Random targets -1 and 1, integer."""
     return torch.randint(2, shape) * 2 - 1
 
 
@@ -81,7 +79,6 @@ def _call(*make: Any, **kwargs: Any) -> Callable[[], Sample]:
 
 
 def _calls(names: str, *make: Any) -> dict[str, Callable[[], Sample]]:
-    """The same call for several functions."""
     return dict.fromkeys(names.split(), _call(*make))
 
 
@@ -178,6 +175,5 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
 
 
 def sample(where: str, name: str) -> Sample:
-    """Fresh arguments for one function."""
     torch.manual_seed(0)
     return SAMPLES.get(f"{where}.{name}", SAMPLES.get(name))()

@@ -44,7 +44,7 @@ def enlarged(sample: Sample) -> Iterator[Sample]:
     sizes: dict[int, list] = {}
     for place, dim in dims:
         sizes.setdefault(leaves[place].shape[dim], []).append((place, dim))
-    for chosen in dict.fromkeys([*map(tuple, sizes.values()), *((one,) for one in dims)]):
+    for chosen in dict.fromkeys([*map(tuple, sizes.values()), *((single,) for single in dims)]):
         new = list(leaves)
         for place, dim in chosen:
             many = torch.arange(ADDED) % new[place].shape[dim]
@@ -70,10 +70,10 @@ def is_small(call: Callable, sample: Sample) -> bool:
     try:
         with quietly(), torch.no_grad():
             fake = sample.fresh(lambda leaf: leaf.to("meta"))
-            found = tree_leaves(call(*fake.args, **fake.kwargs))
+            results = tree_leaves(call(*fake.args, **fake.kwargs))
     except Exception:
         return True
-    return sum(leaf.numel() for leaf in found if isinstance(leaf, Tensor)) <= 2 * MOST
+    return sum(leaf.numel() for leaf in results if isinstance(leaf, Tensor)) <= 2 * MOST
 
 
 def error(call: Callable, sample: Sample, half: torch.dtype) -> float:
@@ -82,11 +82,11 @@ def error(call: Callable, sample: Sample, half: torch.dtype) -> float:
     It may be `ROOM`, and what the same call in FP32 changes by if its inputs are rounded to half
     once more: products and differences magnify the rounding of their inputs.
     """
-    found = _computed(call, sample, half, lambda value: value.to(half))
+    results = _computed(call, sample, half, lambda value: value.to(half))
     right = _computed(call, sample, half, lambda value: value.to(half).float())
     other = _computed(call, sample, half, lambda value: _shaken(value, half))
     worst = 0.0
-    for new, old, beside in zip(found, right, other, strict=True):
+    for new, old, beside in zip(results, right, other, strict=True):
         if new is None or old is None or new.shape != old.shape:
             continue
         new, old, beside = new.float(), old.float(), beside.float()
@@ -109,7 +109,7 @@ def _computed(
     """Floating results, and gradients, of inputs that are `change` of `values`."""
     inputs: list[Tensor] = []
 
-    def made(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if not leaf.is_floating_point():
@@ -117,12 +117,12 @@ def _computed(
         inputs.append(change(values(*leaf.shape)).requires_grad_())
         return inputs[-1]
 
-    args, kwargs = tree_map(made, (sample.args, sample.kwargs))
+    args, kwargs = tree_map(changed, (sample.args, sample.kwargs))
     seed()
     with quietly():
-        found = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in found if leaf.requires_grad]
-        results: list = [leaf.detach() for leaf in found if leaf.is_floating_point()]
+        actual = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in actual if leaf.requires_grad]
+        results: list = [leaf.detach() for leaf in actual if leaf.is_floating_point()]
         if outputs and torch.is_grad_enabled():
             like = [values(*leaf.shape).to(half).to(leaf.dtype) for leaf in outputs]
             results += torch.autograd.grad(outputs, inputs, like, allow_unused=True)
@@ -159,16 +159,16 @@ def at(place: str, name: str) -> Callable:
     return call
 
 
-def like(x: Tensor, given: Tensor) -> Tensor:
+def like(x: Tensor, numbers: Tensor) -> Tensor:
     """The values of `given`, with the gradients of `x`."""
-    return x - x.detach() + given.to(x.dtype)
+    return x - x.detach() + numbers.to(x.dtype)
 
 
 def peak(x: Tensor) -> Tensor:
     """`x` with one largest value, in the middle of each dimension."""
-    given = torch.zeros(x.shape)
-    given[tuple(size // 2 for size in x.shape)] = 1
-    return like(x, given)
+    numbers = torch.zeros(x.shape)
+    numbers[tuple(size // 2 for size in x.shape)] = 1
+    return like(x, numbers)
 
 
 def _everywhere(name: str, use: Callable, shapes: Shapes) -> Iterator[tuple[str, Case]]:
@@ -228,8 +228,8 @@ def _pools() -> Iterator[tuple[str, Case]]:
 
 
 def _max_pool(name: str, window: int, x: Tensor) -> Tensor:
-    found = getattr(F, name)(peak(x), window, 1)
-    return found[0] if isinstance(found, tuple) else found
+    results = getattr(F, name)(peak(x), window, 1)
+    return results[0] if isinstance(results, tuple) else results
 
 
 def _sampled(name: str, dims: int, x: Tensor) -> Tensor:
@@ -340,6 +340,5 @@ RIGHT: dict[str, Case] = {
 
 
 def error_of(case: Case, half: torch.dtype) -> float:
-    """`error` of such a call."""
     call, shapes = case
     return error(call, Sample(tuple(torch.empty(shape) for shape in shapes), {}), half)

@@ -18,6 +18,5 @@ if not os.environ.get("AMPATCH_CACHE"):
 
 
 def remove() -> None:
-    """Remove the cache if this process has made it."""
     if _OURS is not None:
         shutil.rmtree(_OURS)

@@ -22,8 +22,6 @@ import ampatch
 
 
 class Model(nn.Module):
-    """It has blocks, and a pair of layers to split."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -38,7 +36,6 @@ class Model(nn.Module):
 
 
 def of_any_page() -> dict[str, Any]:
-    """A model, an optimizer, a loss and four batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     return {
@@ -52,15 +49,13 @@ def of_any_page() -> dict[str, Any]:
 
 
 def of_docstrings() -> dict[str, Any]:
-    """For the functions of `ampatch`."""
     names = of_any_page()
-    one, other = nn.Linear(8, 8), nn.Linear(8, 3)
-    names |= {"generator": one, "discriminator": other, "StepLR": StepLR, "ampatch": ampatch}
-    return names | {"first": torch.optim.SGD(one.parameters(), lr=0.1)}
+    first, other = nn.Linear(8, 8), nn.Linear(8, 3)
+    names |= {"generator": first, "discriminator": other, "StepLR": StepLR, "ampatch": ampatch}
+    return names | {"first": torch.optim.SGD(first.parameters(), lr=0.1)}
 
 
 def of_several_devices() -> dict[str, Any]:
-    """Alike on each rank."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -68,12 +63,10 @@ def of_several_devices() -> dict[str, Any]:
 
 
 def loader() -> DataLoader:
-    """Sixteen rows."""
     return DataLoader([(torch.randn(8), number % 3) for number in range(16)], 4)
 
 
 def of_lightning() -> dict[str, Any]:
-    """A LightningModule."""
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -91,8 +84,6 @@ def of_lightning() -> dict[str, Any]:
 
 
 def of_transformers() -> dict[str, Any]:
-    """A model that computes its loss, and rows for it."""
-
     class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -107,7 +98,6 @@ def of_transformers() -> dict[str, Any]:
 
 
 def of_accelerate() -> dict[str, Any]:
-    """Besides a scheduler."""
     names = of_any_page()
     return names | {"loader": loader(), "scheduler": StepLR(names["optimizer"], 30)}
 
@@ -121,7 +111,6 @@ READERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def beginning(framework: str) -> dict[str, Any]:
-    """The names that a program with that framework begins with."""
     return READERS.get(framework, of_any_page)()
 
 
@@ -134,7 +123,7 @@ def run_on_rank(rank: int, texts: list[str], folder: str) -> list[tuple]:
     before = Path.cwd()
     os.chdir(folder)
     reader = sys.modules["reader"] = types.ModuleType("reader")  # a module, as a script is
-    names, found = vars(reader), []
+    names, results = vars(reader), []
     try:
         for text, following in zip(texts, [*texts[1:], "initialize("], strict=True):
             if "initialize(" in text:
@@ -142,8 +131,8 @@ def run_on_rank(rank: int, texts: list[str], folder: str) -> list[tuple]:
                 names |= of_several_devices()
             exec(compile(text, "a page on several devices", "exec"), names)
             if "initialize(" in following:
-                found.append(_trained(names["model"], names["optimizer"]))
-        return found
+                results.append(_trained(names["model"], names["optimizer"]))
+        return results
     finally:
         os.chdir(before)
         del sys.modules["reader"]

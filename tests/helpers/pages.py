@@ -23,8 +23,6 @@ SHELL = ("bash", "console")  # in "console" the lines of commands begin with "$ 
 
 @dataclass(frozen=True)
 class Snippet:
-    """A block between fences."""
-
     page: Path
     heading: str  # of the second level
     language: str
@@ -36,13 +34,12 @@ class Snippet:
 
 
 def snippets(page: Path) -> list[Snippet]:
-    """The snippets of a page, in its order."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    results = []
     for block in FENCE.finditer(text):
         heading = re.findall(r"^## (.+)$", FENCE.sub("", text[: block.start()]), re.MULTILINE)
-        found.append(Snippet(page, heading[-1] if heading else "", *block.group(2, 3, 4)))
-    return found
+        results.append(Snippet(page, heading[-1] if heading else "", *block.group(2, 3, 4)))
+    return results
 
 
 def commands(snippet: Snippet) -> list[str]:
@@ -57,18 +54,18 @@ def commands(snippet: Snippet) -> list[str]:
     lexer.whitespace = " \t"
     lexer.whitespace_split = True
     lexer.commenters = ""
-    found: list[list[str]] = [[]]
+    results: list[list[str]] = [[]]
     for word in lexer:
         if set(word) <= set("&;\n"):
-            found.append([])
-        elif found[-1] or not re.match(r"\w+=", word):
-            found[-1].append(word)
-    return [" ".join(words).removeprefix(".venv/bin/") for words in found if words]
+            results.append([])
+        elif results[-1] or not re.match(r"\w+=", word):
+            results[-1].append(word)
+    return [" ".join(words).removeprefix(".venv/bin/") for words in results if words]
 
 
 def examples_in_docstrings(module: Path) -> Iterator[tuple[str, str]]:
     """The name of each function or class, "" for the module, and the example in its docstring."""
     for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            for found in EXAMPLE.findall(f"{ast.get_docstring(node) or ''}\n"):
-                yield getattr(node, "name", ""), re.sub(r"^    ", "", found, flags=re.MULTILINE)
+            for results in EXAMPLE.findall(f"{ast.get_docstring(node) or ''}\n"):
+                yield getattr(node, "name", ""), re.sub(r"^    ", "", results, flags=re.MULTILINE)

@@ -54,7 +54,6 @@ def is_home(path: Path) -> bool:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file, read once."""
     return ast.parse(path.read_text())
 
 
@@ -98,17 +97,17 @@ def _is_self(node: ast.expr) -> bool:
 @functools.cache
 def own_names() -> frozenset[str]:
     """Private names that ampatch gives: to functions, classes, attributes of `self`, slots."""
-    found: set[str] = set()
+    results: set[str] = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
+                results.add(node.name)
                 if isinstance(node, ast.ClassDef):
-                    found |= set(_names_of_class(node))
+                    results |= set(_names_of_class(node))
             is_attribute = isinstance(node, ast.Attribute) and _is_self(node.value)
             if is_attribute and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return frozenset(filter(is_private, found | _slots()))
+                results.add(node.attr)
+    return frozenset(filter(is_private, results | _slots()))
 
 
 def _names_of_class(node: ast.ClassDef) -> Iterator[str]:
@@ -121,14 +120,13 @@ def _names_of_class(node: ast.ClassDef) -> Iterator[str]:
 
 @functools.cache
 def _slots() -> frozenset[str]:
-    """Names of attributes in `__slots__`."""
     return frozenset(
-        found.value
+        results.value
         for path in ROOT.rglob("*.py")
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
-        for found in ast.walk(node.value)
-        if isinstance(found, ast.Constant) and isinstance(found.value, str)
+        for results in ast.walk(node.value)
+        if isinstance(results, ast.Constant) and isinstance(results.value, str)
     )
 
 
@@ -145,7 +143,7 @@ def attributes_of_torch() -> frozenset[str]:
         *(torch.nn.LSTM(1, 1), torch.nn.Linear(1, 1), optimizer),
         *(torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu")),
     ]
-    return frozenset(name for one in met for name in dir(one) if is_private(name))
+    return frozenset(name for module in met for name in dir(module) if is_private(name))
 
 
 def losable() -> list[list[str]]:
@@ -161,7 +159,7 @@ def losable() -> list[list[str]]:
             for name in private_names(statement, own, frozenset()):
                 places[name].add(statement)
     groups: list[list[str]] = []
-    for name in sorted(places.keys() - ALLOWED.keys(), key=lambda one: (-len(places[one]), one)):
+    for name in sorted(places.keys() - ALLOWED.keys(), key=lambda key: (-len(places[key]), key)):
         free = [g for g in groups if not any(places[name] & places[other] for other in g)]
         if free:
             min(free, key=len).append(name)

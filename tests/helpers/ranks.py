@@ -84,7 +84,6 @@ class Ranks:
             self._ranks.append((process, pipe))
 
     def stop(self) -> None:
-        """End the processes; the next call starts others."""
         for process, pipe in self._ranks:
             process.send_signal(signal.SIGKILL)
             process.wait()

@@ -16,12 +16,12 @@ _NAMES = ("register_half_function", "register_float_function", "register_promote
 @contextlib.contextmanager
 def forgotten_afterwards() -> Iterator[None]:
     """Context manager: what `ampatch.register_*_function` registers inside ends with it."""
-    made: list[tuple] = []
+    places: list[tuple] = []
 
     def noting(register: Any) -> Any:
         def registered(*place: Any) -> None:
             register(*place)
-            made.append(place)
+            places.append(place)
 
         return registered
 
@@ -31,6 +31,6 @@ def forgotten_afterwards() -> Iterator[None]:
         try:
             yield
         finally:
-            for place in made:
+            for place in places:
                 with contextlib.suppress(ValueError):  # the test may have taken it back itself
                     ampatch.unregister_function(*place)

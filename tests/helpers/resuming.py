@@ -97,13 +97,13 @@ def load(saved, order, model, optimizer):
 
 def everything(model, optimizer):
     """Weights, buffers, masters, optimizer state and loss scale, copied."""
-    found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
+    results = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
     for param in ampatch.master_params(optimizer):
         state = optimizer.state[param]
-        found += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+        results += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
     scale = ampatch.state_dict()["loss_scaler0"]
-    found += [torch.tensor(scale["loss_scale"]), torch.tensor(scale["unskipped"])]
-    return [tensor.detach().clone() for tensor in found]
+    results += [torch.tensor(scale["loss_scale"]), torch.tensor(scale["unskipped"])]
+    return [tensor.detach().clone() for tensor in results]
 
 
 def save_all(folder):
@@ -128,10 +128,10 @@ def resume_all(folder):
             model, optimizer = start(*run, seed=7)
             saved = torch.load(Path(folder) / f"{name}.saved", weights_only=True)
             load(saved, order, model, optimizer)
-            found = train(model, optimizer, range(SAVED_AFTER, END))
-            found += everything(model, optimizer)
-            same = [a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected)]
-            if len(found) != len(expected) or not all(same):
+            actual = train(model, optimizer, range(SAVED_AFTER, END))
+            actual += everything(model, optimizer)
+            same = [a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(actual, expected)]
+            if len(actual) != len(expected) or not all(same):
                 yield f"{name}: {', '.join(order)}"
             ampatch.deactivate()
 

@@ -17,7 +17,6 @@ from ampatch.config.environment import VARIABLES
 
 
 def ampatch_run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    """`python -m ampatch run ARGUMENTS` in `folder`."""
     return python("-m", "ampatch", "run", *arguments, cwd=folder, env=environment(**variables))
 
 
@@ -55,7 +54,6 @@ def commands_here(
 
 
 def write(path: Path, text: str) -> Path:
-    """A file with dedented text, its folder made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))
     return path

@@ -25,17 +25,16 @@ def backward(model, optimizer, step, **options):
 
 
 def one_step(model, optimizer, step):
-    """A step on the batch of that number, and its loss."""
     return small_training.train(model, optimizer, data(step))
 
 
 def values(model, optimizer):
     """FP32 weights, buffers, momentum and gradients of the masters."""
-    found = list(model.state_dict().values())
+    results = list(model.state_dict().values())
     for param in ampatch.master_params(optimizer):
-        found += optimizer.state[param].values()
-        found += [] if param.grad is None else [param.grad]
-    return [value.clone() for value in found]
+        results += optimizer.state[param].values()
+        results += [] if param.grad is None else [param.grad]
+    return [value.clone() for value in results]
 
 
 def state_of(model):

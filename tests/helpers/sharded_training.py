@@ -43,8 +43,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks between two linear layers."""
-
     def __init__(self, norm: bool = False, width: int = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -73,7 +71,7 @@ def shard(model: Net, **options: Any) -> Net:
     """As FSDP2's users do: each block, then the root; batch norms by themselves, in FP32."""
     from torch.distributed.fsdp import fully_shard
 
-    of_norms = {name: given for name, given in options.items() if name != "mp_policy"}
+    of_norms = {name: option for name, option in options.items() if name != "mp_policy"}
     for block in model.blocks:
         if isinstance(getattr(block, "norm", None), nn.BatchNorm1d):
             fully_shard(block.norm, **of_norms)
@@ -82,7 +80,6 @@ def shard(model: Net, **options: Any) -> Net:
 
 
 def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
-    """The keyword for `fully_shard` that a level needs."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)} if level == "O2" else {}
@@ -91,7 +88,6 @@ def policy_of(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
 def managed(
     model: nn.Module, make: Any, order: str, options: dict[str, Any], **settings: Any
 ) -> torch.optim.Optimizer:
-    """Shard a model and put it under ampatch, in one of the two orders; gives its optimizer."""
     settings = {"verbosity": 0, **settings}
     policy = policy_of(settings["opt_level"], settings.get("dtype", torch.float16))
     options, make = {**policy, **options}, MAKE.get(make, make)
@@ -147,11 +143,11 @@ def of_ranks(count: int, parts: int) -> Callable[[int, int], int]:
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
     """The values of a model's parameters, put together from all ranks, in FP32."""
-    found = []
+    results = []
     for parameter in model.parameters():
         value = parameter.detach()
-        found.append((value.full_tensor() if hasattr(value, "full_tensor") else value).float())
-    return [value.clone() for value in found]
+        results.append((value.full_tensor() if hasattr(value, "full_tensor") else value).float())
+    return [value.clone() for value in results]
 
 
 def mesh(shape: tuple[int, ...]) -> Any:

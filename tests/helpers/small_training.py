@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
@@ -10,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch
-
-BAD = [math.inf, -math.inf, math.nan]
 
 
 def seeded(seed=0):
@@ -33,23 +30,25 @@ def start(level, kind=torch.optim.SGD, dtype=torch.float16, seed=0, options=None
 
 
 def managed(model, level, dtype=torch.bfloat16, kind=torch.optim.SGD, lr=0.1, **settings):
-    """A model and an optimizer of its parameters, initialized."""
     optimizer = kind(model.parameters(), lr=lr)
     settings = {"verbosity": 0, **settings}
     ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
     return model, optimizer
 
 
-def step(loss, optimizer):
-    """One step on the gradients of a loss."""
-    optimizer.zero_grad()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
+def pass_back(loss, optimizers, *args, **options):
+    """A `scale_loss` block with the backward pass of the loss."""
+    with ampatch.scale_loss(loss, optimizers, *args, **options) as scaled:
         scaled.backward()
+
+
+def step(loss, optimizer):
+    optimizer.zero_grad()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 
 def with_norms(seed=0):
-    """Layers, norms, and a buffer of the user's."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
     model.register_buffer("offset", torch.randn(2))
@@ -100,28 +99,27 @@ class Net(nn.Module):
 
 def in_threads(*calls):
     """What each call returns, or its error; each in a thread of its own, all at once."""
-    found, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)
+    results, start = [None] * len(calls), threading.Barrier(len(calls), timeout=60)
 
     def work(index, call):
         try:
             start.wait()
-            found[index] = call()
+            results[index] = call()
         except Exception as error:
-            found[index] = error
+            results[index] = error
 
-    threads = [threading.Thread(target=work, args=one) for one in enumerate(calls)]
+    threads = [threading.Thread(target=work, args=numbered) for numbered in enumerate(calls)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    return found
+    return results
 
 
 def backward(model, optimizer, batch, factor=1.0, **options):
     loss = F.mse_loss(model(batch[0]), batch[1]) * factor
-    with ampatch.scale_loss(loss, optimizer, **options) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer, **options)
     return loss
 
 
@@ -130,7 +128,6 @@ def grads(optimizer):
 
 
 def train(model, optimizer, batch=None, factor=1.0, **options):
-    """One step: zero_grad, a block, step; returns the loss."""
     optimizer.zero_grad()
     loss = backward(model, optimizer, batch or data(), factor, **options)
     optimizer.step()
@@ -138,7 +135,6 @@ def train(model, optimizer, batch=None, factor=1.0, **options):
 
 
 def values(optimizer):
-    """Copies of what the optimizer updates."""
     return [param.detach().clone() for param in ampatch.master_params(optimizer)]
 
 
@@ -151,11 +147,10 @@ def float_grads(*batches, seed=0, factors=None):
 
 
 def everything(model, optimizer):
-    """Copies of all weights and of all optimizer state."""
-    found = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
+    results = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
     for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [tensor.detach().clone() for tensor in found]
+        results += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in results]
 
 
 def same(first, second):

@@ -23,7 +23,6 @@ def calls(does: Callable[[], object], room: str = "") -> int:
 
 
 def stop() -> None:
-    """What Python does at Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -61,25 +60,33 @@ def _run(
     return seen, where
 
 
-def lines(does: Callable[[], object], files: tuple[str, ...], number: int = -1) -> tuple[int, str]:
-    """Run, with Ctrl-C at the n-th line or call within these files of ampatch.
+def lines(
+    does: Callable[[], object],
+    files: tuple[str, ...],
+    number: int = -1,
+    rooms: tuple[str, ...] = (),
+    left_out: re.Pattern[str] = _NO_SIGNAL,
+) -> tuple[int, str]:
+    """Run, with Ctrl-C at the n-th line or call within these files of ampatch, or call in `rooms`.
 
     Returns how many there are, and where that was.  Left out are lines at which Python handles no
     signal, and which no `with` block covers: `try:` in it, and its own line as it ends.
     """
     paths, seen, where = {str(Path(ROOT, file)) for file in files}, 0, ""
+    of_rooms = tuple(str(Path(ROOT, room)) for room in rooms)
 
     def trace(frame, event, argument):
         nonlocal seen, where
-        if frame.f_code.co_filename not in paths:
+        has_lines = frame.f_code.co_filename in paths
+        if not has_lines and not (rooms and frame.f_code.co_filename.startswith(of_rooms)):
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "call" or (event == "line" and not _NO_SIGNAL.search(line)):
+        if event == "call" or (event == "line" and not left_out.search(line)):
             seen += 1
             if seen == number:
                 where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({event})"
                 stop()
-        return trace
+        return trace if has_lines else None
 
     sys.settrace(trace)
     try:

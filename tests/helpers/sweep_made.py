@@ -52,7 +52,7 @@ def trained(trial, losses=(), steps=40, ms=1.0, accuracy=None, **fields):
     measured = Measured(
         opt_level=trial.case.opt_level,
         skipped=[False] * (len(each) + 1),
-        step_seconds=[None, *(one / 1000 for one in each)],
+        step_seconds=[None, *(duration / 1000 for duration in each)],
         losses={"0": Series(list(range(len(losses))), list(losses))} if losses else {},
         metrics={} if accuracy is None else {"accuracy": Series([steps], [accuracy])},
         **fields,

@@ -67,7 +67,6 @@ def started(folder, script, *options):
 
 
 def log_of(sweep, label="O0"):
-    """What the first run of a row printed."""
     return (sweep.directory / f"runs/{label}.seed0.repeat0.log").read_text()
 
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 
 def train(recurrent: bool) -> list[float]:
-    """Two steps and a skipped one at each level, a report, and everything taken out again."""
     import ampatch
 
     originals = [F.linear, torch.exp, torch.Tensor.matmul]
@@ -46,15 +45,12 @@ def train(recurrent: bool) -> list[float]:
 
 
 class Head(torch.nn.Module):
-    """A linear layer, after a recurrent one if asked for."""
-
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
         self.recurrent = torch.nn.RNN(4, 4) if recurrent else None
         self.linear = torch.nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both layers on `x`."""
         return self.linear(x if self.recurrent is None else self.recurrent(x)[0])
 
 

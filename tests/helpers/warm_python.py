@@ -58,7 +58,6 @@ class Process:
             return None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -91,13 +90,13 @@ def environment(**variables: str) -> dict[str, str]:
     Of the variables of ampatch those that decide about the native part stay; others are set only
     if they are in `variables`.
     """
-    given = {
+    kept = {
         name: value
         for name, value in os.environ.items()
         if name in OF_THE_PROCESS or not name.startswith("AMPATCH_")
     }
-    places = [str(Path(ampatch.__file__).parents[1]), *filter(None, [given.get("PYTHONPATH")])]
-    return {**given, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "160", **variables}
+    places = [str(Path(ampatch.__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "160", **variables}
 
 
 def start(

@@ -62,8 +62,8 @@ def _run_and_report(request: dict[str, Any], answers: int, *descriptors: int) ->
 
 
 def _without_python_path(path: list[str]) -> list[str]:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [place for place in path if place not in given]
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [place for place in path if place not in places]
 
 
 def _become(request: dict[str, Any], descriptors: tuple[int, ...]) -> None:
@@ -96,12 +96,13 @@ def _text_stream(number: int) -> io.TextIOWrapper:
 
 def _move(descriptors: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     """Give each file descriptor its number; first out of the way, where no number is."""
-    away = [fcntl.fcntl(one, fcntl.F_DUPFD, max(*numbers, *descriptors) + 1) for one in descriptors]
-    for one in descriptors:
-        os.close(one)
-    for one, number in zip(away, numbers):
-        os.dup2(one, number)
-        os.close(one)
+    free = max(*numbers, *descriptors) + 1
+    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for first, number in zip(away, numbers):
+        os.dup2(first, number)
+        os.close(first)
 
 
 def _status_of(arguments: list[str]) -> int:

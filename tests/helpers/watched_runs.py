@@ -19,8 +19,6 @@ from matrix_kernels import Kernels
 
 @dataclass(frozen=True)
 class Watched:
-    """A run, and what was seen."""
-
     run: Run
     kernels: set[torch.dtype]  # of what was multiplied
     weights: dict[str, set[torch.dtype]]  # in the model, by kind of layer
@@ -28,7 +26,6 @@ class Watched:
 
 
 def watched(framework: str, plan: Plan) -> Watched:
-    """`run(plan)` of `runs_with_FRAMEWORK`."""
     run = importlib.import_module(f"runs_with_{framework}").run
     framework_runs.WEIGHTS_SEEN.clear()
     torch.manual_seed(0)
@@ -43,7 +40,6 @@ def watched(framework: str, plan: Plan) -> Watched:
 
 
 def watched_on_rank(rank: int, framework: str, plan: Plan) -> Watched:
-    """`watched`, for `Ranks`."""
     return watched(framework, plan)
 
 
@@ -65,7 +61,7 @@ def _listening() -> Iterator[list[str]]:
     finally:
         for logger in (logging.root, *loggers):
             logger.removeHandler(ear)
-        said += [f"{one.category.__name__}: {one.message}" for one in warned]
+        said += [f"{warning.category.__name__}: {warning.message}" for warning in warned]
 
 
 class _Ear(logging.Handler):

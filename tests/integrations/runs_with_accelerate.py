@@ -15,7 +15,6 @@ from ampatch.integrations.accelerate import AmpatchAccelerator
 
 
 def run(plan: Plan) -> Run:
-    """As `framework_runs` says."""
     forget_states()
     if dist.is_initialized():
         name_rank()

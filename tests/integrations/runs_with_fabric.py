@@ -20,7 +20,6 @@ from ampatch.integrations.lightning import AmpatchFabricPrecision
 
 
 def run(plan: Plan) -> Run:
-    """Train as the plan says; under DDP where `torch.distributed` is initialised."""
     fabric, plugin = _fabric(plan)
     net = network()
     model, optimizer = fabric.setup(net, optimizer_of(net))

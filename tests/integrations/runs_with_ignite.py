@@ -20,7 +20,6 @@ from ampatch.integrations import ignite
 
 
 def run(plan: Plan) -> Run:
-    """As `framework_runs` says."""
     model = network()
     optimizer = optimizer_of(model)
     saved = {"model": model, "optimizer": optimizer}

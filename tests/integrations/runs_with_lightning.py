@@ -46,22 +46,21 @@ class Training(pl.LightningModule):
 class Batches(DataLoader):
     """Says in checkpoints how many batches it has given: Lightning resumes within an epoch."""
 
-    given = 0
+    count = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in itertools.islice(super().__iter__(), self.given, None):
-            self.given += 1
+        for batch in itertools.islice(super().__iter__(), self.count, None):
+            self.count += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
+        return {"given": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
+        self.count = state["given"]
 
 
 def run(plan: Plan) -> Run:
-    """Train as the plan says; under DDP where `torch.distributed` is initialised."""
     training, data = Training(plan), dataset()
     precision: dict[str, Any] = {"precision": "32-true"}
     if plan.precision == "amp":

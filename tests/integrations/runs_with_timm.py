@@ -16,7 +16,7 @@ import ampatch
 from ampatch.integrations.timm import AmpatchScaler
 
 
-def _without_scaler(loss, optimizer, clip_grad, clip_mode, parameters, need_update) -> None:
+def without_scaler(loss, optimizer, clip_grad, clip_mode, parameters, need_update) -> None:
     """train.py's own lines."""
     loss.backward()
     if need_update:
@@ -37,7 +37,7 @@ def run(plan: Plan) -> Run:
         region = torch.autocast("cpu", dtype=getattr(torch, plan.dtype))
         if plan.dtype == "float16":
             scaler = NativeScaler(device="cpu")
-    backward, done = scaler or _without_scaler, 0
+    backward, done = scaler or without_scaler, 0
     if plan.resume:
         [saved] = plan.folder.glob("recovery-0-*.pth.tar")
         resume_checkpoint(model, str(saved), optimizer, scaler, log_info=False)

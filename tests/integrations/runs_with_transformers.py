@@ -42,8 +42,6 @@ class AmpatchInOrder(AmpatchTrainerMixin, InOrder):
 
 
 class StopAndSave(TrainerCallback):
-    """Ends the training with a checkpoint."""
-
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -53,7 +51,6 @@ class StopAndSave(TrainerCallback):
 
 
 def run(plan: Plan) -> Run:
-    """Train as `plan` says; under DDP where a process group is there."""
     if plan.precision == "amp" and plan.dtype == "float16":
         raise NotImplementedError("transformers has no fp16=True on a CPU")
     with ranks_in_the_environment():

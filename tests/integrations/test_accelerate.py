@@ -39,7 +39,6 @@ def parts():
 
 
 def train(accelerator, model, optimizer, steps=4, poison=()):
-    """Losses; the batches are the same each time."""
     generator = torch.Generator().manual_seed(1)
     losses = []
     for step in range(steps):
@@ -112,8 +111,6 @@ def test_the_order_of_prepare_does_not_matter(order):
 
 
 class ByHand:
-    """A training loop's `scale_loss`, in the place of `accelerator.backward`."""
-
     def __init__(self, optimizer):
         self.optimizer = optimizer
 

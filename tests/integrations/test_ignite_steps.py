@@ -45,20 +45,20 @@ def test_the_arguments_of_ignites_own_step(level):
     loader = batches()
 
     def outputs(step_of, model, optimizer):
-        found: list = []
+        actual: list = []
         trainer = Engine(step_of(model, optimizer, F.cross_entropy, **arguments))
         trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda engine: found.append(engine.state.output)
+            Events.ITERATION_COMPLETED, lambda engine: actual.append(engine.state.output)
         )
         trainer.run(loader, max_epochs=2)
-        return found
+        return actual
 
     model = network()
     expected = outputs(in_float32, model, optimizer_of(model))
     model, optimizer = managed(level)
-    found = outputs(supervised_training_step, model, optimizer)
+    actual = outputs(supervised_training_step, model, optimizer)
     assert ampatch.step_counts(optimizer).taken == 2 * len(loader) // 3
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a == pytest.approx(b, rel=0.02, abs=0.02)
 
 

@@ -54,7 +54,6 @@ BY_DEFAULT = [("O0", "float16"), ("O1", "bfloat16"), ("O2", "float16"), ("O3", "
 
 
 def cases(*kinds: str) -> pytest.MarkDecorator:
-    """Every level in both half dtypes; most of them are slow tests."""
     listed = []
     for kind, *case in product(kinds, IN_HALF, ("float16", "bfloat16")):
         of_kind = BY_DEFAULT[1:3] if kind in ("ranks", "resume") else BY_DEFAULT
@@ -76,7 +75,6 @@ def framework(request) -> str:
 
 @pytest.fixture(scope="module")
 def runs(framework, tmp_path_factory):
-    """`runs(precision, **plan)`: each run of the framework is made once."""
     folder = tmp_path_factory.mktemp(framework)
 
     @functools.cache
@@ -86,65 +84,65 @@ def runs(framework, tmp_path_factory):
     return run
 
 
-def assert_near(found: Watched, expected: Watched, level: str, half: str) -> None:
+def assert_near(actual: Watched, expected: Watched, level: str, half: str) -> None:
     """Loss by loss, and weight by weight, which at O3 may be in half."""
     bound = BOUNDS[half] * (2 if level == "O3" else 1)
     close = functools.partial(torch.testing.assert_close, rtol=bound, atol=bound)
-    close(torch.tensor(found.run.losses), torch.tensor(expected.run.losses))
+    close(torch.tensor(actual.run.losses), torch.tensor(expected.run.losses))
     wanted = expected.run.weights
-    close({name: one.to(wanted[name].dtype) for name, one in found.run.weights.items()}, wanted)
+    close(
+        {name: weight.to(wanted[name].dtype) for name, weight in actual.run.weights.items()}, wanted
+    )
 
 
-def assert_same(found: Watched, losses: list[float], expected: Watched) -> None:
-    """Bit for bit."""
-    assert found.run.losses == losses
-    assert found.run.weights.keys() == expected.run.weights.keys()
-    for name, value in found.run.weights.items():
+def assert_same(actual: Watched, losses: list[float], expected: Watched) -> None:
+    assert actual.run.losses == losses
+    assert actual.run.weights.keys() == expected.run.weights.keys()
+    for name, value in actual.run.weights.items():
         assert torch.equal(value, expected.run.weights[name]), name
 
 
-def assert_computed_in(found: Watched, level: str, half: str) -> None:
+def assert_computed_in(results: Watched, level: str, half: str) -> None:
     """A cast that is lost, or another level, shows here."""
     dtype = getattr(torch, half)
-    assert found.kernels == {torch.float32 if level == "O0" else dtype}
-    for layer, dtypes in found.weights.items():
+    assert results.kernels == {torch.float32 if level == "O0" else dtype}
+    for layer, dtypes in results.weights.items():
         assert dtypes == {dtype if layer in IN_HALF[level] else torch.float32}, layer
-    assert found.weights.keys() == {"Linear", "BatchNorm1d"}
+    assert results.weights.keys() == {"Linear", "BatchNorm1d"}
 
 
-def assert_quiet(found: Watched, beside: Watched) -> None:
+def assert_quiet(results: Watched, beside: Watched) -> None:
     """Nothing is said that the framework does not say in FP32."""
-    said = {line for line in found.said if SLOW_HALF not in line}
+    said = {line for line in results.said if SLOW_HALF not in line}
     assert said - set(beside.said) == set()
 
 
 def scale_of(level: str, half: str) -> float:
-    """The loss scale at the end, of `Plan`'s 1024."""
     return 1024.0 if half == "float16" and level in ("O1", "O2") else 1.0
 
 
 @cases(*KINDS)
 def test_training(runs, framework, kind, level, half):
     expected = runs("float32", **KINDS[kind])
-    found = runs("ampatch", opt_level=level, dtype=half, **KINDS[kind])
-    assert len(found.run.losses) == BATCHES
+    actual = runs("ampatch", opt_level=level, dtype=half, **KINDS[kind])
+    assert len(actual.run.losses) == BATCHES
     if level == "O0":
-        assert_same(found, expected.run.losses, expected)
+        assert_same(actual, expected.run.losses, expected)
     else:
-        assert_near(found, expected, level, half)
+        assert_near(actual, expected, level, half)
         if half == "bfloat16" or framework not in NO_OWN_FLOAT16:
-            assert_near(found, runs("amp", dtype=half, **KINDS[kind]), level, half)
-    assert_computed_in(found, level, half)
-    assert_quiet(found, expected)
-    assert found.run.loss_scale == scale_of(level, half)
+            assert_near(actual, runs("amp", dtype=half, **KINDS[kind]), level, half)
+    assert_computed_in(actual, level, half)
+    assert_quiet(actual, expected)
+    assert actual.run.loss_scale == scale_of(level, half)
 
 
 def test_switched_off_it_is_the_framework_in_fp32(runs, framework, tmp_path, monkeypatch):
     expected = runs("float32")
     monkeypatch.setenv("AMPATCH_ENABLED", "0")
-    found = watched(framework, Plan(tmp_path, "ampatch", opt_level="O2", dtype="float16"))
-    assert_same(found, expected.run.losses, expected)
-    assert_computed_in(found, "O0", "float16")
+    actual = watched(framework, Plan(tmp_path, "ampatch", opt_level="O2", dtype="float16"))
+    assert_same(actual, expected.run.losses, expected)
+    assert_computed_in(actual, "O0", "float16")
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +166,9 @@ def test_resuming(runs, in_two_parts, kind, level, half):
     assert first.run.losses == whole.run.losses[:STOP]
     assert_same(second, whole.run.losses[STOP:], whole)
     assert second.run.loss_scale == whole.run.loss_scale
-    for found, in_float32 in zip((first, second), in_two_parts("float32"), strict=True):
-        assert_computed_in(found, level, half)
-        assert_quiet(found, in_float32)
+    for results, in_float32 in zip((first, second), in_two_parts("float32"), strict=True):
+        assert_computed_in(results, level, half)
+        assert_quiet(results, in_float32)
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +188,8 @@ def pairs(framework, ranks, tmp_path_factory):
 def test_two_ranks(pairs, kind, level, half):
     """Each trains on its part of the data; their weights are the same, and those of FP32."""
     expected = pairs("float32")
-    found = pairs("ampatch", opt_level=level, dtype=half)
-    for mine, in_float32 in zip(found, expected, strict=True):
+    actual = pairs("ampatch", opt_level=level, dtype=half)
+    for mine, in_float32 in zip(actual, expected, strict=True):
         assert len(mine.run.losses) == BATCHES // 2
         if level == "O0":
             assert_same(mine, in_float32.run.losses, in_float32)
@@ -200,10 +198,10 @@ def test_two_ranks(pairs, kind, level, half):
         assert_computed_in(mine, level, half)
         assert_quiet(mine, in_float32)
         assert mine.run.loss_scale == scale_of(level, half)
-    one, other = (mine.run for mine in found)
-    assert one.losses != other.losses
-    trained = [name for name in one.weights if "running" not in name]  # DDP leaves BatchNorm's be
-    assert all(torch.equal(one.weights[name], other.weights[name]) for name in trained)
+    first, other = (mine.run for mine in actual)
+    assert first.losses != other.losses
+    trained = [name for name in first.weights if "running" not in name]  # DDP leaves BatchNorm's be
+    assert all(torch.equal(first.weights[name], other.weights[name]) for name in trained)
 
 
 def test_the_runs_tell_their_kinds_apart(runs):

@@ -29,15 +29,15 @@ LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 def quiet():
     """Lightning's warnings about itself and small data, and its log."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    before = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         for message in (".*LeafSpec", ".*does not have many workers", ".*should be consumed"):
             warnings.filterwarnings("ignore", message)
         yield
-    for one, level in zip(loggers, before, strict=True):
-        one.setLevel(level)
+    for first, level in zip(loggers, before, strict=True):
+        first.setLevel(level)
 
 
 def module_class(package: Any = pl) -> Any:
@@ -87,8 +87,8 @@ def fit(plugin: Any = None, kind: Any = None, **settings: Any) -> Any:
     return module
 
 
-def assert_near(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0.02)
+def assert_near(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
@@ -122,7 +122,7 @@ def test_products_are_half_and_losses_are_not(level, by):
 
     inside: list[torch.dtype] = []
     module = Seen()
-    module.net[0].register_forward_hook(lambda layer, given, out: inside.append(out.dtype))
+    module.net[0].register_forward_hook(lambda layer, args, out: inside.append(out.dtype))
     runs = trainer(amp(level, "bfloat16"), limit_val_batches=1, num_sanity_val_steps=0)
     runs.fit(module, loader(), loader())
     runs.predict(module, loader())
@@ -144,9 +144,9 @@ def test_hooks_see_unscaled_gradients_and_losses_and_clip(level):
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             nn.utils.clip_grad_value_(self.parameters(), 0.05)
 
-    found, expected = fit(amp(level), Hooks), fit(None, Hooks)
-    assert_near(found.seen, expected.seen)
-    assert_near(found.losses, expected.losses)
+    actual, expected = fit(amp(level), Hooks), fit(None, Hooks)
+    assert_near(actual.seen, expected.seen)
+    assert_near(actual.losses, expected.losses)
 
 
 class TwoOptimizers(Training):
@@ -159,23 +159,23 @@ class TwoOptimizers(Training):
 
     def training_step(self, batch: Any, index: int) -> None:
         inputs, targets = batch
-        one, two = self.optimizers()
-        self.toggle_optimizer(one)
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
         loss = F.cross_entropy(self.net(inputs), targets)
-        one.zero_grad()
+        first.zero_grad()
         self.manual_backward(loss)
-        self.clip_gradients(one, 0.5, "norm")
-        one.step()
-        self.untoggle_optimizer(one)
+        self.clip_gradients(first, 0.5, "norm")
+        first.step()
+        self.untoggle_optimizer(first)
 
         def closure() -> Any:
             loss = F.mse_loss(self.scale(self.net(inputs)), F.one_hot(targets, 3).float())
-            two.zero_grad()
+            second.zero_grad()
             self.manual_backward(loss)
             return loss
 
-        with two.toggle_model():
-            loss = two.step(closure)
+        with second.toggle_model():
+            loss = second.step(closure)
         self.losses.append(loss.item())
 
     def configure_optimizers(self) -> Any:
@@ -188,8 +188,6 @@ def test_manual_optimization_of_two_optimizers(level):
 
 
 class Own(torch.optim.SGD):
-    """No class of torch's."""
-
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
@@ -320,8 +318,8 @@ def test_compiled_modules(level, whole):
         module = Training()
         if not whole:
             module.net = torch.compile(module.net, backend="eager")
-        given = torch.compile(module, backend="eager") if whole else module
-        trainer(plugin, limit_train_batches=3).fit(given, loader())
+        fitted = torch.compile(module, backend="eager") if whole else module
+        trainer(plugin, limit_train_batches=3).fit(fitted, loader())
         return module.losses
 
     torch._dynamo.reset()
@@ -356,13 +354,13 @@ def fabric_of(init_scale: float = 1024.0) -> tuple[Fabric, AmpatchFabricPrecisio
 def test_modules_of_one_fabric_share_a_loss_scale():
     body, head = nn.Linear(8, 16), nn.Linear(16, 3)
     fabric, plugin = fabric_of()
-    one, first = fabric.setup(body, torch.optim.SGD(body.parameters(), 0.1))
+    outer, first = fabric.setup(body, torch.optim.SGD(body.parameters(), 0.1))
     two = fabric.setup_module(head)
     second = fabric.setup_optimizers(torch.optim.SGD(two.parameters(), 0.1))
     inputs, targets = next(iter(loader()))
-    fabric.backward(F.cross_entropy(two(one(inputs)), targets))
+    fabric.backward(F.cross_entropy(two(outer(inputs)), targets))
     grads = [p.grad.clone() for p in (*body.parameters(), *head.parameters())]
-    fabric.backward(F.cross_entropy(two(one(inputs)), targets) * 1e38)  # both overflow, once
+    fabric.backward(F.cross_entropy(two(outer(inputs)), targets) * 1e38)  # both overflow, once
     for optimizer in (first, second):
         optimizer.step()
         assert ampatch.step_was_skipped(optimizer)
@@ -393,8 +391,8 @@ def test_a_fabric_sets_up_again_after_deactivate_and_a_copied_plugin_is_told_too
     """The copy is that of a process which Fabric starts."""
     plugin = fabric_of()[1]
     seen: list[torch.dtype] = []
-    for one in (plugin, plugin, pickle.loads(pickle.dumps(plugin))):
-        fabric, net = Fabric(accelerator="cpu", devices=1, plugins=[one]), network()
+    for own in (plugin, plugin, pickle.loads(pickle.dumps(plugin))):
+        fabric, net = Fabric(accelerator="cpu", devices=1, plugins=[own]), network()
         optimizer = fabric.setup(net, optimizer_of(net))[1]
         assert next(ampatch.master_params(optimizer)) is net[0].weight
         net[0].register_forward_hook(lambda layer, *call: seen.append(layer.weight.dtype))

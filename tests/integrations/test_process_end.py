@@ -16,7 +16,7 @@ def ends(tmp_path, monkeypatch):
     """What is to run at the end of the process, in which there is a group."""
     registered: list[Any] = []
     monkeypatch.setattr("atexit.register", registered.append)
-    monkeypatch.setattr("atexit.unregister", lambda one: one in registered and registered.clear())
+    monkeypatch.setattr("atexit.unregister", lambda end: end in registered and registered.clear())
     monkeypatch.delattr(sys, "last_type", raising=False)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/place", rank=0, world_size=1)
     yield registered

@@ -51,7 +51,6 @@ def sentences() -> list[dict[str, torch.Tensor]]:
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """For language models."""
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sentences()]
 
 
@@ -75,7 +74,6 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """One layer on each side, no dropout."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
@@ -102,12 +100,10 @@ def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options
 
 
 def logged(trainer: Trainer, name: str = "loss") -> list[float]:
-    """One value a step."""
     return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
 def trained(*args: Any, **options: Any) -> Trainer:
-    """A trainer that has trained."""
     trainer = trainer_of(*args, **options)
     trainer.train()
     return trainer
@@ -138,15 +134,15 @@ BOUNDS = {"O1": 0.002, "O2": 0.01}
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize(
-    "variant", [*VARIANTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_VARIANTS)]
+    "variant", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_VARIANTS)]
 )
 @pytest.mark.parametrize("level", BOUNDS)
 def test_losses_and_norms_are_those_of_float32(variant, level, tmp_path):
     make, options = {**VARIANTS, **MORE_VARIANTS}[variant]
     expected = trained(tmp_path, None, make(), **options)
-    found = trained(tmp_path, level, make(), **options)
+    actual = trained(tmp_path, level, make(), **options)
     for name in ("loss", "grad_norm") if variant in VARIANTS else ("loss",):
-        assert logged(found, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
+        assert logged(actual, name) == pytest.approx(logged(expected, name), rel=BOUNDS[level])
 
 
 def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
@@ -255,10 +251,10 @@ def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp
 
 def test_generation_while_evaluating_and_after(tmp_path):
     trainer = trained(tmp_path, "O2", t5(), max_steps=2, predict_with_generate=True)
-    found = trainer.predict(trainer.eval_dataset, max_new_tokens=4).predictions
+    results = trainer.predict(trainer.eval_dataset, max_new_tokens=4).predictions
     words = trainer.eval_dataset[0]["input_ids"][None]
     tokens = trainer.model.generate(words, max_new_tokens=4, do_sample=False)
-    assert tokens[0].tolist() == found[0].tolist()[: tokens.shape[1]]
+    assert tokens[0].tolist() == results[0].tolist()[: tokens.shape[1]]
 
 
 @pytest.mark.parametrize(
@@ -302,5 +298,5 @@ def _trained_twice(rank: int, folder: str) -> tuple[list[float], bool]:
 @pytest.mark.slow
 def test_two_ranks_train_again_after_deactivate(ranks, tmp_path):
     """O2 refuses a model in DDP, so the trainer wraps it anew."""
-    (one, one_wrapped), (other, other_wrapped) = ranks(_trained_twice, str(tmp_path))
-    assert one == other and one_wrapped and other_wrapped
+    (first, one_wrapped), (other, other_wrapped) = ranks(_trained_twice, str(tmp_path))
+    assert first == other and one_wrapped and other_wrapped

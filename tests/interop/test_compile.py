@@ -28,8 +28,6 @@ def compiled(model, backend="eager"):
 
 
 class Twice(nn.Module):
-    """One layer used twice."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -40,7 +38,6 @@ class Twice(nn.Module):
 
 @pytest.fixture
 def inputs():
-    """Input (3, 4)."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -186,15 +183,13 @@ def of_model(model, optimizer, compile_it):
     return lambda x: step(forward(x).float().square().mean(), optimizer)
 
 
-def given(model, optimizer, compile_it):
-    """`initialize(torch.compile(model))` instead of `torch.compile(initialize(model))`."""
+def wrapped(model, optimizer, compile_it):
     fast = torch.compile(model, **{**compile_it.keywords, "fullgraph": False})
     assert amp.initialize(fast, optimizer, **SETTINGS)[0] is fast
     return lambda x: step(fast(x).float().square().mean(), optimizer)
 
 
 def in_place(model, optimizer, compile_it):
-    """`model.compile()` instead of `torch.compile(model)`: hooks and all."""
     model.compile(**compile_it.keywords)
     return lambda x: step(model(x).float().square().mean(), optimizer)
 
@@ -214,13 +209,12 @@ SETTINGS: dict = {"dtype": torch.bfloat16, "verbosity": 0}
     [
         *(("O2", of_model, "before"), ("O2", of_model, "after"), ("O2", in_place, "after")),
         *(("O2", around_forward, "before"), ("O2", whole_step, "after")),
-        *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, given)),
-        *(("O2", given, "before"), ("O1", of_model, "after")),
+        *((level, ways, "before") for level in ("O0", "O1", "O3") for ways in (in_place, wrapped)),
+        *(("O2", wrapped, "before"), ("O1", of_model, "after")),
     ],
 )
 def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch):
-    """At O2 half copies stand for FP32 weights in the forward: bit for bit, gradients too."""
-    found, graphs = [], []
+    results, graphs = [], []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -235,7 +229,7 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
         compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
         if is_compiled and when == "before":
             train = ways(model, optimizer, compile_it)
-        if not (is_compiled and ways is given):
+        if not (is_compiled and ways is wrapped):
             amp.initialize(model, optimizer, **SETTINGS)
         if not is_compiled:
             train = of_model(model, optimizer, lambda model: model)
@@ -250,10 +244,10 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
             outputs = [model.eval()(torch.ones(n, 4)).float() for n in (2, 3)]
         used = [p for name, p in model.named_parameters() if "unused" not in name]
         assert all(p.grad.dtype is p.dtype for p in used) and model.unused.weight.grad is None
-        found.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
+        results.append([*outputs, *model.state_dict().values(), *(p.grad for p in used)])
         amp.deactivate()
     assert graphs
-    for eager, traced in zip(*found, strict=True):  # O1 adds up both uses of a layer in half
+    for eager, traced in zip(*results, strict=True):  # O1 adds up both uses of a layer in half
         bound = 0.02 if level == "O1" else 0
         torch.testing.assert_close(traced, eager, rtol=bound, atol=bound)
 

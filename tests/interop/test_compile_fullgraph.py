@@ -19,7 +19,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def start(model, **options):
-    """`model` at O1 in bfloat16."""
     return amp.initialize(model, opt_level="O1", dtype=BF16, verbosity=0, **options)
 
 
@@ -31,8 +30,6 @@ def fresh_compiler():
 
 
 class Calls(nn.Module):
-    """`function(x, weight)`."""
-
     def __init__(self, function, *shape):
         super().__init__()
         self.function = function
@@ -54,7 +51,6 @@ class Attention(nn.Module):
 
 
 def after(layer, *layers):
-    """`layers` behind `layer`, whose output is half."""
     return nn.Sequential(layer, *layers)
 
 
@@ -145,15 +141,13 @@ def test_compiled_equals_eager(cases, backend):
     torch.manual_seed(0)
     model, inputs = start(Several(cases)), [torch.randn(CASES[case][1]) for case in cases]
     fast = torch.compile(model, backend=backend, fullgraph=True)
-    found = passes(model, model, inputs), passes(model, fast, inputs)
-    for case, plain, compiled in zip(cases, *found, strict=True):
+    results = passes(model, model, inputs), passes(model, fast, inputs)
+    for case, plain, compiled in zip(cases, *results, strict=True):
         assert [value.dtype for value in plain] == [value.dtype for value in compiled], case
         assert all(map(torch.equal, plain, compiled)), case
 
 
 class Two(nn.Module):
-    """Two convolutions; what each gave."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)

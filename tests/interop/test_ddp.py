@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def train(
-    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, given: str, device: str
+    rank: int, level: str, options: str, micro: int, poisoned: tuple, dtype, order: str, device: str
 ) -> dict:
     """Eight steps of `micro` batches, all but the last in `no_sync`.
 
@@ -51,10 +51,10 @@ def train(
     heads = 1 if options == "find_unused_parameters" else 2
     model = Net(seed=rank).to(device)  # DDP's broadcast makes the ranks equal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if given != "first":
+    if order != "first":
         parallel = DistributedDataParallel(model, **OPTIONS[options])
     amp.initialize(
-        parallel if given == "wrapper" else model,
+        parallel if order == "wrapper" else model,
         optimizer,
         opt_level=level,
         dtype=dtype,
@@ -62,13 +62,15 @@ def train(
         growth_interval=3,
         verbosity=0,
     )
-    if given == "first":
+    if order == "first":
         parallel = DistributedDataParallel(model, **OPTIONS[options])
     skipped, scales = [], []
     for step in range(8):
         optimizer.zero_grad()
         for part in range(micro):
-            inputs, targets = (one.to(device) for one in batch(1000 * rank + 10 * step + part))
+            inputs, targets = (
+                tensor.to(device) for tensor in batch(1000 * rank + 10 * step + part)
+            )
             last = part == micro - 1 or (step == 0 and "static_graph" in OPTIONS[options])
             with contextlib.nullcontext() if last else parallel.no_sync():
                 loss = F.cross_entropy(parallel(inputs, heads).float(), targets) / micro
@@ -84,7 +86,6 @@ def train(
 
 
 def float_masters(options: str, micro: int, left_out: set[int]) -> list[torch.Tensor]:
-    """Both ranks' steps in one process and FP32; steps in `left_out` are not made."""
     heads = 1 if options == "find_unused_parameters" else 2
     model = Net(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -118,18 +119,17 @@ ON_GPU = [
 
 
 @pytest.mark.parametrize(
-    "level, options, given, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
+    "level, options, order, micro, device", [*((*row, "cpu") for row in ROWS), *ON_GPU]
 )
-def test_ddp_trains_as_one_process_in_float(ranks, level, options, given, micro, device):
-    """The ranks have the same weights, skips and loss scale, whichever rank has seen an inf."""
+def test_ddp_trains_as_one_process_in_float(ranks, level, options, order, micro, device):
     poisoned = {1: ((1, 3, 0),), 2: (), 3: ((1, 2, 1), (0, 3, 0), (1, 6, 2))}[micro]
     dtype = torch.float16 if poisoned else torch.bfloat16
-    one, two = ranks(train, level, options, micro, poisoned, dtype, given, device)
+    first, second = ranks(train, level, options, micro, poisoned, dtype, order, device)
     skipped = {step for _, step, _ in poisoned}
-    assert one["skipped"] == two["skipped"] == [step in skipped for step in range(8)]
-    assert one["scales"] == two["scales"]
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    for ours, theirs in zip(one["weights"], float_masters(options, micro, skipped), strict=True):
+    assert first["skipped"] == second["skipped"] == [step in skipped for step in range(8)]
+    assert first["scales"] == second["scales"]
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+    for ours, theirs in zip(first["weights"], float_masters(options, micro, skipped), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.05)
 
 
@@ -139,7 +139,7 @@ def heads_in_turn(rank: int, level: str) -> list:
     if level == "O1":
         amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    found = []
+    results = []
     for number, heads in enumerate((2, 2, 2, 1, 2, 1, 1, 2)):
         x, target = batch(2 * number + rank)
         theirs = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -147,14 +147,14 @@ def heads_in_turn(rank: int, level: str) -> list:
             out = parallel(x, heads)
         parallel.zero_grad()
         F.cross_entropy(out.float(), target).backward()
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        results.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     amp.deactivate()
-    return found
+    return results
 
 
 def test_weights_that_ddp_finds_unused_now_and_then(ranks):
-    expected, found = ranks(heads_in_turn, "autocast"), ranks(heads_in_turn, "O1")
-    for wanted, got in zip(expected, found, strict=True):
+    expected, actual = ranks(heads_in_turn, "autocast"), ranks(heads_in_turn, "O1")
+    for wanted, got in zip(expected, actual, strict=True):
         for step, others in zip(got, wanted, strict=True):
-            for one, other in zip(step, others, strict=True):
-                assert one is other is None or torch.equal(one, other)
+            for ours, other in zip(step, others, strict=True):
+                assert ours is other is None or torch.equal(ours, other)

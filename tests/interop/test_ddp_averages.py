@@ -107,9 +107,9 @@ def same_passes(blocks: bool, unused: bool) -> list:
     ],
 )
 def test_micro_batches_and_ranks_add_up_in_float32(ranks, blocks, option):
-    one, two = ranks(averaged, blocks, option)
+    first, second = ranks(averaged, blocks, option)
     expected = same_passes(blocks, option == "find_unused_parameters")
-    for ours, theirs, exact in zip(one, two, expected, strict=True):
+    for ours, theirs, exact in zip(first, second, expected, strict=True):
         if exact is None:
             assert ours is theirs is None
             continue
@@ -134,9 +134,9 @@ def sparse(rank: int, level: str) -> list:
 
 def test_sparse_gradients(ranks):
     expected = ranks(sparse, "O0")[0]
-    one, two = ranks(sparse, "O2")
-    assert all(map(torch.equal, one, two))
-    for ours, theirs in zip(one, expected, strict=True):
+    first, second = ranks(sparse, "O2")
+    assert all(map(torch.equal, first, second))
+    for ours, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
 
 

@@ -38,7 +38,6 @@ def advance(scheduler):
 
 
 def plain_rate(kind, steps):
-    """The learning rate of plain torch after so many steps."""
     optimizer = torch.optim.AdamW(seeded().parameters(), lr=1.0)
     scheduler = SCHEDULERS[kind](optimizer)
     for _ in range(steps):

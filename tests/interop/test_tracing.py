@@ -42,10 +42,9 @@ def managed(level, model=None, **options):
     return ampatch.initialize(model, opt_level=level, **options)
 
 
-def same(found, expected) -> bool:
-    """Equal, dtype by dtype and bit by bit."""
+def same(actual, expected) -> bool:
     return all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -82,9 +81,9 @@ def test_a_traced_graph_is_fp32_on_the_models_weights_or_an_error(level, is_root
             graph(X)
         return
     plain = Own()
-    for one in (model, plain):
+    for net in (model, plain):
         with torch.no_grad():
-            one.weight.add_(1)  # what is trained or loaded later counts in the graph
+            net.weight.add_(1)  # what is trained or loaded later counts in the graph
     torch.testing.assert_close(graph(X).float(), plain(X), rtol=0.02, atol=0.02)
     graph(X).float().square().sum().backward()
     plain(X).square().sum().backward()

@@ -74,24 +74,21 @@ class Driver:
             scaled.backward(**options)
 
     def plain_backward(self, loss: Tensor) -> None:
-        """`loss.backward()` without a scaler."""
         self.record(loss)
         loss.backward()
 
     def step(self, loss: Tensor, optimizer: Any) -> None:
-        """An ordinary step: zero_grad, backward, step."""
         optimizer.zero_grad()
         self.backward(loss, optimizer)
         optimizer.step()
 
     def weights(self) -> list[Tensor]:
-        """All weights in FP32, buffers, and what optimizers step on."""
-        found = []
+        results = []
         for model, optimizer in self.started:
-            found += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
-            found += [] if optimizer is None else list(ampatch.master_params(optimizer))
-        found += [value for other in self._others for value in other.weights()]
-        return [value.detach().double().clone() for value in found]
+            results += [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+            results += [] if optimizer is None else list(ampatch.master_params(optimizer))
+        results += [value for other in self._others for value in other.weights()]
+        return [value.detach().double().clone() for value in results]
 
 
 class Ampatch(Driver):
@@ -116,7 +113,6 @@ class Ampatch(Driver):
         return self._started(net, nets, optimizers)
 
     def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
-        """Scale a loss; after the block gradients are unscaled."""
         return ampatch.scale_loss(loss, optimizers, **block)
 
     def casts(self) -> AbstractContextManager:
@@ -141,7 +137,6 @@ class Ampatch(Driver):
             return model(*args)
 
     def set_scale(self, value: float) -> None:
-        """Set a dynamic loss scale."""
         ampatch.set_loss_scale(value)
 
     def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -149,7 +144,6 @@ class Ampatch(Driver):
         return copy.deepcopy((model, optimizer))
 
     def renew(self) -> None:
-        """`initialize` once more on everything that was started."""
         nets, optimizers = zip(*self.started, strict=True)
         started, self.started = self.started, []
         ampatch.deactivate()
@@ -176,7 +170,7 @@ class ByHand(Driver):
         super().__init__(level, half)
         self._scale = 1.0
         self._dynamic = False
-        self._lent_to: list[nn.Module] = []  # models whose forward runs
+        self._in_half: list[nn.Module] = []  # models whose forward runs
         self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
 
     def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:
@@ -185,8 +179,8 @@ class ByHand(Driver):
         self._dynamic = wanted == "dynamic"
         self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
         nets, optimizers = _made(net, make, self.device)
-        for one in nets:
-            self._convert(one)
+        for model in nets:
+            self._convert(model)
         for optimizer in filter(None, optimizers):
             optimizer.__class__ = _stepping(self, type(optimizer))
         return self._started(net, nets, optimizers)
@@ -208,7 +202,7 @@ class ByHand(Driver):
     @contextmanager
     def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
         """All FP32 weights but those of batch norms; `again`: the copies of the last forward."""
-        if self.level != "O2" or net in self._lent_to:
+        if self.level != "O2" or net in self._in_half:
             yield
             return
         places = [
@@ -224,11 +218,11 @@ class ByHand(Driver):
         before = {key: copy.detach().clone() for key, copy in copies.items()}
         for module, name, param in places:
             self._put(module, name, copies.get(id(param), param))
-        self._lent_to.append(net)
+        self._in_half.append(net)
         try:
             yield
         finally:
-            self._lent_to.remove(net)
+            self._in_half.remove(net)
             for module, name, param in places:
                 if module._parameters.get(name) is copies.get(id(param)):
                     self._put(module, name, param)
@@ -260,7 +254,7 @@ class ByHand(Driver):
     def _put(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[name] = tensor
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [module._parameters[one] for one in module._flat_weights_names]
+            module._flat_weights = [module._parameters[key] for key in module._flat_weights_names]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -330,9 +324,9 @@ class ByHand(Driver):
         for group in groups:
             owned = [names[id(params[index])] for index in group["params"]]
             group["params"] = [fresh.get_parameter(name) for name in owned]
-        made = type(optimizer).__mro__[1](groups, lr=0.1)
-        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return fresh, made
+        copied = type(optimizer).__mro__[1](groups, lr=0.1)
+        copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return fresh, copied
 
     def renew(self) -> None:
         """What a second `initialize` keeps is everything, so there is nothing to do."""
@@ -361,8 +355,8 @@ def _made(net: Any, make: Any, device: str) -> tuple[list[nn.Module], list[Any]]
     makes = make if isinstance(make, list) else [make] * len(nets)
     owners = nets if len(nets) > 1 else nets * len(makes)
     optimizers = [
-        one and (one if isinstance(one, Optimizer) else one(model.parameters()))
-        for model, one in zip(owners, makes, strict=True)
+        maker and (maker if isinstance(maker, Optimizer) else maker(model.parameters()))
+        for model, maker in zip(owners, makes, strict=True)
     ]
     return nets, optimizers
 

@@ -29,8 +29,6 @@ Program = list[tuple[str, int]]
 
 
 class Net(nn.Module):
-    """Layers in a row, one used twice, one that joins the optimizer late."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -48,8 +46,6 @@ class Net(nn.Module):
 
 
 class Run:
-    """A program in progress, under one driver."""
-
     def __init__(self, amp: Driver, adam: bool) -> None:
         self.amp = amp
         make = torch.optim.AdamW if adam else torch.optim.SGD
@@ -347,7 +343,7 @@ def writes(write: Callable) -> Callable[[Actions, int], None]:
 
 
 ACTIONS: dict[str, Callable[[Actions, int], None]] = {
-    **{name: one for name, one in vars(Actions).items() if not name.startswith("_")},
+    **{name: action for name, action in vars(Actions).items() if not name.startswith("_")},
     **{f"gradients {name}": resets(reset) for name, reset in RESETS.items()},
     "write by data": writes(lambda p: p.data.mul_(0.75)),
     "write a clamp": writes(lambda p: p.data.clamp_(-0.25, 0.25)),
@@ -358,7 +354,6 @@ OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by
 
 
 def program(seed: int, length: int = 25) -> Program:
-    """A program that ends with a step and an evaluation."""
     chance = random.Random(seed)
     names = list(ACTIONS)
     chosen = [
@@ -372,7 +367,6 @@ def program(seed: int, length: int = 25) -> Program:
 
 
 def results(driver: Driver, actions: Program) -> list[Tensor]:
-    """What a run recorded, and its final weights."""
     run = Actions(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
@@ -380,17 +374,16 @@ def results(driver: Driver, actions: Program) -> list[Tensor]:
 
 
 def fault(level: str, half: str, actions: Program) -> str:
-    """What goes wrong with a program under ampatch; empty if nothing does."""
     expected = results(ByHand(level, HALVES[half]), actions)
     try:
-        found = results(Ampatch(level, HALVES[half]), actions)
+        actual = results(Ampatch(level, HALVES[half]), actions)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         ampatch.deactivate()
-    if len(found) != len(expected):
-        return f"{len(found)} values were recorded, {len(expected)} expected"
-    for index, (want, have) in enumerate(zip(expected, found)):
+    if len(actual) != len(expected):
+        return f"{len(actual)} values were recorded, {len(expected)} expected"
+    for index, (want, have) in enumerate(zip(expected, actual)):
         if want.shape != have.shape or differ(want, have).any():
             return f"value {index} of {len(expected)}: expected {want}, found {have}"
     return ""
@@ -409,7 +402,7 @@ def replay(level: str, half: str, actions: Program) -> None:
     """Run a program; raise `AssertionError` with the short program if it goes wrong."""
     if fault(level, half, actions):
         short = shortened(level, half, actions)
-        listed = "".join(f"    {one!r},\n" for one in short)
+        listed = "".join(f"    {action!r},\n" for action in short)
         raise AssertionError(
             f"{fault(level, half, short)}\nreplay({level!r}, {half!r}, [\n{listed}])"
         )

@@ -70,9 +70,9 @@ def situation(
             f"{run.__name__}_{name}": functools.partial(run, case=value)
             for name, value in (cases or {}).items()
         }
-        for name, one in (rows or {run.__name__: run}).items():
-            assert name not in {row.name for row in TABLE}, f"{name}: declared twice"
-            TABLE.append(Situation(one, name, levels, **fields))
+        for name, row in (rows or {run.__name__: run}).items():
+            assert name not in {known.name for known in TABLE}, f"{name}: declared twice"
+            TABLE.append(Situation(row, name, levels, **fields))
         return run
 
     return declare
@@ -110,7 +110,6 @@ def batches(count: int = 4, seed: int = 1, rows: int = 6) -> Iterator[tuple[Tens
 
 
 def mse(out: Tensor, target: Tensor) -> Tensor:
-    """A loss in FP32 under any autocast."""
     return (out.float() - target).square().mean()
 
 
@@ -152,7 +151,6 @@ def each(amp: Any, cases: dict[str, Any]) -> Iterator[Any]:
 
 
 def look(amp: Any, model: nn.Module, x: Tensor | None = None) -> None:
-    """Record the outputs of an evaluation."""
     [(seen, _)] = batches(1, seed=9)
     with torch.no_grad():
         amp.record(model(seen if x is None else x))

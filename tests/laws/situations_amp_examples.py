@@ -84,13 +84,13 @@ def gradient_penalties_on_weights_and_on_inputs(amp):
 @situation()
 def a_gan(amp):
     """The generator's loss reaches the discriminator, whose gradients are then zeroed."""
-    (maker, judge), (one, two) = amp.start(
+    (maker, judge), (first, second) = amp.start(
         [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1)], [SGD, partial(SGD, lr=0.05)]
     )
     for x, y in batches(4):
         fake = maker(x)
-        amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), two)
-        amp.step(mse(judge(fake), y), one)
+        amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), second)
+        amp.step(mse(judge(fake), y), first)
 
 
 @situation()

@@ -16,15 +16,11 @@ EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
 
 
 class Early:
-    """What libraries keep: a function of torch's as a class attribute, a default, a partial."""
-
     backward = staticmethod(torch.autograd.backward)
     retaining = partial(torch.autograd.backward, retain_graph=True)
 
 
 class Loss(torch.Tensor):
-    """A tensor whose backward pass is its own."""
-
     def backward(self, *args, **kwargs):
         return EARLY[0](self.as_subclass(torch.Tensor), *args, **kwargs)
 
@@ -215,9 +211,9 @@ def per_sample_gradients(amp):
 
     for x, y in batches(3):
         params = {name: param.detach() for name, param in model.named_parameters()}
-        found = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
+        results = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
         for name, param in model.named_parameters():
-            param.grad = found[name].mean(0)
+            param.grad = results[name].mean(0)
         optimizer.step()
 
 
@@ -266,15 +262,15 @@ def a_fake_tensor_mode_before_a_real_step(amp):
 def two_sessions_in_two_half_types(amp):
     """Recomputation and a custom backward run under their own forward's policy."""
     other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))
-    first, one = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
-    second, two = other.start(
+    first, first_optimizer = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
+    second, second_optimizer = other.start(
         Checkpointed(use_reentrant=False), loss_scale=1.0, patch_scope="model"
     )
     for x, y in batches(3):
         a, b = mse(first(x), y), mse(second(x), y)
-        one.zero_grad()
-        two.zero_grad()
-        amp.backward(a, one)
-        other.backward(b, two)
-        one.step()
-        two.step()
+        first_optimizer.zero_grad()
+        second_optimizer.zero_grad()
+        amp.backward(a, first_optimizer)
+        other.backward(b, second_optimizer)
+        first_optimizer.step()
+        second_optimizer.step()

@@ -31,12 +31,12 @@ def full_backward_hooks_read_their_weights_gradients(amp, case=None):
 def accumulator_hooks(amp):
     """Added between steps, and behind a forward."""
     model, optimizer = trained(amp, count=1)
-    found = {}
+    results = {}
     for name, param in model.named_parameters():
 
         def hook(p, name=name):
             assert p.grad.dtype is torch.float32
-            found.setdefault(name, []).append(p.grad.clone())
+            results.setdefault(name, []).append(p.grad.clone())
 
         param.register_post_accumulate_grad_hook(hook)
     plain_loop(amp, model, optimizer, 2)
@@ -48,7 +48,7 @@ def accumulator_hooks(amp):
         handle.remove()
         optimizer.step()
     for name, _ in model.named_parameters():
-        amp.record(*found[name])
+        amp.record(*results[name])
 
 
 @situation("O1")

@@ -15,7 +15,7 @@ from small_training import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ROWS, WIDTH = 512, 64  # smaller tables are lent as other weights are
+ROWS, WIDTH = 512, 64  # smaller ones have half copies, as other weights
 IDS = torch.randint(0, ROWS, (4, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -108,10 +108,10 @@ def in_branches(model, hidden):
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = [future.result() for future in [pool.submit(model.embed, IDS)] * 20]
+            results = [future.result() for future in [pool.submit(model.embed, IDS)] * 20]
     finally:
         sys.setswitchinterval(interval)
-    assert {values.dtype for values in found} == {hidden.dtype}
+    assert {values.dtype for values in results} == {hidden.dtype}
     return product(model, hidden)
 
 
@@ -173,7 +173,6 @@ def an_embedding_is_read_by(amp, case):
 
 @situation("O2", halves="bf16", against="FP32", within=3e-3)
 def an_embedding_of_two_models(amp):
-    """The one runs within the other."""
     inner = Reading(product)
     outer = Reading(lambda model, hidden: inner(IDS) + product(inner, model.layer(hidden)))
     outer.embed = inner.embed

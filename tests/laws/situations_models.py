@@ -57,8 +57,6 @@ def packed(amp, case):
 
 
 class Language(nn.Module):
-    """Embedding, attention layer, head tied to the embedding."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

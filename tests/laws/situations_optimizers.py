@@ -24,11 +24,11 @@ def schedules_and_param_groups_with_their_own_rates(amp):
     schedulers = torch.optim.lr_scheduler
     cycle = schedulers.OneCycleLR(optimizer, 0.5, total_steps=8)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
-    for one in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
+    for scheduler in (cycle, schedulers.StepLR(optimizer, 2, 0.5)):
         for _ in range(4):
             plain_loop(amp, model, optimizer, 1, on_gradients=clip)
-            one.step()
-            amp.record(*one.get_last_lr())
+            scheduler.step()
+            amp.record(*scheduler.get_last_lr())
         optimizer.param_groups[0]["lr"] *= 2
 
 
@@ -63,8 +63,6 @@ def closure_of(amp, model, optimizer, x, y):
 
 
 class ZeroFirst(torch.optim.SGD):
-    """Zeroes the gradients, calls the closure, steps."""
-
     def step(self, closure):
         self.zero_grad()
         with torch.enable_grad():
@@ -152,8 +150,6 @@ def zeroth_order_steps(amp):
 
 
 class Lookahead:
-    """An optimizer around an optimizer: duck-typed."""
-
     def __init__(self, params):
         self.inner = SGD(params)
         self.slow, self.count = None, 0
@@ -183,8 +179,6 @@ class Lookahead:
 
 
 class Cached(torch.optim.SGD):
-    """Keeps a list of its own, and steps on that."""
-
     def __init__(self, params):
         params = list(params)
         super().__init__(params, lr=0.1)
@@ -226,14 +220,15 @@ def losses_several_times_through_one_graph(amp):
     and has the weights of two models, of which each loss reaches one."""
     nets = [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1), mlp(2)]
     makes = [SGD, SGD([*nets[1].parameters(), *nets[2].parameters()]), None]
-    (body, *heads), (one, two, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
+    (body, *heads), (first, second, _) = amp.start(nets, makes, num_losses=2, **DYNAMIC)
     for x, y in batches(4):
         hidden = body(x)
         losses = [mse(head(hidden), y) for head in heads]
-        amp.backward(sum(losses), [one, two], LATE, retain_graph=True)
+        amp.backward(sum(losses), [first, second], LATE, retain_graph=True)
         for number, loss in enumerate(losses):
-            amp.backward(loss, [two, one, two], {"loss_id": number}, retain_graph=number == 0)
-        for optimizer in (one, two):
+            order = [second, first, second]
+            amp.backward(loss, order, {"loss_id": number}, retain_graph=number == 0)
+        for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
 
@@ -243,10 +238,10 @@ def a_weight_of_two_optimizers(amp, case):
     """It is unscaled once, also where a loss is given one of them."""
     net = mlp()
     model, both = amp.start(net, [SGD(net.parameters()), PLAIN(net[2].parameters())], **DYNAMIC)
-    given = both if amp.by_hand else [both[index] for index in case]
+    named = both if amp.by_hand else [both[index] for index in case]
     for x, y in batches(4):
         for block in (LATE, {}, {}):
-            amp.backward(mse(model(x), y), given, block)
+            amp.backward(mse(model(x), y), named, block)
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad()
@@ -389,14 +384,14 @@ def state_by_the_models_parameters(amp):
 @situation("O0 O1 O2")
 def an_optimizer_that_was_not_given(amp):
     """Made after `initialize`, beside one that was given: it steps on the same weights."""
-    model, given = amp.start(mlp(), loss_scale=1.0)
+    model, optimizer = amp.start(mlp(), loss_scale=1.0)
     own = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, y in batches(4):
         own.zero_grad()
         amp.plain_backward(mse(model(x), y))
         own.step()
         amp.record(*model.parameters())
-        plain_loop(amp, model, given, 1, seed=8)
+        plain_loop(amp, model, optimizer, 1, seed=8)
 
 
 @situation("O1 O2")

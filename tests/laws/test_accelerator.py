@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ import pytest
 import torch
 from fake_accelerator import NAME, capturing, counted
 from situations import batches, mlp, mse
+from small_training import pass_back
 from small_training import step as train
 from torch import nn
 
@@ -63,32 +63,30 @@ def steps(make_model, kind, options, factors, **settings):
     if settings:
         ampatch.initialize(model, optimizer, verbosity=0, **settings)
     data = [(x.to(NAME), y.to(NAME)) for x, y in batches(len(factors))]
-    found = []
+    results = []
     for (x, y), factor in zip(data, factors, strict=True):
         with counted() as counts:
             optimizer.zero_grad()
             loss = mse(model(x)[:, :2], y) * factor
             if settings:
-                with ampatch.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                pass_back(loss, optimizer)
             else:
                 loss.backward()
             optimizer.step()
-        found.append(counts)
-    return found
+        results.append(counts)
+    return results
 
 
 def of_each_kind(kinds):
-    """The model with all layers, and a small one with the first kind."""
     return pytest.mark.parametrize(
         ("model", "kind", "options"),
         [*((Attention, *kind) for kind in kinds), (mlp, *kinds[0])],
     )
 
 
-def assert_nothing_moves(found):
+def assert_nothing_moves(results):
     """Between the devices, not even a number: whatever a step needs is where the model is."""
-    for counts in found:
+    for counts in results:
         late = counts["launch copy to the host, not waited for"]
         assert (counts.uploads, counts.downloads - late) == (0, 0)
 
@@ -97,10 +95,10 @@ def assert_nothing_moves(found):
 @of_each_kind(FUSED)
 def test_with_fused_optimizers_the_host_never_waits(model, kind, options, level):
     options, settings = {"fused": True, **options}, {"opt_level": level, "growth_interval": 2}
-    found = steps(model, kind, options, FACTORS, init_scale=256.0, **settings)[FIRST:]
-    assert [counts.waits for counts in found] == [0] * len(found)
+    results = steps(model, kind, options, FACTORS, init_scale=256.0, **settings)[FIRST:]
+    assert [counts.waits for counts in results] == [0] * len(results)
     assert ampatch.loss_scale() == 128.0
-    assert_nothing_moves(found)
+    assert_nothing_moves(results)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -108,10 +106,10 @@ def test_with_fused_optimizers_the_host_never_waits(model, kind, options, level)
 def test_with_others_the_host_waits_once(model, kind, options, level):
     settings = {"opt_level": level, "growth_interval": 2, "init_scale": 256.0}
     plain = steps(model, kind, options, HEALTHY)[-1].waits
-    found = steps(model, kind, options, FACTORS, **settings)
+    actual = steps(model, kind, options, FACTORS, **settings)
     expected = [1 + (plain if factor == 1.0 else 0) for factor in FACTORS]
-    assert [counts.waits for counts in found[FIRST:]] == expected[FIRST:]
-    assert_nothing_moves(found[FIRST:])
+    assert [counts.waits for counts in actual[FIRST:]] == expected[FIRST:]
+    assert_nothing_moves(actual[FIRST:])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -119,8 +117,8 @@ def test_with_others_the_host_waits_once(model, kind, options, level):
 def test_without_loss_scaling_the_host_never_waits(fused, level):
     options = {"fused": True} if fused else {}
     settings = {"opt_level": level, "dtype": torch.bfloat16}
-    found = steps(Attention, torch.optim.SGD, options, HEALTHY, **settings)[FIRST:]
-    assert [counts.waits for counts in found] == [0] * len(found)
+    results = steps(Attention, torch.optim.SGD, options, HEALTHY, **settings)[FIRST:]
+    assert [counts.waits for counts in results] == [0] * len(results)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -138,7 +136,6 @@ def test_all_that_training_keeps_is_on_the_device(level):
 
 
 def test_a_long_row_of_skips_is_noticed_without_a_wait(caplog):
-    """The counts come to the host by a copy that nobody waits for."""
     model = mlp().to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     ampatch.initialize(model, optimizer, max_consecutive_skips=8)
@@ -194,8 +191,8 @@ def test_autocast_and_casts_are_the_devices_and_work_of_the_host_stays_float32()
     assert torch.is_autocast_enabled(NAME) and not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype(NAME) is torch.bfloat16
     for device, dtype in (("cpu", torch.float32), (NAME, torch.bfloat16)):
-        given = [torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)]
-        assert torch.nn.functional.linear(*given).dtype is dtype
+        operands = [torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)]
+        assert torch.nn.functional.linear(*operands).dtype is dtype
 
 
 # Launches
@@ -209,13 +206,13 @@ def linears(layers, width=8):
 
 def launches(layers, width, level):
     """Of one step beyond what a step of FP32 launches."""
-    found = []
+    results = []
     for settings in ({}, {"opt_level": level, "dtype": torch.bfloat16}):
         make = functools.partial(linears, layers, width)
-        made = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
-        found.append(made[-1].launches)
+        counts = steps(make, torch.optim.SGD, {"fused": True}, [1.0] * 4, **settings)
+        results.append(counts[-1].launches)
         ampatch.deactivate()
-    return found[1] - found[0]
+    return results[1] - results[0]
 
 
 @pytest.mark.parametrize(
@@ -239,17 +236,6 @@ def test_large_weights_are_compared_in_few_kernels():
 # The device itself
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_the_device_has_recurrent_layers(kind):
-    torch.manual_seed(0)
-    own, x = kind(3, 4, batch_first=True), torch.randn(2, 5, 3)
-    there = copy.deepcopy(own).to(NAME)
-    for layer, given in ((own, x), (there, x.to(NAME))):
-        layer(given)[0].square().sum().backward()
-    for expected, found in zip(own.parameters(), there.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.cpu(), expected.grad)
-
-
 @pytest.mark.parametrize(
     ("read", "waits"),
     [
@@ -269,16 +255,6 @@ def test_the_device_counts_what_waits(read, waits):
     with counted() as counts:
         read(tensor)
     assert counts.waits == waits
-
-
-def test_the_device_counts_lists_as_one_and_views_as_nothing():
-    tensors = [torch.ones(2, device=NAME) for _ in range(5)]
-    halves = [torch.empty(2, dtype=torch.float16, device=NAME) for _ in range(5)]
-    with counted() as counts:
-        torch._foreach_copy_(halves, tensors)
-        [half.view(1, 2).t() for half in halves]
-    assert (counts.launches, counts.list_copies, counts.casts) == (1, 1, 0)
-    assert [half.tolist() for half in halves] == [[1.0, 1.0]] * 5
 
 
 def test_a_list_of_several_devices_goes_one_by_one():
@@ -308,8 +284,7 @@ def test_a_model_on_two_devices(level, half):
             ampatch.initialize(model, optimizer, verbosity=0, init_scale=256.0, **settings)
         for x, y in batches(4):
             loss = mse(second(torch.tanh(first(x)).to(NAME)).float(), y[:, :2].to(NAME))
-            with ampatch.scale_loss(loss, optimizer) if settings else nullcontext(loss) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer) if settings else nullcontext(loss)
             optimizer.step()
             optimizer.zero_grad()
         held = ampatch.master_params(optimizer) if settings else model.parameters()
@@ -317,8 +292,8 @@ def test_a_model_on_two_devices(level, half):
 
     plain, ours = trained(), trained(opt_level=level, dtype=half)
     assert [param.device.type for param in ours] == ["cpu", "cpu", NAME, NAME]
-    for one, other in zip(plain, ours, strict=True):
-        torch.testing.assert_close(one, other, atol=0.02, rtol=0)
+    for reference, other in zip(plain, ours, strict=True):
+        torch.testing.assert_close(reference, other, atol=0.02, rtol=0)
 
 
 CLASSES = torch.tensor([1, 2, 3, -100])
@@ -334,17 +309,27 @@ CROSS_ENTROPIES = {
 }
 
 
+def of_half_and_of_fp32(function, shape):
+    """Results and gradients of half inputs, and of a copy of them in FP32."""
+    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
+    x, results = torch.randn(shape, device=NAME).half(), []
+    for copied in (lambda leaf: leaf, torch.Tensor.float):
+        leaf = x.clone().requires_grad_()
+        result = function(copied(leaf))
+        assert result.dtype is torch.float32
+        result.square().sum().backward()
+        results.append((result.detach().cpu(), leaf.grad.cpu()))
+    return results
+
+
 @pytest.mark.parametrize("case", CROSS_ENTROPIES)
 def test_cross_entropy_of_half_logits_is_that_of_a_copy_in_fp32(case):
     shape, target, options = CROSS_ENTROPIES[case]
-    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, target, found = torch.randn(shape, device=NAME).half(), target.to(NAME), []
-    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        logits = given.float() if found else given
-        loss = torch.nn.functional.cross_entropy(logits, target, **options)
-        loss.sum().backward()
-        found.append((loss.detach().cpu(), given.grad.cpu()))
-    assert all(map(torch.equal, *found))
+
+    def loss_of(logits):
+        return torch.nn.functional.cross_entropy(logits, target.to(NAME), **options)
+
+    assert all(map(torch.equal, *of_half_and_of_fp32(loss_of, shape)))
 
 
 TOTALS = {
@@ -369,12 +354,6 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_float_functions_have_the_results_of_a_copy_in_fp32(name):
-    ampatch.initialize(mlp().to(NAME), patch_scope="process", verbosity=0)
-    x, found = torch.randn(4, 8, device=NAME).half(), []
-    for given in (x.clone().requires_grad_(), x.clone().requires_grad_()):
-        result = TOTALS[name](given.float() if found else given)
-        assert result.dtype is torch.float32
-        result.square().sum().backward()
-        found.append((result.detach().cpu(), given.grad.cpu()))
-    for ours, expected in zip(*found, strict=True):  # a sum may be made in another order
+    for ours, expected in zip(*of_half_and_of_fp32(TOTALS[name], (4, 8)), strict=True):
+        # a sum may be made in another order
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

@@ -33,8 +33,7 @@ ampatch.initialize(model, optimizer)
 x = torch.randn(64, 4, device=device)
 for _ in range(12):
     optimizer.zero_grad()
-    with ampatch.scale_loss((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer) as loss:
-        loss.backward()
+    pass_back((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer)
     optimizer.step()
 """
 
@@ -128,20 +127,19 @@ def test_doctor_names_and_times_the_device(monkeypatch):
     calls = []
 
     def operations(device, dtype):
-        one = torch.ones(2, device=device, dtype=dtype)
-        return {"sum": lambda: calls.append((one + one).device.type)}
+        ones = torch.ones(2, device=device, dtype=dtype)
+        return {"sum": lambda: calls.append((ones + ones).device.type)}
 
     monkeypatch.setattr(speed, "operations", operations)
     with counted() as counts:
-        found = doctor.as_dict()
-    assert found["accelerators"] == [f"{NAME}:0"]
-    assert found["speed"].keys() == {"cpu", NAME}
+        results = doctor.as_dict()
+    assert results["accelerators"] == [f"{NAME}:0"]
+    assert results["speed"].keys() == {"cpu", NAME}
     assert calls.count(NAME) == calls.count("cpu") > 9
     assert counts["wait device"] == calls.count(NAME)  # or the launch alone would be timed
 
 
 def trained(device, watch, size):
-    """What `watch(model)` saw of some steps, the last of which overflows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,6 +20,7 @@ NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
     "writes_while_a_graph_waits_by_numpy": "NumPy has memory of the host alone",
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
+    **dict.fromkeys(("packed_lstm", "packed_gru"), "the fake accelerator has no fused cells"),
     "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
     "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",
     **dict.fromkeys((f"an_embedding_is_read_by_{name}" for name in READERS), "so these"),
@@ -56,16 +57,16 @@ def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
     losses: list[int] = []
     initialize = drivers.ampatch.initialize
 
-    def watched_initialize(given, *args, **kwargs):
-        models.append(len(given) if isinstance(given, list) else 1)
+    def watched_initialize(nets, *args, **kwargs):
+        models.append(len(nets) if isinstance(nets, list) else 1)
         losses.append(kwargs.get("num_losses", 1))
-        return initialize(given, *args, **kwargs)
+        return initialize(nets, *args, **kwargs)
 
     def watched(row, driver):
         with counted() as counts:
-            found = everything(row, driver)
+            results = everything(row, driver)
         runs.append(counts)
-        return found
+        return results
 
     monkeypatch.setattr(test_situations, "everything", watched)
     monkeypatch.setattr(drivers.ampatch, "initialize", watched_initialize)

@@ -37,8 +37,6 @@ NOT_HERE = {
 
 
 class Auto(Ampatch):
-    """The situation as a script without AMP code writes it."""
-
     session: Session | None = None
 
     def start(self, net: Any, make: Any = SGD, **settings: Any) -> tuple[Any, Any]:

@@ -41,26 +41,25 @@ def of_fp32(name, optimizer):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "optimizer"), MORE, ids=str)
 def test_a_step_does_no_more_than_this(name, optimizer, level):
-    found = counts.count(name, level, optimizer, torch.float16)
-    assert found.casts <= CASTS
-    assert found.syncs <= (0 if optimizer == "fused" else 1)
-    assert found.operators - of_fp32(name, optimizer) <= MORE[name, optimizer][level == "O2"]
+    results = counts.count(name, level, optimizer, torch.float16)
+    assert results.casts <= CASTS
+    assert results.syncs <= (0 if optimizer == "fused" else 1)
+    assert results.operators - of_fp32(name, optimizer) <= MORE[name, optimizer][level == "O2"]
 
 
 @pytest.mark.parametrize("optimizer", ["ordinary", "fused"])
 def test_autocast_does_more_and_the_counting_sees_it(optimizer):
     """Each weight is cast for itself forward and backward, and the step waits (or is told)."""
-    found = counts.count(MLP, systems.AUTOCAST, optimizer)
-    assert found.casts >= 2 * WEIGHTS
-    assert found.syncs == (0 if optimizer == "fused" else 1)
-    assert found.operators - of_fp32(MLP, optimizer) >= 2 * WEIGHTS
+    results = counts.count(MLP, systems.AUTOCAST, optimizer)
+    assert results.casts >= 2 * WEIGHTS
+    assert results.syncs == (0 if optimizer == "fused" else 1)
+    assert results.operators - of_fp32(MLP, optimizer) >= 2 * WEIGHTS
 
 
 # Growth
 
 
 def step_of(layers, level):
-    """A training step of a chain of Linear(8, 8)."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(4, 8), torch.randint(0, 8, (4,))
     task = counts.TASKS[MLP]()._replace(
@@ -72,12 +71,12 @@ def step_of(layers, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_grows_linearly_with_the_parameters(level):
-    found = []
+    results = []
     for layers in (16, 32, 48):  # with the weights of a bucket more each time
         step = step_of(layers, level)
         operators = counts.count_step(step).operators
-        found.append((operators, counts.calls(step)))
+        results.append((operators, counts.calls(step)))
         ampatch.deactivate()
-    first, second, third = found
+    first, second, third = results
     for small, middle, large in zip(first, second, third, strict=True):
         assert large - middle == middle - small > 0

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import data, everything, same, seeded
+from small_training import data, everything, pass_back, same, seeded
 
 import ampatch
 
@@ -59,7 +59,8 @@ class Example:
 
     def loss(self, fed, factor=1.0):
         inputs, targets = data(5)
-        return sum(F.mse_loss(self.models[one](inputs).float(), targets) * factor for one in fed)
+        outputs = [self.models[index](inputs).float() for index in fed]
+        return sum(F.mse_loss(output, targets) * factor for output in outputs)
 
     def backward(self, fed, loss_id, bad, through, where, delayed):
         """One block; `bad` goes into the loss, into a gradient on its way, or into one at rest.
@@ -74,7 +75,7 @@ class Example:
         if bad is not None and through == "hook":
             handle = parameter.register_hook(lambda grad: poisoned(grad, where, bad))
         factor = bad if bad is not None and through == "loss" else 0.05
-        optimizers = [self.optimizers[one] for one in fed]
+        optimizers = [self.optimizers[index] for index in fed]
         loss = self.loss(fed, factor)
         with ampatch.scale_loss(loss, optimizers, loss_id, delay_unscale=delayed) as scaled:
             scaled.backward()
@@ -82,18 +83,17 @@ class Example:
                 parameter.grad.copy_(poisoned(parameter.grad, where, bad))
         if handle is not None:
             handle.remove()
-        faulty = bad is not None or (delayed and any(self.dirty[one] for one in fed))
+        faulty = bad is not None or (delayed and any(self.dirty[index] for index in fed))
         if bad is not None:
-            for one in fed if through == "loss" else [victim]:
-                self.dirty[one] = True
+            for index in fed if through == "loss" else [victim]:
+                self.dirty[index] = True
         if delayed:
-            with ampatch.scale_loss(self.loss(fed, 0.05), optimizers, loss_id) as scaled:
-                scaled.backward()
+            pass_back(self.loss(fed, 0.05), optimizers, loss_id)
         self.scales[loss_id] = ruled(*self.scales[loss_id], faulty)
 
     def interrupt(self, fed, loss_id, bad):
         """A backward pass that is stopped: as if it had never been."""
-        optimizers = [self.optimizers[one] for one in fed]
+        optimizers = [self.optimizers[index] for index in fed]
         before = [gradients(optimizer) for optimizer in self.optimizers]
         with pytest.raises(KeyboardInterrupt):
             with ampatch.scale_loss(self.loss(fed, bad), optimizers, loss_id) as scaled:
@@ -101,13 +101,13 @@ class Example:
                 raise KeyboardInterrupt
         assert all(map(same_gradients, before, map(gradients, self.optimizers)))
 
-    def step(self, one):
-        optimizer, model = self.optimizers[one], self.models[one]
+    def step(self, index):
+        optimizer, model = self.optimizers[index], self.models[index]
         had = any(grad is not None and grad.any() for grad in gradients(optimizer))
         before = everything(model, optimizer)
         optimizer.step()
         after = everything(model, optimizer)
-        skipped = self.dirty[one]
+        skipped = self.dirty[index]
         assert ampatch.step_was_skipped(optimizer) is skipped
         if skipped:
             assert same(before, after[: len(before)])
@@ -116,25 +116,25 @@ class Example:
             assert not same(before, after)
         steps = {int(s["step"]) for s in optimizer.state.values() if "step" in s}
         assert len(steps) <= 1, "half updated"
-        taken, left_out = self.counts[one]
-        self.counts[one] = (taken + (not skipped), left_out + skipped)
-        assert tuple(ampatch.step_counts(optimizer)[:2]) == self.counts[one]
+        steps_taken, left_out = self.counts[index]
+        self.counts[index] = (steps_taken + (not skipped), left_out + skipped)
+        assert tuple(ampatch.step_counts(optimizer)[:2]) == self.counts[index]
 
-    def zero(self, one, how):
+    def zero(self, index, how):
         if how == "by hand":
-            for param in ampatch.master_params(self.optimizers[one]):
+            for param in ampatch.master_params(self.optimizers[index]):
                 param.grad = None
         elif how == "model":
-            self.models[one].zero_grad()
+            self.models[index].zero_grad()
         else:
-            self.optimizers[one].zero_grad(set_to_none=how == "none")
-        self.dirty[one] = False
+            self.optimizers[index].zero_grad(set_to_none=how == "none")
+        self.dirty[index] = False
 
-    def clip(self, one, by_master):
-        optimizer, model = self.optimizers[one], self.models[one]
+    def clip(self, index, by_master):
+        optimizer, model = self.optimizers[index], self.models[index]
         of = ampatch.master_params(optimizer) if by_master else model.parameters()
         norm = torch.nn.utils.clip_grad_norm_(of, 1e-3)
-        assert bool(norm.isfinite()) is not self.dirty[one]
+        assert bool(norm.isfinite()) is not self.dirty[index]
 
     def check(self):
         """What holds at any time."""
@@ -171,23 +171,23 @@ def same_gradients(first, second):
 
 
 def operations(optimizers, losses):
-    one = st.integers(0, optimizers - 1)
-    fed = st.lists(one, min_size=1, max_size=optimizers, unique=True)
+    index = st.integers(0, optimizers - 1)
+    fed = st.lists(index, min_size=1, max_size=optimizers, unique=True)
     loss_id = st.integers(0, losses - 1)
     maybe_bad = st.one_of(st.none(), st.none(), BAD)
     through, where = st.sampled_from(["loss", "hook", "grad"]), st.integers(0, 50)
     backward = st.tuples(
         st.just("backward"), fed, loss_id, maybe_bad, through, where, st.booleans()
     )
-    zero = st.tuples(st.just("zero"), one, st.sampled_from(["none", "zeros", "model", "by hand"]))
+    zero = st.tuples(st.just("zero"), index, st.sampled_from(["none", "zeros", "model", "by hand"]))
     return st.one_of(
         backward,
         backward,
-        st.tuples(st.just("step"), one),
-        st.tuples(st.just("step"), one),
+        st.tuples(st.just("step"), index),
+        st.tuples(st.just("step"), index),
         zero,
         st.tuples(st.just("interrupt"), fed, loss_id, st.just(1.0) | BAD),
-        st.tuples(st.just("clip"), one, st.booleans()),
+        st.tuples(st.just("clip"), index, st.booleans()),
     )
 
 

@@ -21,24 +21,10 @@ from test_situations import check
 from torch import Tensor, nn
 
 import ampatch
-from ampatch.errors import AmpatchError
 
 needs_distributed = pytest.mark.skipif(
     not dist.is_available(), reason="torch without torch.distributed"
 )
-
-
-def test_a_scale_for_an_optimizer_that_was_not_given():
-    """Only managed optimizers unscale; the cure is one call, also in the middle."""
-    model = mlp()
-    ampatch.initialize(model, opt_level="O2", init_scale=64.0, verbosity=0)
-    optimizer = SGD(model.parameters())
-    [(x, y)] = batches(1)
-    with pytest.raises(AmpatchError, match=r"not given to ampatch.*add_optimizers"):
-        ampatch.scale_loss(mse(model(x), y), optimizer).__enter__()
-    ampatch.add_optimizers(optimizer)
-    step(mse(model(x), y), optimizer)
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
 
 
 # Checkpoints
@@ -107,12 +93,12 @@ def hogwild(rank: int, model: nn.Module) -> list[Tensor]:
 def test_a_shared_model_that_several_processes_train_and_evaluate(ranks):
     """Hogwild: each sees at once what the other writes, in its half forwards too."""
     model = mlp().share_memory()
-    one, two = ranks(hogwild, model)
+    first, second = ranks(hogwild, model)
     oracle = ByHand("O2", torch.float16)
     expected, optimizers = oracle.start(mlp(), [SGD, SGD], init_scale=64.0)
     seen = []
     for number, (x, y) in enumerate(batches(6)):
         oracle.step(mse(expected(x), y), optimizers[number % 2])
         seen += [outputs(expected), *(p.detach().clone() for p in expected.parameters())]
-    assert all(map(torch.equal, one, two)) and all(map(torch.equal, one, seen))
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, seen))
     assert all(map(torch.equal, model.parameters(), expected.parameters()))

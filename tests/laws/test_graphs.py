@@ -15,10 +15,10 @@ from small_training import grads, same
 
 import ampatch
 
-GIVEN = pytest.mark.parametrize("given", [[0, 1], [1, 0], [0], [1]])
+GIVEN = pytest.mark.parametrize("indices", [[0, 1], [1, 0], [0], [1]])
 
 
-def one(model):
+def untied(model):
     return [SGD(model.parameters())]
 
 
@@ -28,7 +28,6 @@ def tied(model):
 
 
 def start(level, optimizers_of, loss_scale="dynamic", **settings):
-    """A driver, a model, and the optimizers that `optimizers_of(model)` makes."""
     amp, model = Ampatch(level, torch.float16), mlp()
     optimizers = optimizers_of(model)
     amp.start(model, optimizers, loss_scale=loss_scale, **settings)
@@ -69,24 +68,24 @@ def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_lev
     assert [ampatch.loss_scale(number) for number in (0, 1)] == [INIT_SCALE, INIT_SCALE / 2]
     after = list(model.state_dict().values())
     assert all(bool(value.isfinite().all()) for value in after)
-    stood = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    stood = [torch.equal(ours, other) for ours, other in zip(before, after, strict=True)]
     assert stood == [where == 0] * 2 + [where == 2] * 2
 
 
 @GIVEN
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, given):
+def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, indices):
     amp, model, optimizers = start(level, tied)
-    pair = [optimizers[index] for index in given]
+    pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model) * math.inf, pair)
     amp.backward(loss_of(model), pair)
     assert step_all(optimizers) == [True, True]
 
 
 @GIVEN
-def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, given):
+def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, indices):
     amp, model, optimizers = start(opt_level, tied)
-    pair = [optimizers[index] for index in given]
+    pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model), pair)
     before = [copies(grads(optimizer)) for optimizer in optimizers]
     with pytest.raises(KeyboardInterrupt):
@@ -100,7 +99,7 @@ def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_l
 
 
 def test_a_step_inside_the_block_is_refused(opt_level):
-    amp, model, [optimizer] = start(opt_level, one)
+    amp, model, [optimizer] = start(opt_level, untied)
     before = copies(model.state_dict().values())
     with pytest.raises(ampatch.AmpatchError, match="SGD.step.. inside the .*scale_loss block"):
         with amp.scaled(loss_of(model), optimizer) as scaled:
@@ -112,17 +111,17 @@ def test_a_step_inside_the_block_is_refused(opt_level):
 
 
 def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, caplog):
-    found = []
+    results = []
     for clips in (False, True):
-        amp, model, [optimizer] = start(opt_level, one, 64.0)
+        amp, model, [optimizer] = start(opt_level, untied, 64.0)
         with amp.scaled(loss_of(model), optimizer) as scaled:
             scaled.backward()
             if clips:
                 torch.nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1e9)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        found.append(grads(optimizer))
+        results.append(grads(optimizer))
         ampatch.deactivate()
-    assert same(*found)
+    assert same(*results)
     assert "SGD: gradients are clipped inside its ampatch.scale_loss block" in caplog.text
 
 

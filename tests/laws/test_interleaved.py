@@ -18,8 +18,6 @@ PLANS = (("O1", FP16), ("O1", H), ("O2", FP16), ("O3", H), ("O0", H), (None, FP3
 
 
 class Training:
-    """A small network, its optimizer and its data, all from one seed."""
-
     def __init__(self, seed, plan, scope):
         torch.manual_seed(seed)
         self.model = nn.Sequential(
@@ -47,11 +45,11 @@ class Training:
             return [output.detach(), self.model(self.inputs)]
 
 
-def same(found, expected):
+def same(actual, expected):
     return all(
         a.dtype is b.dtype and torch.equal(a, b)
-        for one, other in zip(found, expected, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for ours, other in zip(actual, expected, strict=True)
+        for a, b in zip(ours, other, strict=True)
     )
 
 
@@ -82,24 +80,24 @@ def test_each_model_is_bit_equal_to_its_solo_run(scope, order):
     plans = PLANS if scope == "model" else (PLANS[0], *PLANS[2:5])
     expected = solo(plans, scope)
     trainings = {index: Training(index, plans[index], scope) for index in order}
-    found = [[] for _ in plans]
+    actual = [[] for _ in plans]
     for _ in range(4):
         for index in reversed(order):
-            found[index].append(trainings[index].step())
-    for plan, one, other in zip(plans, found, expected, strict=True):
-        assert same(one, other), plan
+            actual[index].append(trainings[index].step())
+    for plan, first, other in zip(plans, actual, expected, strict=True):
+        assert same(first, other), plan
 
 
 @pytest.mark.parametrize("closed", range(5))
 def test_closing_one_leaves_the_others(closed):
     expected = solo(PLANS, "model")
     trainings = [Training(seed, plan, "model") for seed, plan in enumerate(PLANS)]
-    found = [[training.step(), training.step()] for training in trainings]
+    actual = [[training.step(), training.step()] for training in trainings]
     model = trainings[closed].model
     session_of(model).close()
     for index, training in enumerate(trainings):
         if index != closed:
-            found[index] += [training.step(), training.step()]
-            assert same(found[index], expected[index]), PLANS[index]
+            actual[index] += [training.step(), training.step()]
+            assert same(actual[index], expected[index]), PLANS[index]
     with torch.no_grad():
         assert model(trainings[closed].inputs).dtype is FP32

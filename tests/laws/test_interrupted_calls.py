@@ -15,7 +15,7 @@ import pytest
 import strikes
 import torch
 from engine import STATE, here, nothing_runs
-from small_training import data
+from small_training import data, pass_back
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,8 +105,7 @@ def forward(model, optimizer, way="plain"):
 
 def whole_step(model, optimizer, way="plain"):
     loss = forward(model, optimizer, way).float().sum()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 
@@ -121,8 +120,7 @@ def with_closure(model, optimizer):
     def closure():
         lbfgs.zero_grad()
         loss = forward(model, lbfgs).float().square().sum()
-        with ampatch.scale_loss(loss, lbfgs) as scaled:
-            scaled.backward()
+        pass_back(loss, lbfgs)
         return loss
 
     lbfgs = optimizer.lbfgs
@@ -131,11 +129,11 @@ def with_closure(model, optimizer):
 
 PHASES = {
     "step": whole_step,
-    "recompute": lambda *given: whole_step(*given, "checkpoint"),
-    "reentrant": lambda *given: whole_step(*given, "reentrant"),
-    "backward": lambda *given: whole_step(*given, "function"),
+    "recompute": lambda *args: whole_step(*args, "checkpoint"),
+    "reentrant": lambda *args: whole_step(*args, "reentrant"),
+    "backward": lambda *args: whole_step(*args, "function"),
     "closure": with_closure,
-    "itself": lambda *given: forward(*given, "itself"),
+    "itself": lambda *args: forward(*args, "itself"),
     "submodule": lambda model, _: model.first(data()[0]),
     "direct": lambda model, _: model.forward(data()[0]),
     "blocks": in_blocks,
@@ -148,11 +146,11 @@ def values(model):
     x = data(5)[0]
     out = model(x)
     out.float().square().sum().backward()
-    found = [out.detach(), model.first(x).detach()]
-    found += [parameter.grad.clone() for parameter in model.parameters()]
-    found += [value.clone() for value in model.state_dict().values()]
+    results = [out.detach(), model.first(x).detach()]
+    results += [parameter.grad.clone() for parameter in model.parameters()]
+    results += [value.clone() for value in model.state_dict().values()]
     model.zero_grad()
-    return found
+    return results
 
 
 def left(model, level):

@@ -55,16 +55,15 @@ PHASES = {
 
 
 def look(model, optimizer, level):
-    """What one sees of a model: a step's gradients, parts, copies, another thread's forward."""
     x, y = data(5)
     loss = F.mse_loss(model(x).float(), y)
     step(loss, optimizer)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), Net().parameters(), strict=True):
             parameter.copy_(value)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    found += [loss.detach(), model.first(x).detach(), *model.state_dict().values()]
-    found += copy.deepcopy(model).state_dict().values()
+    results = [parameter.grad.clone() for parameter in model.parameters()]
+    results += [loss.detach(), model.first(x).detach(), *model.state_dict().values()]
+    results += copy.deepcopy(model).state_dict().values()
     (there,) = in_threads(lambda: model(x).detach())
     assert isinstance(there, torch.Tensor), there
     kept = torch.bfloat16 if level == "O3" else torch.float32
@@ -72,18 +71,18 @@ def look(model, optimizer, level):
     assert all(
         type(value) is nn.Parameter for m in model.modules() for value in m._parameters.values()
     )
-    return [*found, there]
+    return [*results, there]
 
 
 def differ(model, optimizer, level, expected):
     """What looks different, by its place, or how looking fails."""
     try:
-        found = look(model, optimizer, level)
+        actual = look(model, optimizer, level)
     except Exception as error:
         return repr(error)[:150]
     return [
         index
-        for index, (a, b) in enumerate(zip(found, expected, strict=True))
+        for index, (a, b) in enumerate(zip(actual, expected, strict=True))
         if a.dtype is not b.dtype or not torch.equal(a, b)
     ]
 
@@ -148,29 +147,29 @@ def test_ctrl_c(phase, level, most):
 def test_a_handler_that_calls_the_model(level, grad):
     """Of a signal, or a `__del__`, at any call of ampatch's in a forward: both are right."""
     model, _ = start(level)
-    x, bad, found = data()[0], [], []
+    x, bad, actual = data()[0], [], []
 
     def both():
-        found.clear()
+        actual.clear()
         with torch.set_grad_enabled(grad):
-            found.append(model(x))
+            actual.append(model(x))
 
     def handler():
         with torch.set_grad_enabled(grad):
-            found.append(model(x))
+            actual.append(model(x))
 
     both()
-    (expected,) = found
+    (expected,) = actual
     for number in range(1, strikes.calls(both) + 1, 2):
         try:
             where = strikes.strike(both, number, action=handler)
-            right = len(found) == 2 and all(torch.equal(one, expected) for one in found)
-            wrong = "" if right else repr(found)[:150]
+            right = len(actual) == 2 and all(torch.equal(out, expected) for out in actual)
+            wrong = "" if right else repr(actual)[:150]
         except Exception as error:
             wrong, where = repr(error)[:150], ""
         both()
         (there,) = in_threads(functools.partial(model, x))
-        if wrong or not torch.equal(found[0], expected) or not torch.equal(there, expected):
+        if wrong or not torch.equal(actual[0], expected) or not torch.equal(there, expected):
             bad.append(f"{number} {where}: {wrong}")
             ampatch.deactivate()
             model, _ = start(level)

@@ -23,7 +23,6 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py")
 
 
 def kinds_named(tree: ast.AST) -> Iterator[str]:
-    """Each kind of device that is named in code, as text or as an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.removeprefix("torch.").partition(":")[0].partition(".")[0]
@@ -36,8 +35,8 @@ def kinds_named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_other_module_names_a_kind():
-    found = {name: set(kinds_named(tree_of(path))) for name, path in FILES.items()}
-    naming = {name: kinds for name, kinds in found.items() if kinds and name not in HOMES}
+    results = {name: set(kinds_named(tree_of(path))) for name, path in FILES.items()}
+    naming = {name: kinds for name, kinds in results.items() if kinds and name not in HOMES}
     assert naming.keys() == ALLOWED.keys(), naming
 
 

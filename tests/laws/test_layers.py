@@ -83,14 +83,12 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def room(module: str) -> str:
-    """The part of the house a module is in."""
     return module.partition(".")[0]
 
 
 def imported(path: Path, text: str | None = None, annotations: bool = False) -> set[str]:
-    """The modules of ours that a file imports, in functions too; `annotations`: for these too."""
     package = ["ampatch", *path.relative_to(ROOT).parts[:-1]]
-    found = set()
+    results = set()
     tree = tree_of(path) if text is None else ast.parse(text)
     for node in ast.walk(tree) if annotations else _at_run_time(tree):
         if isinstance(node, ast.Import):
@@ -101,8 +99,8 @@ def imported(path: Path, text: str | None = None, annotations: bool = False) -> 
             names = [f"{stem}.{alias.name}" for alias in node.names]
         else:
             continue
-        found |= {_module(name) for name in names if name.split(".")[0] == "ampatch"}
-    return found - {module_name(path)}
+        results |= {_module(name) for name in names if name.split(".")[0] == "ampatch"}
+    return results - {module_name(path)}
 
 
 def _at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
@@ -124,7 +122,6 @@ def _module(dotted: str) -> str:
 
 @pytest.fixture(scope="module")
 def graph():
-    """What each module imports."""
     return {name: imported(path) for name, path in MODULES.items()}
 
 
@@ -133,10 +130,10 @@ def test_imports_go_downwards_only(graph):
     assert rooms - ALLOWED.keys() == set(), "a new room needs its row in this table"
     allowed = {here: ALLOWED[here] | {here} for here in rooms}
     upwards = {
-        (module, one)
+        (module, imports)
         for module, met in graph.items()
-        for one in met
-        if {one, room(one)}.isdisjoint(allowed[room(module)])
+        for imports in met
+        if {imports, room(imports)}.isdisjoint(allowed[room(module)])
     }
     assert upwards == set()
 
@@ -163,7 +160,6 @@ def test_the_check_can_see_a_forbidden_import():
 
 
 def classes(path: Path) -> Iterator[ast.ClassDef]:
-    """The classes of a file, inner ones too."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             yield node
@@ -177,13 +173,13 @@ def test_no_class_is_cut_by_inheritance():
     def is_open(name: str) -> bool:
         return any(b == "Protocol" or b.endswith(("Error", "Exception")) for b in bases_of[name])
 
-    found = {
+    results = {
         node.name
         for node in nodes
         for base in map(ast.unparse, node.bases)
         if base in bases_of and not is_open(base)
     }
-    assert found == DERIVED.keys()
+    assert results == DERIVED.keys()
 
 
 ENGINE = {"api", "casting", "interop", "models", "scaling", "session"}
@@ -214,8 +210,8 @@ def _of_the_engine(path: Path) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ampatch.")
     }
-    found = imported(ROOT / "__init__.py", path.read_text()) | named
-    return {module for module in found - OPEN if "." in module and room(module) in ENGINE}
+    results = imported(ROOT / "__init__.py", path.read_text()) | named
+    return {module for module in results - OPEN if "." in module and room(module) in ENGINE}
 
 
 def test_tests_import_of_the_engine_what_is_of_their_own_room():

@@ -22,13 +22,13 @@ FILES = [
 
 def ours(tree: ast.Module) -> set[str]:
     """The names of a file that are imported from ampatch: modules, and what they hold."""
-    found = {"ampatch"}
+    known = {"ampatch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname for alias in node.names if alias.asname and _is_ours(alias.name)}
+            known |= {alias.asname for alias in node.names if alias.asname and _is_ours(alias.name)}
         elif isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
-            found |= {name.asname or name.name for name in node.names}
-    return found
+            known |= {name.asname or name.name for name in node.names}
+    return known
 
 
 def _is_ours(module: str) -> bool:
@@ -36,7 +36,6 @@ def _is_ours(module: str) -> bool:
 
 
 def made_by_ours(tree: ast.Module, known: set[str]) -> set[str]:
-    """Variables that are assigned what begins with one of the known names."""
     return {
         target.id
         for node in ast.walk(tree)
@@ -49,7 +48,7 @@ def made_by_ours(tree: ast.Module, known: set[str]) -> set[str]:
 def private_reads(tree: ast.Module) -> Iterator[str]:
     """Private names of ours that a file imports, reads or patches, as far as its text shows."""
     known = ours(tree)
-    made = made_by_ours(tree, known)
+    assigned = made_by_ours(tree, known)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -62,7 +61,7 @@ def private_reads(tree: ast.Module) -> Iterator[str]:
             ]
         elif isinstance(node, ast.Attribute):
             names = [node.attr] if _root(node) in known else []
-            if _root(node) in made and node.attr in own_names() - attributes_of_torch():
+            if _root(node) in assigned and node.attr in own_names() - attributes_of_torch():
                 names = [node.attr]
         elif isinstance(node, ast.Call):
             names = list(_patched(node, known))
@@ -80,20 +79,20 @@ def _root(node: ast.AST) -> str:
 
 def _patched(call: ast.Call, known: set[str]) -> Iterator[str]:
     """The names in `setattr(ours, "_name")`, and in `setattr("ampatch.module._name", ...)`."""
-    words = [one.value for one in call.args if isinstance(one, ast.Constant)]
-    texts = [one for one in words if isinstance(one, str)]
+    words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+    texts = [word for word in words if isinstance(word, str)]
     if call.args and _root(call.args[0]) in known:
         yield from texts
     yield from (part for text in texts if text.startswith("ampatch.") for part in text.split("."))
 
 
 def test_private_names_of_ours_are_not_read():
-    found = {
+    results = {
         str(path.relative_to(TESTS)): names
         for path in FILES
         if (names := set(private_reads(ast.parse(path.read_text()))))
     }
-    assert found == {}
+    assert results == {}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ def torchs():
 
 @pytest.fixture(scope="module")
 def met(torchs):
-    """The private names of torch in each file."""
     own = own_names()
     return {
         path: set(private_names.private_names(tree_of(path), own, torchs))
@@ -28,9 +27,9 @@ def met(torchs):
 
 def test_private_names_of_torch_stand_in_one_place(met):
     elsewhere = {
-        str(path): found
+        str(path): results
         for path, names in met.items()
-        if (found := names - ALLOWED.keys()) and not is_home(path)
+        if (results := names - ALLOWED.keys()) and not is_home(path)
     }
     assert elsewhere == {}
 
@@ -80,7 +79,7 @@ def test_the_loss_of_a_private_name_breaks_no_training(names, unbroken):
     together = [name for name in names if name != "_VF"]
     if trained_without(*together) != unbroken:
         alone = {name: trained_without(name) for name in together}
-        assert {name: found for name, found in alone.items() if found != unbroken} == {}
+        assert {name: results for name, results in alone.items() if results != unbroken} == {}
 
 
 def test_recurrent_layers_have_another_way_without_their_kernels():

@@ -38,8 +38,8 @@ def test_the_oracle_trains(level):
     """Programs move weights, and do not run away."""
     for seed in range(5):
         oracle = ByHand(level, torch.bfloat16)
-        found = results(oracle, program(seed))
+        actual = results(oracle, program(seed))
         final, start = oracle.weights(), ByHand(level, torch.bfloat16)
-        assert all(value.isfinite().all() for value in found)
+        assert all(value.isfinite().all() for value in actual)
         results(start, [("sgd", 0)])
         assert any(differ(a, b).any() for a, b in zip(final, start.weights()))

@@ -54,9 +54,9 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 def test_the_source_archive_has_what_a_packager_needs(archives):
     _, source = archives
     with tarfile.open(source) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    assert [name for name in git_files() if name not in found] == []
-    assert [name for name in found if NOT_RELEASED.fullmatch(name)] == []
+        results = {name.partition("/")[2] for name in archive.getnames()}
+    assert [name for name in git_files() if name not in results] == []
+    assert [name for name in results if NOT_RELEASED.fullmatch(name)] == []
 
 
 def test_the_wheel_has_the_whole_package_alone_and_its_license(archives):

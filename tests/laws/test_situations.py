@@ -47,8 +47,8 @@ def check(row: Situation, level: str, half: str, caplog: pytest.LogCaptureFixtur
     expected = everything(row, oracle)
     if row.says:
         caplog.set_level(logging.INFO, logger="ampatch")
-    found = everything(row, ours)
-    for index, (want, have) in enumerate(zip(expected, found, strict=True)):
+    actual = everything(row, ours)
+    for index, (want, have) in enumerate(zip(expected, actual, strict=True)):
         case = "".join(f"{name}: " for name in oracle.met[index : index + 1])
         what = f"{case}number {index} of {len(oracle.seen)} recorded and {len(expected)} in all"
         assert (want.shape, want.device) == (have.shape, have.device), what
@@ -74,14 +74,14 @@ def everything(row: Situation, driver: Ampatch | ByHand) -> list[torch.Tensor]:
     driver.start = remembering
     torch.manual_seed(0)
     row.run(driver)
-    found = driver.weights()
+    results = driver.weights()
     assert begun or not driver.by_hand, "the situation starts no training"
     if begun and row.changes_weights:
         before = begun[-1]
-        moved = [a.shape != b.shape or differ(a, b).any() for a, b in zip(before, found)]
+        moved = [a.shape != b.shape or differ(a, b).any() for a, b in zip(before, results)]
         whose = "the situation tests nothing" if driver.by_hand else "ampatch has not trained"
         assert any(moved), f"no weight has moved: {whose}"
-    return driver.seen + found
+    return driver.seen + results
 
 
 # The oracle itself
@@ -139,11 +139,11 @@ def test_the_oracle_of_half_models_is_the_textbooks(level, half):
     for x, y in batches(4):
         model.zero_grad()
         (mse(model(x.to(half)), y) * 128.0).backward()
-        for param, one in zip(model.parameters(), stepped, strict=True):
-            one.grad = param.grad.float() / 128.0 if level == "O2" else param.grad / 128.0
+        for param, master in zip(model.parameters(), stepped, strict=True):
+            master.grad = param.grad.float() / 128.0 if level == "O2" else param.grad / 128.0
         optimizer.step()
         with torch.no_grad():
-            for param, one in zip(model.parameters(), stepped, strict=True):
-                param.copy_(one)
+            for param, master in zip(model.parameters(), stepped, strict=True):
+                param.copy_(master)
         oracle.step(mse(by_hand(x), y), by_hand_optimizer)
     assert all(map(torch.equal, by_hand.parameters(), stepped))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from frames import entered
 from repository import DOCS
-from small_training import data, start, train
+from small_training import data, pass_back, start, train
 from torch import nn
 
 import ampatch
@@ -24,25 +22,7 @@ FILES = re.compile(r"`([\w/]+\.py)`")
 
 
 def section(title: str) -> str:
-    """The text under a heading of the page."""
     return DESIGN.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
-
-
-def entered(call: Callable[[], object]) -> set[str]:
-    """The files of ampatch that `call` enters, relative to the package."""
-    found: set[str] = set()
-
-    def note(frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            found.add(path.relative_to(PACKAGE).as_posix())
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def begun(level: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -56,8 +36,7 @@ def begun(level: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
 
 def block_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     """From the public `scale_loss` to the optimizer's own step."""
-    with ampatch.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(loss, optimizer)
     optimizer.step()
 
 
@@ -82,10 +61,11 @@ def test_a_walk_names_every_file_that_is_entered(title):
     assert list(map(int, numbers)) == list(range(1, len(files) + 1))
     assert len(set(files)) == len(files) <= longest
 
-    found = entered(functools.partial(walk, *begun(level)))
+    paths = {Path(code.co_filename) for code in entered(walk, *begun(level))}
+    results = {path.relative_to(PACKAGE).as_posix() for path in paths if PACKAGE in path.parents}
     ampatch.deactivate()
 
     named = set(FILES.findall(text))
-    assert found <= named
+    assert results <= named
     if native.part is None:  # it does in C++ what some of the files say in Python
-        assert found == named and set(files) <= named
+        assert results == named and set(files) <= named

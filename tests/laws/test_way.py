@@ -35,5 +35,5 @@ def ways():
 
 @pytest.mark.parametrize("name", MOST)
 def test_the_way_is_no_longer_than_this(ways, name):
-    found = tuple(ways[name])
-    assert all(one <= most for one, most in zip(found, MOST[name], strict=True)), found
+    results = tuple(ways[name])
+    assert all(first <= most for first, most in zip(results, MOST[name], strict=True)), results

@@ -169,7 +169,7 @@ def test_one_thread_after_the_other_may_call_the_model():
 
 
 def test_threads_may_call_a_model_whose_layers_another_call_has_in():
-    """It lends none then, and is free again all the same."""
+    """It swaps in no copies then, and is free again all the same."""
     body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     other = nn.Sequential(*body)
     model = Made(lambda self, x: other(x), body=body)
@@ -179,7 +179,7 @@ def test_threads_may_call_a_model_whose_layers_another_call_has_in():
     assert all(torch.equal(output, expected) for output in outputs)
 
 
-def test_ctrl_c_at_any_line_that_lends_or_takes_back():
+def test_ctrl_c_at_any_line_that_swaps_in_or_out():
     model = start()
     expected, files = model(X), ("models/half_copy_swaps.py", "models/half_copy_slots.py")
     count, _ = strikes.lines(lambda: model(X), files)

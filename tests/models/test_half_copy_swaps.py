@@ -248,7 +248,7 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, around):
 @pytest.mark.parametrize(
     "make", [lambda net: copy.deepcopy(net.first), lambda net: nn.Linear(4, 8)]
 )
-def test_a_part_that_the_forward_makes_is_lent_from_the_next_forward_on(make):
+def test_a_submodule_that_the_forward_makes_has_copies_from_the_next_forward_on(make):
     """A momentum encoder, or a layer whose sizes the first input says.  Until then: an error."""
 
     class Making(Net):

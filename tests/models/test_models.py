@@ -35,19 +35,19 @@ def dtypes_inside(model):
 
 
 @pytest.mark.parametrize("keep", [None, True, "True", False, "False"])
-@pytest.mark.parametrize("level, lends", [("O2", True), ("O2", False), ("O3", False)])
-def test_which_tensors_are_half(level, lends, keep, half):
-    """Where weights are lent norms are FP32 in any case: their kernels want one dtype."""
-    settings = {} if lends or level == "O3" else {"master_weights": False}
+@pytest.mark.parametrize("level, copies", [("O2", True), ("O2", False), ("O3", False)])
+def test_which_tensors_are_half(level, copies, keep, half):
+    """Beside half copies norms are FP32 in any case: their kernels want one dtype."""
+    settings = {} if copies or level == "O3" else {"master_weights": False}
     model, _ = start(level, half, keep_batchnorm_fp32=keep, **settings)
-    stays = lends or keep in (True, "True") or (level == "O2" and keep is None)
+    stays = copies or keep in (True, "True") or (level == "O2" and keep is None)
     outside, inside = dtypes(model), dtypes_inside(model)
     for found in (outside, inside):
         assert found.pop("1.num_batches_tracked") is torch.int64
     for name, dtype in inside.items():
         is_float = name in FLOAT or (stays and name in NORMS)
         assert dtype is (torch.float32 if is_float else half), name
-    assert set(outside.values()) == {torch.float32} if lends else outside == inside
+    assert set(outside.values()) == {torch.float32} if copies else outside == inside
 
 
 def test_that_batchnorm_stays_float_is_said(caplog):

@@ -230,10 +230,10 @@ def test_they_do_nothing_at_o0(caplog):
     assert "overrides=... has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{}, {"master_weights": False}], ids=["lent", "converted"])
+@pytest.mark.parametrize("settings", [{}, {"master_weights": False}], ids=["copies", "converted"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_a_norm_in_half_at_o2(settings, norm):
-    """Beside lent copies it takes half inputs and keeps FP32 weights, as its statistics are."""
+    """Beside half copies it takes half inputs and keeps FP32 weights, as its statistics are."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, affine=True, track_running_stats=True))
     plain, seen = copy.deepcopy(model), []

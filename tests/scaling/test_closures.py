@@ -24,6 +24,7 @@ from small_training import (
     float_grads,
     grads,
     managed,
+    pass_back,
     same,
     seeded,
     start,
@@ -46,8 +47,6 @@ class ZeroFirst(torch.optim.SGD):
 
 
 class OfOptions(torch.optim.SGD):
-    """Takes its closure in a dict of options, and another one beside it."""
-
     def step(self, options, check=None):
         options["closure"]()
         check()
@@ -58,8 +57,6 @@ STATIC = {"loss_scale": 128.0}
 
 
 def closure_of(model, optimizer, factor=1.0, batch=None, **options):
-    """What the docs pass to `step`."""
-
     def closure():
         optimizer.zero_grad()
         return backward(model, optimizer, batch or data(), factor, **options)
@@ -97,8 +94,7 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
     x = torch.ones(2, 4)
 
     def closure():
-        with ampatch.scale_loss(model(x).square().mean(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(x).square().mean(), optimizer)
 
     optimizer.step(closure)
     with ampatch.disable_casts():
@@ -108,7 +104,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
 
 
 def test_torch_optimizers_evaluate_once():
-    """All but LBFGS, with the weights from before: so the closure and then `step()` do the same."""
     kinds = set(classes().values()) - {torch.optim.LBFGS}
     assert len(kinds) >= 12
     for kind in kinds:
@@ -165,7 +160,7 @@ def test_others_are_refused_under_a_dynamic_scale(kind):
     """Before the closure runs; gradients, weights and state stay, and so does the training."""
     model, optimizer = start("O2", kind)
     closure_of(model, optimizer)()
-    before, found = everything(model, optimizer), grads(optimizer)
+    before, results = everything(model, optimizer), grads(optimizer)
     with pytest.raises(ampatch.AmpatchError) as refusal:
         optimizer.step(lambda: 1 / 0)
     message = str(refusal.value)
@@ -173,7 +168,7 @@ def test_others_are_refused_under_a_dynamic_scale(kind):
     for part in ("Nothing was changed.", "dtype=torch.bfloat16", "loss_scale=128.0"):
         assert part in message
     assert same(everything(model, optimizer), before)
-    assert all(one is two for one, two in zip(found, grads(optimizer), strict=True))
+    assert all(first is two for first, two in zip(results, grads(optimizer), strict=True))
     assert ampatch.step_counts(optimizer) == (0, 0, 0) and ampatch.loss_scale() == 1024.0
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0, **STATIC)
     optimizer.step(closure_of(model, optimizer))

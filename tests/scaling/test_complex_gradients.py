@@ -14,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("scale_lives_on")
 
 
 class Spectral(nn.Module):
-    """A layer of real weights, and a product with complex ones in the frequency domain."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -55,8 +53,8 @@ def test_they_train_as_without_a_loss_scale(foreach, loss_scale, passes):
     settings = {"loss_scale": loss_scale, "init_scale": 1024.0}
     weights, skipped = trained("O1", [1.0] * 4, passes, foreach, **settings)
     assert skipped == [False] * 4
-    for one, other in zip(weights, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for ours, other in zip(weights, plain, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

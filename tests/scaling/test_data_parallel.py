@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-import torch.nn.functional as F
 from ddp_training import backward, build, everything
 from torch.nn.parallel import DataParallel
 
@@ -29,25 +27,5 @@ def test_data_parallel_on_the_cpu_is_its_module(opt_level):
         kept = torch.bfloat16 if opt_level == "O3" else torch.float32
         assert {value.dtype for value in wrapped.state_dict().values()} == {kept}
         amp.deactivate()
-    for found in results[1:]:
-        assert all(map(torch.equal, results[0], found))
-
-
-@pytest.mark.gpu
-def test_data_parallel_on_cuda(opt_level):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    model, optimizer = build(seed=0)
-    model.cuda()
-    amp.initialize(model, optimizer, opt_level=opt_level, init_scale=256.0, verbosity=0)
-    parallel = DataParallel(model)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        output = parallel(torch.ones(8, 6, device="cuda")).float()
-        loss = F.cross_entropy(output, torch.zeros(8, dtype=torch.long, device="cuda"))
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
+    for actual in results[1:]:
+        assert all(map(torch.equal, results[0], actual))

@@ -24,57 +24,32 @@ DYNAMIC = {"loss_scale": "dynamic", "init_scale": 64.0, "verbosity": 0}
 
 
 class Watch:
-    """What steps did: which were skipped and which moved weights, and where the scale went."""
-
     def __init__(self, model, *optimizers) -> None:
         self.model, self.optimizers = model, optimizers
-        self.found: dict = {"skipped": [], "moved": [], "scales": []}
+        self.seen: dict = {"skipped": [], "moved": [], "scales": []}
 
     def step(self) -> None:
         before = everything(self.model, self.optimizers[0])
         for optimizer in self.optimizers:
             optimizer.step()
-        after = self.found["weights"] = everything(self.model, self.optimizers[0])
+        after = self.seen["weights"] = everything(self.model, self.optimizers[0])
         scale = amp.state_dict()["loss_scaler0"]
-        self.found["skipped"].append(
+        self.seen["skipped"].append(
             [amp.step_was_skipped(optimizer) for optimizer in self.optimizers]
         )
-        self.found["moved"].append(not all(map(torch.equal, before, after)))
-        self.found["scales"].append((scale["loss_scale"], scale["unskipped"]))
+        self.seen["moved"].append(not all(map(torch.equal, before, after)))
+        self.seen["scales"].append((scale["loss_scale"], scale["unskipped"]))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
-def assert_equal_and_finite(one: dict, two: dict) -> None:
-    assert all(map(torch.equal, one["weights"], two["weights"]))
-    assert all(bool(value.isfinite().all()) for value in one["weights"])
-    assert one["scales"] == two["scales"] and one["skipped"] == two["skipped"]
+def assert_equal_and_finite(first: dict, second: dict) -> None:
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+    assert all(bool(value.isfinite().all()) for value in first["weights"])
+    assert first["scales"] == second["scales"] and first["skipped"] == second["skipped"]
 
 
 # DistributedDataParallel
-
-
-def accumulate_under_ddp(rank: int, level: str) -> list[torch.Tensor]:
-    """Two micro-batches, the first within `no_sync`; a second optimizer shares a layer."""
-    model, optimizer = build(seed=0)
-    given = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
-    amp.initialize(model, given, opt_level=level, verbosity=0, loss_scale=128.0)
-    parallel = DistributedDataParallel(model)
-    with parallel.no_sync():
-        backward(parallel, given, rank, weight=0.5)
-    backward(parallel, given, 10 + rank, weight=0.5)
-    return [param.grad.float() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
-    one, two = ranks(accumulate_under_ddp, level)
-    model, _ = build(seed=0)
-    for inputs, targets in map(batch, (0, 1, 10, 11)):
-        (F.cross_entropy(model(inputs), targets) / 4).backward()
-    for grad, param in zip(one, model.parameters(), strict=True):
-        torch.testing.assert_close(grad, param.grad, atol=3e-3, rtol=0.05)
-    assert all(map(torch.equal, one, two))
 
 
 def kept_loss(rank: int) -> None:
@@ -98,7 +73,7 @@ LEVELS += [("O3", then) for then in ("O0", "O1", "O2", "O3")]
 
 def other_levels(rank: int) -> list[dict]:
     """A model in DDP gets another level; "": its first one."""
-    found = []
+    results = []
     for first, then in LEVELS:
         model, optimizer = build(seed=0)
         settings = {"dtype": torch.bfloat16, "verbosity": 0}
@@ -115,17 +90,18 @@ def other_levels(rank: int) -> list[dict]:
                 optimizer.zero_grad()
                 backward(parallel, optimizer, 10 * rank + number)
                 optimizer.step()
-        found.append({"error": error, "weights": [p.detach().clone() for p in model.parameters()]})
+        weights = [p.detach().clone() for p in model.parameters()]
+        results.append({"error": error, "weights": weights})
         amp.deactivate()
-    return found
+    return results
 
 
 def test_another_level_inside_ddp_changes_no_dtype(ranks):
     """DDP would not average gradients of parameters that have another dtype than at first."""
-    for levels, one, two in zip(LEVELS, *ranks(other_levels), strict=True):
-        assert all(map(torch.equal, one["weights"], two["weights"])), levels
-        is_refused = "already wrapped in DistributedDataParallel" in one["error"]
-        assert is_refused == bool(one["error"]) == ("O3" in levels), levels
+    for levels, first, second in zip(LEVELS, *ranks(other_levels), strict=True):
+        assert all(map(torch.equal, first["weights"], second["weights"])), levels
+        is_refused = "already wrapped in DistributedDataParallel" in first["error"]
+        assert is_refused == bool(first["error"]) == ("O3" in levels), levels
 
 
 def failing_block(rank: int, level: str, accumulated: bool) -> dict:
@@ -151,16 +127,16 @@ def failing_block(rank: int, level: str, accumulated: bool) -> dict:
     for number in range(30, 34):
         backward(parallel, optimizer, number + 100 * rank)
         watch.step()
-    return watch.found | {"caught": caught, "norm": norm}
+    return watch.seen | {"caught": caught, "norm": norm}
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O3"])  # gradients in FP32, and in half
 def test_an_exception_on_one_rank_leaves_the_ranks_equal(ranks, level, accumulated):
-    one, two = ranks(failing_block, level, accumulated)
-    assert (one["caught"], two["caught"]) == (False, True)
-    assert_equal_and_finite(one, two)
-    assert two["norm"] < 10 * max(one["norm"], 0.1)  # nothing scaled is left behind
+    first, second = ranks(failing_block, level, accumulated)
+    assert (first["caught"], second["caught"]) == (False, True)
+    assert_equal_and_finite(first, second)
+    assert second["norm"] < 10 * max(first["norm"], 0.1)  # nothing scaled is left behind
 
 
 # Averages by hand: an overflow reaches the other rank after the block
@@ -181,12 +157,12 @@ def averaging(rank: int, case: dict) -> dict:
     watch = Watch(model, *pair)
     for number in range(4):
         overflows = (rank, number) == (1, 1)
-        for given in [[optimizer] for optimizer in pair] if case["blocks"] == 2 else [pair]:
+        for group in [[optimizer] for optimizer in pair] if case["blocks"] == 2 else [pair]:
             inputs, targets = batch(10 * rank + number)
-            params = [p for one in given for p in one.param_groups[0]["params"]]
-            with amp.scale_loss(F.cross_entropy(model(inputs), targets), given) as scaled_loss:
+            params = [p for optimizer in group for p in optimizer.param_groups[0]["params"]]
+            with amp.scale_loss(F.cross_entropy(model(inputs), targets), group) as scaled_loss:
                 scaled_loss.backward(inputs=params)
-                if overflows and case["inside"] and given[-1] is pair[-1]:
+                if overflows and case["inside"] and group[-1] is pair[-1]:
                     model[2].bias.grad[0] = float("inf")
         if overflows and not case["inside"]:
             model[2].bias.grad[0] = float("inf")
@@ -198,7 +174,7 @@ def averaging(rank: int, case: dict) -> dict:
         if case["clip"] == "norm":
             nn.utils.clip_grad_norm_(amp.master_params(pair[0]), 1.0)
         watch.step()
-    return watch.found
+    return watch.seen
 
 
 TWO = {"optimizers": 2}
@@ -216,12 +192,12 @@ TWO = {"optimizers": 2}
 )
 def test_an_overflow_that_reaches_other_ranks_after_the_block_skips_their_steps(ranks, case, skips):
     """Both ranks skip the same steps, and the scale moves once for each block on each."""
-    one, two = ranks(averaging, case)
-    assert_equal_and_finite(one, two)
+    first, second = ranks(averaging, case)
+    assert_equal_and_finite(first, second)
     none, blocks = [False] * len(skips), case.get("blocks", 1)
-    assert one["skipped"] == [none, skips, none, none]
-    assert one["moved"] == two["moved"] == [True, not all(skips), True, True]
-    assert one["scales"] == [(64.0, blocks), (32.0, 0), (32.0, blocks), (32.0, 2 * blocks)]
+    assert first["skipped"] == [none, skips, none, none]
+    assert first["moved"] == second["moved"] == [True, not all(skips), True, True]
+    assert first["scales"] == [(64.0, blocks), (32.0, 0), (32.0, blocks), (32.0, 2 * blocks)]
 
 
 # `process_group`: gradients of their own, one flag
@@ -240,13 +216,13 @@ def sharing_the_flag(rank: int) -> dict:
         with amp.scale_loss(loss, optimizer, delay_unscale=number > 1) as scaled_loss:
             scaled_loss.backward()
         watch.step()
-    return watch.found
+    return watch.seen
 
 
 def test_a_shared_flag_skips_the_step_on_both_ranks(ranks):
-    one, two = ranks(sharing_the_flag)
-    for rank in (one, two):
+    first, second = ranks(sharing_the_flag)
+    for rank in (first, second):
         assert rank["skipped"] == [[False], [True], [True], [False]]
         assert rank["moved"] == [True, False, False, True]
         assert rank["scales"][-1] == (16.0, 1)
-    assert not all(map(torch.equal, one["weights"], two["weights"]))
+    assert not all(map(torch.equal, first["weights"], second["weights"]))

@@ -74,7 +74,7 @@ def trained(name, flags, level=None, dtype=torch.float16, kind="cpu", **settings
         ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, **settings)
 
     def evaluate(number, factor):
-        x, y = (one.to(kind) for one in data(number))
+        x, y = (tensor.to(kind) for tensor in data(number))
         optimizer.zero_grad()
         if level is not None:
             return backward(model, optimizer, (x, y), factor).detach()
@@ -114,7 +114,7 @@ def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
 
 def test_differentiable():
     """At O1 a step can be differentiated through, as without ampatch."""
-    found = []
+    results = []
     for managed in (False, True):
         weight = torch.full((3,), 2.0).requires_grad_()
         rate = torch.tensor(0.5, requires_grad=True)
@@ -124,8 +124,8 @@ def test_differentiable():
             ampatch.initialize([], optimizer, verbosity=0, loss_scale=1.0)
         updated.grad = (updated * 3).detach()
         optimizer.step()
-        found.append(torch.autograd.grad(updated.square().sum(), (weight, rate)))
-    assert all(map(torch.equal, *found))
+        results.append(torch.autograd.grad(updated.square().sum(), (weight, rate)))
+    assert all(map(torch.equal, *results))
 
 
 CAPTURABLE = [

@@ -10,12 +10,12 @@ scaled, counted twice or not finite, never to a block or a step that is refused 
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
-import os
-import sys
+import re
+from pathlib import Path
 
 import pytest
+import strikes
 import torch
 import torch.nn.functional as F
 from small_training import backward, close, data, float_grads, grads, seeded
@@ -23,56 +23,15 @@ from torch import nn
 
 import ampatch
 
-HOME = os.path.dirname(ampatch.__file__)
-LINES = os.path.join(HOME, "scaling")
-CALLS = [os.path.join(HOME, room) for room in ("scaling", "api", "session", "interop")]
-
-
-class Fault(BaseException):
-    """As KeyboardInterrupt: no `Exception`."""
-
-
-class Strike:
-    """Context manager: raises at the nth point that it reaches; counts them."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.where = number, ""
-
-    def __enter__(self) -> Strike:
-        self._found = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._found)
-
-    def _call(self, frame, event, argument):
-        name = frame.f_code.co_filename
-        if not name.startswith(tuple(CALLS)):
-            return None
-        self._point(frame)
-        return self._line if name.startswith(LINES) else None
-
-    def _line(self, frame, event, argument):
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not line.startswith("with "):  # a signal waits for its exit
-            self._point(frame)
-        return self._line
-
-    def _point(self, frame) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.where = f"{os.path.relpath(frame.f_code.co_filename, HOME)}:{frame.f_lineno}"
-            sys.settrace(None)
-            raise Fault(self.where)
+FILES = tuple(map(str, Path(strikes.ROOT, "scaling").glob("*.py")))
+ROOMS = ("api", "session", "interop")  # where calls are struck alone
+BLOCKS = re.compile(r"^\s*with ")  # a signal waits for its exit
 
 
 class Training:
-    """Micro-batches and steps; the second micro-batch, or what comes after it, is struck."""
-
     def __init__(self, options=None, **settings) -> None:
         self.options = options or {}
-        self.strike, self.phase, self.tries_again = Strike(0), "", False
+        self.number, self.where, self.phase, self.tries_again = 0, "", "", False
         self.model = seeded()
         self.begin = [param.detach().clone() for param in self.model.parameters()]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -81,19 +40,13 @@ class Training:
         ampatch.initialize(self.model, self.optimizer, **settings)
 
     def during(self, phase, act):
-        """Do it, struck in its phase; returns whether it was."""
         if phase != self.phase:
             act()
             return False
-        try:
-            with self.strike:
-                act()
-        except Fault:
-            return True
-        return False
+        _, self.where = strikes.lines(act, FILES, self.number, ROOMS, BLOCKS)
+        return bool(self.where)
 
     def micro(self, number, factor=1.0, is_struck=False):
-        """As `with scale_loss(...) as scaled: scaled.backward()`."""
         inputs, targets = self.batches[number]
         loss = F.mse_loss(self.model(inputs).float(), targets) * factor
         scaled = block = None
@@ -171,16 +124,16 @@ def test_a_fault_at_any_point_is_the_run_with_or_without_what_it_struck(phase, w
     made_again = [((0, 1, 2), 2)] if "again" in phase else []
     subsets = [*SUBSETS, *made_again]
     if factor != 1.0:
-        subsets = [one for one in subsets if 1 not in one[0]]
-    expected = [training.run(*one) for one in subsets]
+        subsets = [(micros, steps) for micros, steps in subsets if 1 not in micros]
+    expected = [training.run(*subset) for subset in subsets]
     struck = phase.partition(",")[0]
     training.tries_again = "again" in phase
     for number in itertools.count(1):
-        training.strike, training.phase = Strike(number), struck
+        training.number, training.where, training.phase = number, "", struck
         values = training.run(factor=factor)
-        where = training.strike.where
-        assert any(torch.allclose(values, one, atol=1e-6) for one in expected), where
-        if not where:
+        is_right = [torch.allclose(values, weights, atol=1e-6) for weights in expected]
+        assert any(is_right), training.where
+        if not training.where:
             break
     assert number > 10
 
@@ -188,13 +141,13 @@ def test_a_fault_at_any_point_is_the_run_with_or_without_what_it_struck(phase, w
 def test_a_zeroing_that_raised_leaves_gradients_that_are_known_to_wait_scaled():
     class Raises(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):
-            raise Fault
+            raise KeyboardInterrupt
 
     model = seeded()
     optimizer = Raises(model.parameters(), lr=0.1)
     ampatch.initialize(model, optimizer, opt_level="O2", init_scale=SCALE, verbosity=0)
     backward(model, optimizer, data(), delay_unscale=True)
-    with pytest.raises(Fault):
+    with pytest.raises(KeyboardInterrupt):
         optimizer.zero_grad()
     nn.utils.clip_grad_norm_(model.parameters(), 1e6)
     assert close(grads(optimizer), float_grads(data()))

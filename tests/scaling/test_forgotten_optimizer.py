@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_training import backward, data, start, train
+from small_training import backward, data, pass_back, start, train
 from torch import nn
 
 import ampatch as amp
@@ -25,8 +25,7 @@ def pair():
 def block(models, optimizer):
     """The loss goes through both models; only `optimizer` is given."""
     loss = models[1](models[0](torch.ones(2, 4))).float().mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    pass_back(loss, optimizer)
 
 
 @pytest.mark.parametrize("uses", ["steps", "adds"])
@@ -82,7 +81,6 @@ def plain(model, optimizer):
 
 
 def again(model, optimizer):
-    """A second step on the gradients of a block."""
     train(model, optimizer)
     optimizer.step()
 
@@ -149,8 +147,7 @@ def test_one_of_two_is_left_out_beside_another_sessions(caplog):
     amp.initialize(first, mine, init_scale=8.0)
     amp.initialize(other, theirs, init_scale=8.0)
     loss = sum(model(torch.ones(1, 3)).sum() for model in (*first, other))
-    with amp.scale_loss(loss, [theirs, mine[0]]) as scaled:
-        scaled.backward()
+    pass_back(loss, [theirs, mine[0]])
     caplog.clear()
     mine[1].step()
     assert "still scaled" in caplog.text

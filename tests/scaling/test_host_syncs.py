@@ -78,16 +78,16 @@ def reads_in(monkeypatch, kind, options, factors, enabled=True, **settings):
     model = two_layers()
     optimizer = kind(model.parameters(), lr=0.01, **options)
     ampatch.initialize(model, optimizer, verbosity=0, enabled=enabled, **settings)
-    found = []
+    results = []
     for factor in factors:
         before = [p.detach().clone() for p in model.parameters()]
         with monkeypatch.context() as patch, Reads(patch) as reads:
             training_step(model, optimizer, torch.ones(3, 4), factor)
             seen = reads.seen
         moved = not all(map(torch.equal, before, model.parameters()))
-        found.append((seen, ampatch.step_was_skipped(optimizer), moved))
+        results.append((seen, ampatch.step_was_skipped(optimizer), moved))
     assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()  # were there for the kernel
-    return found
+    return results
 
 
 def waits(monkeypatch, kind, options, factors, **settings):
@@ -142,18 +142,6 @@ def test_fused_optimizers_never_wait_and_others_once(
 def test_without_dynamic_scaling_the_host_does_not_wait(kind, options, settings, monkeypatch):
     counts, _ = waits(monkeypatch, kind, options, HEALTHY, **{"opt_level": "O2", **settings})
     assert counts == [0] * len(HEALTHY)
-
-
-@pytest.mark.usefixtures("scale_lives_on")
-def test_a_long_row_of_skips_is_noticed_without_a_wait(monkeypatch, caplog):
-    """The report itself reads; what leads to it does not."""
-    model = two_layers()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-    ampatch.initialize(model, optimizer, max_consecutive_skips=5)
-    for number in range(1, 6):
-        with monkeypatch.context() as patch, Reads(patch, methods=("item",)) as reads:
-            training_step(model, optimizer, torch.ones(1, 4), math.nan)
-        assert (reads.seen > 0) == ("5 steps of Adam in a row" in caplog.text) == (number == 5)
 
 
 @pytest.mark.usefixtures("scale_lives_on")
@@ -273,16 +261,3 @@ def test_cuda_itself_sees_no_wait(kind, level):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ampatch.step_counts(optimizer) == (LOOKED_AT + 3, 7, 0)
-
-
-@pytest.mark.gpu
-def test_a_long_row_of_skips_on_cuda_is_noticed_soon(caplog):
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    model = two_layers().cuda()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-    ampatch.initialize(model, optimizer, max_consecutive_skips=8)
-    for _ in range(12):
-        training_step(model, optimizer, torch.ones(1, 4, device="cuda"), math.nan)
-        torch.cuda.synchronize()  # so that the copy has arrived by the next step
-    assert caplog.text.count("steps of Adam in a row") == 1

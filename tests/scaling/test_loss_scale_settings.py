@@ -38,9 +38,9 @@ def everything():
 def test_settings_are_those_of_initialize():
     start()
     assert ampatch.loss_scale_settings() == DEFAULTS
-    given = {name: value * 4 for name, value in DEFAULTS.items() if name != "backoff_factor"}
-    start(**given, backoff_factor=0.25)
-    assert ampatch.loss_scale_settings() == {**given, "backoff_factor": 0.25}
+    settings = {name: value * 4 for name, value in DEFAULTS.items() if name != "backoff_factor"}
+    start(**settings, backoff_factor=0.25)
+    assert ampatch.loss_scale_settings() == {**settings, "backoff_factor": 0.25}
 
 
 def test_settings_count_from_now_on_and_for_one_loss():
@@ -102,12 +102,6 @@ def both(**changed):
     "call, wrong, error, words",
     [
         (SETTING, {"growth_interval": 0}, ValueError, "growth_interval=0: expected at least 1"),
-        (SETTING, {"growth_interval": 2.5}, TypeError, "expected a whole number, got float"),
-        (SETTING, {"growth_factor": 1.0}, ValueError, "=1.0: expected a number above 1"),
-        (SETTING, {"backoff_factor": 1.0}, ValueError, "=1.0: expected a number below 1"),
-        (SETTING, {"backoff_factor": 0.0}, ValueError, "backoff_factor=0.0: must be above 0"),
-        (SETTING, {"init_scale": "dynamic"}, ValueError, "'dynamic': expected a positive number"),
-        (SETTING, {"max_loss_scale": math.inf}, ValueError, "max_loss_scale=inf: must be above 0"),
         (SETTING, {"min_loss_scale": 2.0**25}, ValueError, "above max_loss_scale"),
         (SETTING, {"growth_intervall": 3}, TypeError, 'Did you mean "growth_interval"?'),
         (SETTING, {"min_loss_scale": 8, "max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import data, seeded
+from small_training import data, pass_back, seeded
 from small_training import train as one_step
 
 import ampatch
@@ -86,9 +86,8 @@ KINDS = {
 
 
 def entries(state, model):
-    """What there is for each weight."""
-    found = [state[param] for param in model.parameters()]
-    return [dict(entry) if isinstance(entry, dict) else {"value": entry} for entry in found]
+    results = [state[param] for param in model.parameters()]
+    return [dict(entry) if isinstance(entry, dict) else {"value": entry} for entry in results]
 
 
 def steps_in(state, model):
@@ -105,12 +104,12 @@ def test_state_goes_along(kind, level):
     state = getattr(optimizer, "inner", optimizer).state
     before, counted = entries(state, model), steps_in(state, model)
     ampatch.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
-    for param, found, old in zip(model.parameters(), entries(state, model), before, strict=True):
-        assert found.keys() == old.keys()
+    for param, entry, old in zip(model.parameters(), entries(state, model), before, strict=True):
+        assert entry.keys() == old.keys()
         for key, value in old.items():
             if isinstance(value, torch.Tensor):
                 dtype = value.dtype if key == "step" else param.dtype
-                assert found[key].dtype is dtype and torch.equal(found[key], value.to(dtype)), key
+                assert entry[key].dtype is dtype and torch.equal(entry[key], value.to(dtype)), key
     train(model, optimizer, range(3, 6))
     ampatch.deactivate()
     train(model, optimizer, range(6, 9), scaled=False)
@@ -129,8 +128,7 @@ def test_lists_in_the_state_go_along():
     def closure():
         optimizer.zero_grad()
         loss = F.mse_loss(model(data()[0]), data()[1])
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss, optimizer)
         return loss
 
     for level, kept in (("O0", torch.float32), ("O3", BF16), ("O1", torch.float32)):
@@ -164,6 +162,6 @@ def test_the_state_is_what_it_was_where_initialize_fails(adds, kind, monkeypatch
         else:
             ampatch.initialize(model, optimizer, opt_level="O3", verbosity=0)
     assert len(before) == 4
-    for state, found in before:
-        assert state.keys() == found.keys()
-        assert all(state[name] is found[name] for name in found)
+    for state, results in before:
+        assert state.keys() == results.keys()
+        assert all(state[name] is results[name] for name in results)

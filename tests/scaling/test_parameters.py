@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import backward, data, same, seeded, step, train, values
+from small_training import backward, data, pass_back, same, seeded, step, train, values
 from torch import nn
 
 import ampatch
@@ -17,7 +17,6 @@ import ampatch
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_sparse_gradients(delay):
-    """Of two passes each, the third step overflows."""
     model, plain = (nn.EmbeddingBag(10, 3, mode="sum", sparse=True) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     optimizer, reference = (torch.optim.SparseAdam(m.parameters(), lr=0.1) for m in (model, plain))
@@ -25,12 +24,11 @@ def test_sparse_gradients(delay):
     batches = [torch.tensor([[1, 2, 2]]), torch.tensor([[2, 5, 7]])]
     for factor in (1.0, 1.0, math.inf, 1.0):
         before = values(optimizer)
-        for one in (optimizer, reference):
-            one.zero_grad()
+        for trained in (optimizer, reference):
+            trained.zero_grad()
         for index, batch in enumerate(batches):
             loss = model(batch).square().sum() * factor
-            with ampatch.scale_loss(loss, optimizer, delay_unscale=delay and index == 0) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer, delay_unscale=delay and index == 0)
             plain(batch).square().sum().backward()
         optimizer.step()
         assert ampatch.step_was_skipped(optimizer) is (factor != 1.0)
@@ -170,36 +168,6 @@ def test_a_models_own_weight_that_is_made_half_is_named_by_its_path(half, caplog
     model[2].weight.data = model[2].weight.data.to(half)
     train(model, optimizer, data())
     assert "SGD: 2.weight, of shape (2, 8), was FP32" in caplog.text
-
-
-class OnTwo(nn.Module):
-    """One half lives elsewhere."""
-
-    def __init__(self, elsewhere):
-        super().__init__()
-        torch.manual_seed(0)
-        self.here = nn.Linear(4, 8)
-        self.there = nn.Linear(8, 2).to(elsewhere)
-
-    def forward(self, inputs):
-        there = self.there.weight.device
-        return self.there(torch.tanh(self.here(inputs)).to(there)).to(inputs.device)
-
-
-@pytest.mark.gpu
-def test_parameters_on_two_devices(opt_level, half):
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    model, plain = OnTwo("cuda"), OnTwo("cuda")
-    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
-    ampatch.initialize(model, optimizer, opt_level=opt_level, dtype=half, verbosity=0)
-    for seed in range(4):
-        train(model, optimizer, data(seed))
-        reference.zero_grad()
-        F.mse_loss(plain(data(seed)[0]), data(seed)[1]).backward()
-        reference.step()
-    for ours, theirs in zip(ampatch.master_params(optimizer), plain.parameters(), strict=True):
-        assert torch.allclose(ours.float(), theirs, atol=0.02)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

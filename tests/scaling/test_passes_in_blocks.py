@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-from small_training import close, grads, in_threads
+from small_training import close, grads, pass_back
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 
@@ -16,7 +15,6 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pair(**settings):
-    """Two models in a row, each with an optimizer; the second loss may have another scale."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -32,12 +30,11 @@ def joint_loss(models) -> torch.Tensor:
 def expected(models) -> list:
     plain = copy.deepcopy(models)
     joint_loss(plain).backward()
-    return [weight.grad for one in plain for weight in one.parameters()]
+    return [weight.grad for model in plain for weight in model.parameters()]
 
 
 def lower_second_scale(models, optimizers):
-    with ampatch.scale_loss(models[1](X).sum() * torch.inf, optimizers[1], loss_id=1) as scaled:
-        scaled.backward()
+    pass_back(models[1](X).sum() * torch.inf, optimizers[1], loss_id=1)
     optimizers[1].step()
     optimizers[1].zero_grad()
 
@@ -97,16 +94,15 @@ AUX = {
 def test_an_unscaled_pass_beside_the_scaled_one_is_refused(order, earlier):
     models, (optimizer, _) = pair()
     if earlier:
-        with ampatch.scale_loss(models[0](X).sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(models[0](X).sum(), optimizer)
     before = copy.deepcopy(grads(optimizer))
     loss, aux = models[0](X).pow(2).mean(), models[0](X).sum()
     aux.weight = models[0].weight
     with pytest.raises(ampatch.AmpatchError, match="Add another loss to this one first"):
         with ampatch.scale_loss(loss, optimizer) as scaled:
             AUX[order](scaled, aux)
-    found = grads(optimizer)
-    assert found == before == [None, None] if not earlier else close(found, before)
+    results = grads(optimizer)
+    assert results == before == [None, None] if not earlier else close(results, before)
 
 
 def test_passes_that_bring_the_block_nothing_are_silent():
@@ -123,42 +119,15 @@ def test_passes_that_bring_the_block_nothing_are_silent():
     assert close(grads(optimizer), wanted) and free.weight.grad is not None
 
 
-def test_a_pass_within_a_pass_belongs_to_it():
-    """Reentrant checkpoints call `backward` for what they compute again."""
-    models, (optimizer, _) = pair()
-    x = X.clone().requires_grad_()
-    loss = checkpoint(models[0], x, use_reentrant=True).pow(2).mean()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        (scaled * 1).backward()
-    assert close(
-        grads(optimizer), torch.autograd.grad(models[0](X).pow(2).mean(), models[0].parameters())
-    )
-
-
-def test_blocks_of_other_threads_are_not_asked():
-    models, optimizers = pair()
-
-    def train(number):
-        for _ in range(20):
-            loss = models[number](X).pow(2).mean()
-            with ampatch.scale_loss(loss, optimizers[number], loss_id=number) as scaled:
-                (scaled * 1).backward()
-            optimizers[number].zero_grad()
-
-    assert in_threads(lambda: train(0), lambda: train(1)) == [None, None]
-
-
 @pytest.mark.parametrize("change", [lambda loss: loss, lambda loss: loss / 2 + 1])
 def test_a_scaled_loss_is_not_scaled_again(change):
     models, optimizers = pair()
     loss = joint_loss(models)
     with pytest.raises(ampatch.AmpatchError, match="scaled twice") as raised:
         with ampatch.scale_loss(loss, optimizers[0]) as first:
-            with ampatch.scale_loss(change(first), optimizers[1]) as second:
-                second.backward()
+            pass_back(change(first), optimizers[1])
     assert "scale_loss(loss, [first, second])" in str(raised.value)
     assert grads(optimizers[0]) == grads(optimizers[1]) == [None, None]
     wanted = expected(models)
-    with ampatch.scale_loss(joint_loss(models), optimizers) as scaled:
-        scaled.backward()
+    pass_back(joint_loss(models), optimizers)
     assert close([*grads(optimizers[0]), *grads(optimizers[1])], wanted)

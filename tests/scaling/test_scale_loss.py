@@ -18,6 +18,7 @@ from small_training import (
     data,
     float_grads,
     grads,
+    pass_back,
     same,
     seeded,
     start,
@@ -138,20 +139,6 @@ def test_an_inf_that_horovod_averages_into_gradients_skips_the_step(monkeypatch)
         ampatch.deactivate()
 
 
-def test_each_loss_id_has_its_own_scale():
-    model, optimizer = start("O2", num_losses=3)
-    ampatch.set_loss_scale(256.0, loss_id=2)
-    backward(model, optimizer, data(1), loss_id=0)
-    backward(model, optimizer, data(2), loss_id=2)
-    assert close(grads(optimizer), float_grads(data(1), data(2)))
-    backward(model, optimizer, data(3), math.inf, loss_id=1)
-    scales = [ampatch.loss_scale(loss_id) for loss_id in range(3)]
-    assert scales == [1024.0, 512.0, 256.0]
-    assert [ampatch.state_dict()[f"loss_scaler{i}"]["unskipped"] for i in range(3)] == [1, 0, 1]
-    optimizer.step()
-    assert ampatch.step_was_skipped(optimizer)
-
-
 def test_nested_blocks_of_different_optimizers_unscale_by_their_own_scale():
     """The inner block's overflow moves the scale while the outer one is open."""
     models = [seeded(0), seeded(1)]
@@ -159,8 +146,7 @@ def test_nested_blocks_of_different_optimizers_unscale_by_their_own_scale():
     ampatch.initialize(models, pair, init_scale=1024.0, verbosity=0)
     losses = [F.mse_loss(model(data()[0]), data()[1]) for model in models]
     with ampatch.scale_loss(losses[0], pair[0]) as outer:
-        with ampatch.scale_loss(losses[1] * math.inf, pair[1]) as inner:
-            inner.backward()
+        pass_back(losses[1] * math.inf, pair[1])
         outer.backward()
     assert ampatch.loss_scale() == 512.0
     assert close(grads(pair[0]), float_grads(data()))
@@ -174,8 +160,7 @@ def test_gradients_that_a_block_is_unscaling_are_left_to_it_when_another_optimiz
     ampatch.initialize(models, pair, opt_level="O0", loss_scale=8.0, verbosity=0)
     x = torch.ones(1, 2)
     loss = models[0](x).sum() + models[1](x).sum()
-    with ampatch.scale_loss(loss, pair, delay_unscale=True) as scaled:
-        scaled.backward()
+    pass_back(loss, pair, delay_unscale=True)
     with ampatch.scale_loss(models[0](x).sum(), pair[0]) as scaled:
         pair[1].step()
         assert torch.equal(models[1].weight.grad, x)

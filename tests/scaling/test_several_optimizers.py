@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_training import pass_back
 from torch import nn
 
 import ampatch
@@ -45,8 +46,7 @@ def test_optimizers_whose_gradients_are_clipped_together_skip_together(level, fu
         body[1].bad = step == 1
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with ampatch.scale_loss(model(X).square().mean(), optimizers) as scaled:
-            scaled.backward()
+        pass_back(model(X).square().mean(), optimizers)
         if clips == "apart":
             for part in (body, head):
                 torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
@@ -70,13 +70,12 @@ def begun(level="O1", **options):
 
 @pytest.mark.parametrize("second", ["O0", "O1", "O2"])
 def test_a_loss_that_reaches_the_optimizer_of_another_session_is_said(second, caplog):
-    (first, one), (other, another) = begun(), begun(second)
-    with ampatch.scale_loss(other(first(X)).float().mean(), one) as scaled:
-        scaled.backward()
-    one.step()
+    (first, own), (other, another) = begun(), begun(second)
+    pass_back(other(first(X)).float().mean(), own)
+    own.step()
     assert not any("still scaled" in record.getMessage() for record in caplog.records)
     another.step()
-    [said] = [one.getMessage() for one in caplog.records if "still scaled" in one.getMessage()]
+    [said] = [message for message in caplog.messages if "still scaled" in message]
     assert "Pass every optimizer that the loss reaches" in said
 
 
@@ -84,43 +83,29 @@ def test_a_gan_of_two_sessions_is_not_warned(caplog):
     (generator, of_g), (critic, of_d) = begun(), begun()
     for _ in range(3):
         of_g.zero_grad()
-        with ampatch.scale_loss(critic(generator(X)).float().mean(), of_g) as scaled:
-            scaled.backward()
+        pass_back(critic(generator(X)).float().mean(), of_g)
         of_g.step()
         of_d.zero_grad()
         loss = critic(X).float().mean() - critic(generator(X).detach()).float().mean()
-        with ampatch.scale_loss(loss, of_d) as scaled:
-            scaled.backward()
+        pass_back(loss, of_d)
         of_d.step()
     assert not any("still scaled" in record.getMessage() for record in caplog.records)
 
 
-OF_TORCH = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-
-
-@OF_TORCH
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_with_a_graph_are_said_once(level, caplog):
-    model, optimizer = begun(level, init_scale=1024.0)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize(
+    "level, settings", [("O1", {}), ("O2", {}), ("O1", {"loss_scale": 1.0})], ids=str
+)
+def test_gradients_with_a_graph_are_said_once_under_a_scale(level, settings, caplog):
+    model, optimizer = begun(level, init_scale=1024.0, **settings)
     caplog.clear()
     for _ in range(2):
         optimizer.zero_grad()
         with ampatch.scale_loss(model(X).float().pow(3).mean(), optimizer) as scaled:
             scaled.backward(create_graph=True)
-    said = [
-        record.getMessage()
-        for record in caplog.records
-        if "second derivative" in record.getMessage()
-    ]
-    assert len(said) == 1 and "torch.autograd.grad(loss, parameters, create_graph=True)" in said[0]
-
-
-@OF_TORCH
-def test_gradients_with_a_graph_under_a_scale_of_one(caplog):
-    model, optimizer = begun("O1", loss_scale=1.0)
-    with ampatch.scale_loss(model(X).float().pow(3).mean(), optimizer) as scaled:
-        scaled.backward(create_graph=True)
-    assert "second derivative" not in caplog.text
+    said = [message for message in caplog.messages if "second derivative" in message]
+    assert len(said) == (not settings)
+    assert all("torch.autograd.grad(loss, parameters, create_graph=True)" in m for m in said)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -155,9 +140,7 @@ def test_a_block_that_was_never_left_is_dropped_for_all_holders_of_a_tensor(left
     pair = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     ampatch.initialize(model, pair, opt_level="O1", verbosity=0, init_scale=64.0)
     for _ in range(earlier):
-        with ampatch.scale_loss(model(X).sum(), pair) as scaled:
-            scaled.backward()
+        pass_back(model(X).sum(), pair)
     ampatch.scale_loss(model(X).sum(), pair[left_open]).__enter__().backward()
-    with ampatch.scale_loss(model(X).sum(), pair) as scaled:
-        scaled.backward()
+    pass_back(model(X).sum(), pair)
     assert torch.equal(model.bias.grad, torch.tensor([16.0 * (earlier + 1)]))

@@ -34,7 +34,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
     params=[(2,), slow((4,)), slow((2, 2))], ids=["two ranks", "four ranks", "HSDP on four"]
 )
 def on_mesh(request):
-    """The ranks and the shape of their mesh."""
     count = 2 if request.param == (2,) else 4
     return request.getfixturevalue("ranks" if count == 2 else "four_ranks"), request.param
 
@@ -88,16 +87,16 @@ def by_ampatch(
     options = {**options, "mesh": training.mesh(shape)}
     optimizer = training.managed(model, kind, order, options, **settings)
     losses = training.steps(model, optimizer, training.of_rank(rank), parts=parts, sync=sync)
-    found = {
+    results = {
         "losses": losses,
         "weights": training.whole(model),
-        "dtypes": {one.dtype for p in model.parameters() for one in (p, p.grad)},
+        "dtypes": {tensor.dtype for p in model.parameters() for tensor in (p, p.grad)},
         "skips": amp.step_counts(optimizer).skipped,
     }
     state = [value for value in model.state_dict().values() if value.is_floating_point()]
     amp.deactivate()
-    found["dtypes"] |= {value.dtype for value in (*state, *model.parameters())}
-    return found
+    results["dtypes"] |= {value.dtype for value in (*state, *model.parameters())}
+    return results
 
 
 def in_one_process(
@@ -153,16 +152,16 @@ def test_as_one_process(on_mesh, level, dtype, kind, norm, parts, sync):
     count = 2 if shape == (2,) else 4
     plain = {"opt_level": "O0"} if level == "O1" else settings
     reference = in_one_process(training.Net(norm), kind, count, parts, **plain)
-    found = [
+    results = [
         ranks(by_ampatch, order, kind, settings, {}, norm, parts, shape, sync)
         for order in (ORDERS if level == "O2" else ORDERS[:1])
     ]
     bound = {"O1": 0.01, "O2": 2e-3, "O3": 0.02}[level]
-    for rank in itertools.chain(*found):
+    for rank in itertools.chain(*results):
         assert rank["dtypes"] == {kept}
         for ours, theirs in zip(rank["weights"], reference, strict=True):
             torch.testing.assert_close(ours, theirs, atol=bound, rtol=0.02)
-    assert all(map(torch.equal, found[0][0]["weights"], found[-1][0]["weights"]))
+    assert all(map(torch.equal, results[0][0]["weights"], results[-1][0]["weights"]))
 
 
 def overflow(rank: int, shape: tuple, level: str, kind: str, group: bool) -> tuple:
@@ -191,11 +190,11 @@ def overflow(rank: int, shape: tuple, level: str, kind: str, group: bool) -> tup
 )
 def test_an_overflow_in_one_shard_is_decided_by_all_ranks(on_mesh, level, kind, group):
     ranks, shape = on_mesh
-    found = ranks(overflow, shape, level, kind, group)
-    for skipped, scales, weights in found:
+    results = ranks(overflow, shape, level, kind, group)
+    for skipped, scales, weights in results:
         assert skipped == [False, True, False, False, False]
         assert scales == [256.0, 128.0, 128.0, 128.0, 256.0]
-        assert all(map(torch.equal, weights, found[0][2]))
+        assert all(map(torch.equal, weights, results[0][2]))
 
 
 class Tied(nn.Module):
@@ -262,8 +261,8 @@ def from_meta(rank: int, order: str) -> dict:
 @pytest.mark.parametrize("order", [ORDERS[0], slow(ORDERS[1])])
 def test_models_that_are_made_on_the_meta_device(ranks, order):
     """To the bit as a model that was made in memory."""
-    made = ranks(by_ampatch, order, "AdamW", {"opt_level": "O2", "dtype": BF16}, {}, True)
-    for ours, theirs in zip(ranks(from_meta, order), made, strict=True):
+    in_memory = ranks(by_ampatch, order, "AdamW", {"opt_level": "O2", "dtype": BF16}, {}, True)
+    for ours, theirs in zip(ranks(from_meta, order), in_memory, strict=True):
         assert ours["losses"] == theirs["losses"]
         assert all(map(torch.equal, ours["weights"], theirs["weights"]))
 
@@ -281,7 +280,7 @@ def changes(rank: int) -> list:
 
     for part in (model.blocks[0].up, model.blocks[0].norm):
         part.register_forward_pre_hook(look)
-    found = []
+    results = []
     for level in ("O2", "O1", "O2", ""):
         amp.deactivate()
         if level:
@@ -290,8 +289,8 @@ def changes(rank: int) -> list:
         seen.clear()
         out = model(training.batch(1)[0])
         model.reshard()
-        found.append((*seen, out.dtype, dtypes_of(model)))
-    return found
+        results.append((*seen, out.dtype, dtypes_of(model)))
+    return results
 
 
 def test_the_policy_stays_the_users_at_every_level(ranks):
@@ -303,7 +302,6 @@ def test_the_policy_stays_the_users_at_every_level(ranks):
 
 
 def precisions(rank: int, order: str) -> tuple[list, float]:
-    """Overrides, parts in FP32, and inputs that half cannot hold."""
     model = training.Net()
     settings = {"opt_level": "O2", "verbosity": 0, "overrides": {"blocks.1": "float"}}
     in_half = fsdp.MixedPrecisionPolicy(param_dtype=FP16, cast_forward_inputs=False)
@@ -318,18 +316,18 @@ def precisions(rank: int, order: str) -> tuple[list, float]:
         amp.initialize(model, optimizer, **settings)
     else:
         amp.add_optimizers(optimizer)
-    seen, given = [], []
+    seen, largest = [], []
     for part in (model.blocks[0].up, model.blocks[1].up, model.last):
         part.register_forward_pre_hook(
             lambda part, args: seen.append((part.weight.dtype, args[0].dtype))
         )
-    model.first.register_forward_pre_hook(lambda part, args: given.append(args[0].max()))
+    model.first.register_forward_pre_hook(lambda part, args: largest.append(args[0].max()))
     inputs = training.batch(rank)[0]
     with amp.scale_loss(model(inputs).square().mean(), optimizer) as scaled:
         scaled.backward()
     inputs[0, 0] = 1e6
     model(inputs)
-    return seen[:3], given[1].item()
+    return seen[:3], largest[1].item()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -356,7 +354,7 @@ REFUSED = {  # how it was sharded, the settings, and words of the error
 
 def refusals(rank: int) -> dict[str, tuple[str, bool]]:
     """What is said of each, and whether the model stays as it was."""
-    found = {}
+    results = {}
     for name, (policy, settings, _) in REFUSED.items():
         model = training.Net(norm=name == "batch norm")
         model = model.half() if name == "O0, half" else model
@@ -374,8 +372,8 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
             )
         amp.deactivate()
         is_same = all(map(torch.equal, before[1], training.whole(model)))
-        found[name] = str(refused.value), is_same and before[0] == dtypes_of(model)
-    return found
+        results[name] = str(refused.value), is_same and before[0] == dtypes_of(model)
+    return results
 
 
 def test_what_contradicts_the_level_is_refused_with_the_policy_to_give(ranks):
@@ -419,29 +417,28 @@ def learns(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> boo
 
 def first_version(rank: int, use_orig_params: bool) -> dict[str, bool | str]:
     """FullyShardedDataParallel, the wrapper: whether it learns, or why it was refused."""
-    found = {}
+    results = {}
     for level in ("O1", "O2", "O3"):
         options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
         model = fsdp.FullyShardedDataParallel(training.Net(), **options)
         optimizer = training.MAKE["SGD"](model.parameters())
         try:
             amp.initialize(model, optimizer, opt_level=level, init_scale=256.0, verbosity=0)
-            found[level] = learns(model, optimizer, rank)
+            results[level] = learns(model, optimizer, rank)
         except amp.AmpatchError as error:
-            found[level] = str(error)
+            results[level] = str(error)
         amp.deactivate()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_the_first_fsdp(ranks, use_orig_params):
-    for found in ranks(first_version, use_orig_params):
-        assert found["O1"] is True
-        assert "sharded parameter" in found["O2"] and "sharded parameter" in found["O3"]
+    for results in ranks(first_version, use_orig_params):
+        assert results["O1"] is True
+        assert "sharded parameter" in results["O2"] and "sharded parameter" in results["O3"]
 
 
 def in_half(rank: int, level: str, sharded_first: bool) -> tuple[set[torch.dtype], bool]:
-    """Of shards that are half: their dtypes in the end, and whether they learn."""
     model = training.Net()
     settings = {"opt_level": level, "dtype": BF16, "verbosity": 0}
     if sharded_first:
@@ -496,15 +493,15 @@ def saved_or_loaded(
         amp.load_state_dict(state["amp"])
     else:
         dcp.save(state, checkpoint_id=folder)
-    found = {"weights": training.whole(model), "scale": amp.loss_scale()}
-    found["dtypes"] = {value.dtype for value in of_model.values()}
+    results = {"weights": training.whole(model), "scale": amp.loss_scale()}
+    results["dtypes"] = {value.dtype for value in of_model.values()}
     own = 4 // count
     training.steps(
         model, optimizer, lambda step, part: 100 * step + rank * own + part, count=2, parts=own
     )
-    found["later"] = training.whole(model)
+    results["later"] = training.whole(model)
     amp.deactivate()
-    return found
+    return results
 
 
 def check_resume(saved: list[dict], loaded: list[dict]) -> None:
@@ -530,7 +527,7 @@ def test_a_checkpoint_of_two_ranks_in_one_process_and_back(ranks, tmp_path):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["one mesh", "HSDP"])
 def test_checkpoints_between_two_and_four_ranks(ranks, four_ranks, tmp_path, shape):
     two, four = (ranks, 2, ORDERS[1], (2,)), (four_ranks, 4, ORDERS[0], shape)
-    for (first, *one), (second, *other) in itertools.permutations([two, four]):
-        folder = str(tmp_path / str(one[0]))
-        saved = first(saved_or_loaded, folder, *one, False)
+    for (first, *own), (second, *other) in itertools.permutations([two, four]):
+        folder = str(tmp_path / str(own[0]))
+        saved = first(saved_or_loaded, folder, *own, False)
         check_resume(saved, second(saved_or_loaded, folder, *other, True))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import Ranks, slow
 from torch import Tensor, nn
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 import ampatch as amp
 
 pytest.importorskip("torch.distributed.tensor.debug", reason="torch without torch.distributed")
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,7 +32,6 @@ from torch.distributed.tensor.parallel import (
 
 @pytest.fixture(params=["ranks", slow("four_ranks")])
 def some_ranks(request) -> Ranks:
-    """Two and four of them."""
     return request.getfixturevalue(request.param)
 
 
@@ -44,8 +41,6 @@ WORDS, STEPS = 16, 3
 
 
 class Net(nn.Module):
-    """A block of a transformer, without attention."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -77,27 +72,12 @@ class Run:
     losses_are_parallel: bool = False
     tied: bool = False
     partly: bool = False
-    by_two: bool = False  # a mesh of two dimensions: batches differ along one
     autocast: bool = False
     loss_scale: str | None = None
     counts: bool = False  # collectives are counted
 
 
-PLACES = {"wide.weight": 0, "wide.bias": 0, "narrow.weight": 1, "scores.weight": 1}
-
-
-def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a module's parameters along the second dimension of a mesh."""
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        place = PLACES.get(f"{name}.{key}")
-        layout = [Replicate(), Replicate() if place is None else Shard(place)]
-        value = distribute_tensor(parameter.data, mesh, layout)
-        module.register_parameter(key, nn.Parameter(value))
-
-
 def parallel(model: Net, mesh: DeviceMesh, run: Run) -> Net:
-    if run.by_two:
-        return distribute_module(model, mesh, distribute)
     plan = {
         "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -136,7 +116,6 @@ def optimizer_of(model: Net, run: Run) -> torch.optim.Optimizer:
 
 
 def start(run: Run, mesh: DeviceMesh | None) -> tuple[Net, torch.optim.Optimizer]:
-    """The model and its optimizer; parallel if there is a mesh."""
     model = Net()
     settings = {
         **{"opt_level": run.level, "dtype": run.dtype, "loss_scale": run.loss_scale},
@@ -171,18 +150,15 @@ def backward(model: Net, loss: Tensor, optimizer: Any, delay=False, bad=False) -
             local.view(-1)[-1] = float("inf")
 
 
-def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh | None:
+def mesh_of() -> DeviceMesh | None:
     """A mesh of all ranks; None in one process."""
-    if not dist.is_initialized():
-        return None
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
 
 def train(rank: int, run: Run) -> dict:
-    """Train on all ranks, and say what came of it."""
-    mesh = mesh_of((2, 2) if run.by_two else None)
+    mesh = mesh_of()
     model, optimizer = start(run, mesh)
-    found: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
+    results: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
     for step in range(STEPS):
         optimizer.zero_grad()
         with contextlib.ExitStack() as stack:
@@ -192,27 +168,26 @@ def train(rank: int, run: Run) -> dict:
                 stack.enter_context(loss_parallel())
             for part in range(run.micro):
                 x = data(10 * step + part)
-                if run.by_two and mesh is not None:
-                    x = distribute_tensor(x, mesh, [Shard(0), Replicate()])
                 loss = loss_of(model, x, run)
                 bad = step in run.poisoned and rank == (mesh.size() if mesh else 1) - 1
                 backward(model, loss, optimizer, run.delay and part < run.micro - 1, bad)
             if run.clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-                found["norms"].append(full(norm).item())
+                results["norms"].append(full(norm).item())
             optimizer.step()
-        found["losses"].append(full(loss).item())
+        results["losses"].append(full(loss).item())
         if run.counts:
-            found["collectives"].append(seen.get_total_counts())
-        found["skipped"].append(amp.step_was_skipped(optimizer))
-        found["scales"].append(amp.loss_scale() if run.enabled else 1.0)
-    found["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
-    found["weights"] = [full(value) for value in model.state_dict().values()]
-    found["placed"] = placements_of(optimizer)
+            results["collectives"].append(seen.get_total_counts())
+        results["skipped"].append(amp.step_was_skipped(optimizer))
+        results["scales"].append(amp.loss_scale() if run.enabled else 1.0)
+    results["kinds"] = {type(parameter).__name__ for parameter in model.parameters()}
+    results["weights"] = [full(value) for value in model.state_dict().values()]
+    results["placed"] = placements_of(optimizer)
     amp.deactivate()
-    found["after"] = [full(parameter) for parameter in model.state_dict().values()]
-    found["own"] = [p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"])]
-    return found
+    results["after"] = [full(parameter) for parameter in model.state_dict().values()]
+    held = optimizer.param_groups[0]["params"]
+    results["own"] = [p is q for p, q in zip(model.parameters(), held)]
+    return results
 
 
 def placements_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
@@ -239,31 +214,31 @@ def assert_close(ours: dict, reference: dict, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         torch.tensor(ours["losses"]), torch.tensor(reference["losses"]), rtol=bound, atol=bound
     )
-    for one, other in zip(ours["weights"], reference["weights"], strict=True):
-        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+    for first, other in zip(ours["weights"], reference["weights"], strict=True):
+        torch.testing.assert_close(first, other, rtol=bound, atol=bound)
 
 
 LEVELS = [(level, dtype) for level in ("O0", "O1", "O2", "O3") for dtype in BOUNDS]
 
 
 @pytest.mark.parametrize(
-    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS]
+    "level, dtype", [row if row == ("O2", torch.float16) else slow(*row) for row in LEVELS]
 )
 def test_as_in_one_process(some_ranks, level, dtype):
     """In both orders, with the collectives of FP32 and one for the overflow flag."""
     first = Run(level, dtype, counts=True)
     later = dataclasses.replace(first, order="initialize first")
     plain = dataclasses.replace(first, enabled=False, autocast=level == "O1")
-    found = some_ranks(several, [first, later, plain])
-    one, other, without = found[0]
-    assert_close(one, in_one_process(Run(level, dtype)), dtype)
+    results = some_ranks(several, [first, later, plain])
+    first_order, other, without = results[0]
+    assert_close(first_order, in_one_process(Run(level, dtype)), dtype)
     if level in ("O0", "O1"):
-        assert_close(one, without, dtype)
-        assert one["losses"] == without["losses"]
-    for run in (one, other, *(rank[0] for rank in found[1:])):
-        assert run["losses"] == one["losses"]
-        assert all(map(torch.equal, run["weights"], one["weights"]))
-        assert run["scales"] == one["scales"] and not any(run["skipped"])
+        assert_close(first_order, without, dtype)
+        assert first_order["losses"] == without["losses"]
+    for run in (first_order, other, *(rank[0] for rank in results[1:])):
+        assert run["losses"] == first_order["losses"]
+        assert all(map(torch.equal, run["weights"], first_order["weights"]))
+        assert run["scales"] == first_order["scales"] and not any(run["skipped"])
         assert run["kinds"] == {"DTensor"} and all(run["own"])
         kept = dtype if level == "O3" else torch.float32
         assert {value.dtype for value in run["weights"]} == {kept}
@@ -289,67 +264,24 @@ SITUATIONS = [
 
 
 @pytest.mark.parametrize(
-    "level, dtype", [one if one == ("O2", torch.float16) else slow(*one) for one in LEVELS[2:]]
+    "level, dtype", [row if row == ("O2", torch.float16) else slow(*row) for row in LEVELS[2:]]
 )
 def test_situations(some_ranks, level, dtype):
     runs = [Run(level, dtype, **settings) for settings in SITUATIONS]
     runs = [run for run in runs if (level, run.kind) != NO_KERNEL]
-    for run, *found in zip(runs, *some_ranks(several, runs), strict=True):
-        check(run, found)
+    for run, *results in zip(runs, *some_ranks(several, runs), strict=True):
+        check(run, results)
 
 
-def check(run: Run, found: list[dict]) -> None:
-    """All ranks as one process."""
+def check(run: Run, results: list[dict]) -> None:
     reference, bound = in_one_process(run), 5 * BOUNDS[run.dtype]
-    for rank in found:
+    for rank in results:
         assert_close(rank, reference, run.dtype)
-        assert all(map(torch.equal, rank["weights"], found[0]["weights"]))
+        assert all(map(torch.equal, rank["weights"], results[0]["weights"]))
         assert all(weight.isfinite().all() for weight in rank["weights"])
         assert rank["norms"] == pytest.approx(reference["norms"], rel=bound)
         assert rank["skipped"] == [step in run.poisoned for step in range(STEPS)]
         assert not run.poisoned or rank["scales"] == [256.0, 128.0, 128.0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_mesh_of_two_dimensions(four_ranks, level):
-    """Data and tensor parallel by DTensors alone; an inf in one part of one batch skips on all."""
-    run = Run(level, by_two=True, **BAD)
-    check(run, four_ranks(train, run))
-
-
-def saved_or_loaded(rank: int, folder: str, level: str, loads: bool) -> list[Tensor]:
-    """Two steps and a checkpoint, or that, on however many ranks there are; then two more steps."""
-    run, mesh = Run(level, loss_scale="dynamic"), mesh_of()
-    model, optimizer = start(run, mesh)
-    for step in range(2 if loads else 0, 4):
-        if step == 2:
-            of_model, of_optimizer = get_state_dict(model, optimizer)
-            states = {"model": of_model, "optimizer": of_optimizer}
-            assert all(value.dtype is torch.float32 for value in of_model.values())
-            if loads:
-                dcp.load(states, checkpoint_id=folder, no_dist=mesh is None)
-                states = {"model_state_dict": of_model, "optim_state_dict": of_optimizer}
-                set_state_dict(model, optimizer, **states)
-            else:
-                dcp.save(states, checkpoint_id=folder)
-        optimizer.zero_grad()
-        backward(model, loss_of(model, data(step), run), optimizer)
-        optimizer.step()
-    return [full(value) for value in model.state_dict().values()]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("level", [slow("O1"), "O2"])
-def test_a_checkpoint_goes_to_another_number_of_ranks(ranks, some_ranks, tmp_path, level):
-    """Two ranks save; two go on bit for bit, four and one process within rounding."""
-    expected = ranks(saved_or_loaded, str(tmp_path), level, False)[0]
-    alone = saved_or_loaded(0, str(tmp_path), level, True)
-    for weights in (alone, *some_ranks(saved_or_loaded, str(tmp_path), level, True)):
-        if weights is not alone and some_ranks is ranks:
-            assert all(map(torch.equal, weights, expected))
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
 
 
 def under_ddp(rank: int, level: str, group: bool) -> dict:
@@ -380,7 +312,7 @@ def under_ddp(rank: int, level: str, group: bool) -> dict:
 
 
 def test_ddp_around_tensor_parallel(ranks):
-    """At O1 with a process group; without one, and with lent weights, it is refused."""
+    """At O1 with a process group; without one, and with half copies, it is refused."""
     reference = in_one_process(Run("O1", poisoned=(1,), loss_scale="dynamic"))
     for rank in ranks(under_ddp, "O1", True):
         assert rank["error"] is None and rank["skipped"] == [False, True, False]

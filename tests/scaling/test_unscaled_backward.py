@@ -13,9 +13,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import close, data, float_grads, grads, seeded, start
+from small_training import close, data, float_grads, grads, pass_back, seeded, start
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 from ampatch.compat.apex import amp
@@ -39,10 +38,6 @@ def loss_of(model, batch=None):
 # Wrong uses
 
 
-def backward(scaled, loss, params):
-    loss.backward()
-
-
 def twice(scaled, loss, params):
     loss.backward(retain_graph=True)
     loss.backward()
@@ -53,18 +48,16 @@ def by_hand(scaled, loss, params):
         param.grad = grad
 
 
-def of_a_copy(scaled, loss, params):
-    (loss * 2).backward()
+WRONG = {
+    "backward": lambda scaled, loss, params: loss.backward(),
+    "twice": twice,
+    "by hand": by_hand,
+    "of a copy": lambda scaled, loss, params: (loss * 2).backward(),
+    "of some": lambda scaled, loss, params: loss.backward(inputs=params[:1]),
+}
 
 
-def of_some(scaled, loss, params):
-    loss.backward(inputs=params[:1])
-
-
-WRONG = [backward, twice, by_hand, of_a_copy, of_some]
-
-
-@pytest.mark.parametrize("use", WRONG, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", WRONG)
 def test_a_backward_pass_of_the_plain_loss_is_refused(use):
     model, optimizer = start("O1", kind=Adam, options={"lr": 1.0})
     loss = loss_of(model)
@@ -72,7 +65,7 @@ def test_a_backward_pass_of_the_plain_loss_is_refused(use):
         pytest.raises(ampatch.AmpatchError, match=r"(?s)<Adam>.*scaled_loss\.backward\(\)"),
         ampatch.scale_loss(loss, optimizer) as scaled,
     ):
-        use(scaled, loss, list(model.parameters()))
+        WRONG[use](scaled, loss, list(model.parameters()))
     assert grads(optimizer) == [None] * 4
     assert ampatch.state_dict()["loss_scaler0"] == SCALE
 
@@ -80,17 +73,15 @@ def test_a_backward_pass_of_the_plain_loss_is_refused(use):
 def test_it_is_refused_at_each_level_with_a_scale(opt_level, scale_lives_on):
     """Earlier gradients, the count of clean steps and the scale are as before."""
     model, optimizer = start(opt_level, loss_scale="dynamic")
-    with ampatch.scale_loss(loss_of(model, data(1)), optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss_of(model, data(1)), optimizer)
     before, kept = ampatch.state_dict(), copy.deepcopy(grads(optimizer))
     held = grads(optimizer)
     loss = loss_of(model)
     with pytest.raises(ampatch.AmpatchError), ampatch.scale_loss(loss, optimizer):
         loss.backward()
     assert all(map(torch.equal, grads(optimizer), kept)) and ampatch.state_dict() == before
-    assert all(one is other for one, other in zip(grads(optimizer), held, strict=True))
-    with ampatch.scale_loss(loss_of(model, data(2)), optimizer) as scaled:
-        scaled.backward()
+    assert all(ours is other for ours, other in zip(grads(optimizer), held, strict=True))
+    pass_back(loss_of(model, data(2)), optimizer)
     assert close(grads(optimizer), float_grads(data(1), data(2)))
 
 
@@ -99,8 +90,7 @@ def test_delayed_blocks_are_looked_at_too(caplog):
     for waits in (False, True):
         model, optimizer = start("O1", verbosity=1)
         if waits:
-            with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-                scaled.backward()
+            pass_back(loss_of(model), optimizer, delay_unscale=True)
         loss = loss_of(model)
         with (
             pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"),
@@ -154,8 +144,7 @@ def under_ddp(rank):
     model, optimizer = start("O1", kind=Adam)
     parallel = DistributedDataParallel(model)
     for number in (0, 1):
-        with ampatch.scale_loss(loss_of(parallel, data(number)), optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss_of(parallel, data(number)), optimizer)
     loss, errors = loss_of(parallel), []
     for _ in range(2):  # beside earlier gradients, and beside none
         try:
@@ -210,8 +199,7 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
     """These are no new ones."""
     model, optimizer = start("O0", loss_scale=64.0, verbosity=1)
     for _ in range(2):
-        with ampatch.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
+        pass_back(loss_of(model), optimizer, delay_unscale=True)
     with ampatch.scale_loss(loss_of(model), optimizer):
         pass
     assert caplog.text.count("without a backward pass") == 1
@@ -221,17 +209,9 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
 # Right uses
 
 
-def as_ever(scaled, loss, model):
-    scaled.backward()
-
-
 def retained(scaled, loss, model):
     scaled.div(2).backward(retain_graph=True)
     scaled.div(2).backward()
-
-
-def in_a_sum(scaled, loss, model):
-    (scaled + 0.0 * next(model.parameters()).sum()).backward()
 
 
 def in_place(scaled, loss, model):
@@ -255,17 +235,9 @@ def set_by_hand(scaled, loss, model):
 
 def by_a_graph_of_gradients(scaled, loss, model):
     params = list(model.parameters())
-    found = torch.autograd.grad(scaled, params, create_graph=True)
-    for param, grad in zip(params, found, strict=True):
+    results = torch.autograd.grad(scaled, params, create_graph=True)
+    for param, grad in zip(params, results, strict=True):
         param.grad = grad.detach()
-
-
-def through_the_function(scaled, loss, model):
-    torch.autograd.backward([scaled])
-
-
-def with_inputs(scaled, loss, model):
-    scaled.backward(inputs=list(model.parameters()))
 
 
 def by_the_gradient_of_the_scaled_loss(scaled, loss, model):
@@ -285,20 +257,28 @@ def pickled(scaled, loss, model):
     scaled.backward()
 
 
-RIGHT = [
-    *(as_ever, retained, in_a_sum, in_place, hooked, set_by_hand, by_a_graph_of_gradients),
-    *(through_the_function, with_inputs, by_the_gradient_of_the_scaled_loss, zeroed_first, pickled),
-]
+RIGHT = {
+    "as ever": lambda scaled, loss, model: scaled.backward(),
+    "in a sum": lambda scaled, loss, model: (scaled + 0.0 * model[0].weight.sum()).backward(),
+    "through the function": lambda scaled, loss, model: torch.autograd.backward([scaled]),
+    "inputs": lambda scaled, loss, model: scaled.backward(inputs=list(model.parameters())),
+    **{
+        use.__name__: use
+        for use in (retained, in_place, hooked, set_by_hand, zeroed_first, pickled)
+    },
+    "a graph of gradients": by_a_graph_of_gradients,
+    "the gradient of the scaled loss": by_the_gradient_of_the_scaled_loss,
+}
 
 
 @pytest.mark.parametrize("delays", [False, True])
-@pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", RIGHT)
 def test_right_uses_are_silent(use, delays, caplog):
     model, optimizer = start("O0", loss_scale="dynamic", verbosity=1)
     caplog.clear()
     loss = loss_of(model)
     with ampatch.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
-        use(scaled, loss, model)
+        RIGHT[use](scaled, loss, model)
     assert silent(caplog)
     optimizer.step()
     assert close(grads(optimizer), float_grads(data()))
@@ -330,41 +310,6 @@ def test_blocks_inside_blocks_and_a_sum_of_two_are_silent(caplog):
         with ampatch.scale_loss(losses[1], pair[1], loss_id=1) as second:
             (first + second).backward()
     assert silent(caplog) and close(grads(pair[1]), float_grads(data(1), data(2))[2:])
-
-
-def test_penalties_and_second_derivatives_are_silent(caplog):
-    model, optimizer = start("O0", loss_scale=64.0, verbosity=1)
-    caplog.clear()
-    loss = loss_of(model)
-    params = list(model.parameters())
-    penalty = sum(g.square().sum() for g in torch.autograd.grad(loss, params, create_graph=True))
-    expected = torch.autograd.grad(loss + penalty, params, retain_graph=True)
-    with ampatch.scale_loss(loss + penalty, optimizer) as scaled:
-        scaled.backward()
-    assert silent(caplog) and close(grads(optimizer), expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_is_silent(reentrant, caplog):
-    model, optimizer = start("O1", verbosity=1)
-    caplog.clear()
-    inputs = data()[0].requires_grad_()
-    loss = F.mse_loss(checkpoint(model, inputs, use_reentrant=reentrant), data()[1])
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    assert silent(caplog)
-
-
-def test_sparse_gradients_are_silent(caplog):
-    model = torch.nn.EmbeddingBag(5, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O0", loss_scale=64.0)
-    caplog.clear()
-    for _ in range(2):
-        loss = model(torch.tensor([[1, 2]])).sum()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-    assert silent(caplog) and model.weight.grad.to_dense().sum() == 4
 
 
 def test_the_exception_of_the_block_wins():
@@ -423,7 +368,7 @@ def test_the_hook_keeps_nothing():
                 torch.autograd.grad(scaled * scaled, list(model.parameters()), create_graph=graph)
             gone = [weakref.ref(loss), weakref.ref(scaled)]
             del loss, scaled
-            assert [one() for one in gone] == [None, None]
+            assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
 

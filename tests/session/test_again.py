@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from session_pairs import Slotted, backward, build, hook_count, one_step, pair, state_of, values
-from small_training import same
+from small_training import pass_back, same
 from torch import nn
 
 import ampatch
@@ -39,9 +39,9 @@ def test_every_level_after_every_level(first, opt_level):
         assert torch.equal(value, weights[name].to(value.dtype))
     masters = ampatch.master_params(optimizer)
     for master, param, before in zip(masters, params, momentum, strict=True):
-        found = state[master]["momentum_buffer"]
-        assert master is param and found.dtype is master.dtype is kept
-        assert torch.equal(found, before.to(kept))
+        results = state[master]["momentum_buffer"]
+        assert master is param and results.dtype is master.dtype is kept
+        assert torch.equal(results, before.to(kept))
     before = values(model, optimizer)
     one_step(model, optimizer, 3)
     assert not same(before, values(model, optimizer))
@@ -142,8 +142,7 @@ def test_an_overflow_seen_before_a_failing_second_time_still_skips():
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
     loss = model(torch.ones(3, 4)).sum() * torch.inf
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
     fail_to_initialize(model, optimizer, build(1))
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer)

@@ -25,8 +25,6 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 
 
 class Net(nn.Module):
-    """A layer and a softmax."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -62,8 +60,6 @@ def test_a_shallow_copy_shares_weights_and_casts(level):
 
 
 class PicklesItself(Net):
-    """A class with its own idea of its state."""
-
     def __getstate__(self):
         return [self.layer]
 
@@ -73,7 +69,7 @@ class PicklesItself(Net):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_model_with_its_own_state(level, copied):
     loaded, kept = copied(start(level, PicklesItself())[0]), weights_in(level)
     assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks

@@ -9,7 +9,7 @@ import pytest
 import session_pairs
 import torch
 import torch.nn.functional as F
-from small_training import backward, close, data, float_grads, grads, start
+from small_training import backward, close, data, float_grads, grads, pass_back, start
 
 import ampatch
 
@@ -50,8 +50,7 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     for number in range(3):
         session_pairs.one_step(model, optimizer, number)
     if skip:
-        with ampatch.scale_loss(model(data(0)[0]).float().sum() * torch.nan, optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(data(0)[0]).float().sum() * torch.nan, optimizer)
         optimizer.step()
         assert ampatch.step_was_skipped(optimizer)
     masters = [param.detach().clone() for param in ampatch.master_params(optimizer)]
@@ -66,12 +65,12 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     assert all(a is b for a, b in zip(listed, model.parameters(), strict=True))
     for param, master, moved in zip(listed, masters, state, strict=True):
         assert param.dtype is torch.float32 and torch.equal(param, master.float())
-        found = optimizer.state.get(param, {})
-        assert found.keys() == moved.keys()
+        results = optimizer.state.get(param, {})
+        assert results.keys() == moved.keys()
         for key, value in moved.items():
             if isinstance(value, torch.Tensor):
-                assert torch.equal(found[key], value.float()), key
-                assert found[key].dtype is torch.float32
+                assert torch.equal(results[key], value.float()), key
+                assert results[key].dtype is torch.float32
     assert set(map(id, optimizer.state)) <= set(map(id, listed))
     if opt_level == "O2":
         inner = [p for p in masters if not torch.equal(p, p.to(half).float())]
@@ -120,14 +119,14 @@ def test_afterwards_memory_is_free_at_once(opt_level):
     ampatch.deactivate()
     model, optimizer = start_pair(opt_level)
     session_pairs.one_step(model, optimizer, 0)
-    held = [weakref.ref(one) for one in (model, optimizer, *model.parameters())]
+    held = [weakref.ref(net) for net in (model, optimizer, *model.parameters())]
     held += [weakref.ref(parameter.grad) for parameter in model.parameters()]
     gc.collect()
     gc.disable()
     try:
         ampatch.deactivate()
         del model, optimizer
-        assert [one() for one in held if one() is not None] == []
+        assert [reference() for reference in held if reference() is not None] == []
     finally:
         gc.enable()
 

@@ -29,8 +29,8 @@ SETTINGS = {
 def tensors():
     """Ids of all tensors but single numbers: a loss scale stays as long as its session."""
     gc.collect()
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return {id(one) for one in found if one.dim()}
+    live = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {id(tensor) for tensor in live if tensor.dim()}
 
 
 @pytest.mark.parametrize("has_optimizer, steps", [(True, 0), (True, 2), (False, 2)])

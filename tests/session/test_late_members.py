@@ -50,8 +50,8 @@ def train(models: list, optimizers: list) -> list[float]:
     return losses
 
 
-def level_of(given):
-    return registry.objects.session_of(given).properties.opt_level
+def level_of(member):
+    return registry.objects.session_of(member).properties.opt_level
 
 
 @pytest.mark.parametrize("level, dtype", TYPES)
@@ -71,8 +71,8 @@ def test_the_same_as_with_all_at_once(level, dtype, count):
     optimizers = [adam(model) for model in models]
     assert ampatch.add_optimizers(optimizers) is optimizers
     assert train(models, optimizers) == expected
-    found = [value for model in models for value in model.state_dict().values()]
-    assert all(map(torch.equal, found, weights))
+    actual = [value for model in models for value in model.state_dict().values()]
+    assert all(map(torch.equal, actual, weights))
     assert list(ampatch.state_dict()) == ["loss_scaler0"]
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
     failing.__class__ = type("Failing", (nn.Sequential,), {"forward": property(out_of_memory)})
     part = torch.optim.SGD(first[0].parameters(), lr=0.1)
     models, optimizers = partial(ampatch.add_models, to=first), ampatch.add_optimizers
-    for error, says, add, given in (
+    for error, says, add, members in (
         (ampatch.AmpatchError, "belongs to another call", models, [good, elsewhere]),
         (ampatch.AmpatchError, "lazy module", models, [good, nn.LazyLinear(3)]),
         (ampatch.AmpatchError, r"'0\.weight', a shard of a DTensor", models, [good, sharded]),
@@ -117,7 +117,7 @@ def test_what_cannot_join_is_refused_and_nothing_has_changed():
         (TypeError, "__dict__", optimizers, [part, Slotted(first[3].parameters())]),
     ):
         with pytest.raises(error, match=says):
-            add(given)
+            add(members)
         for model in (good, sharded, failing):
             assert model[0].weight.dtype is torch.float32 and "forward" not in vars(model)
         assert "step" not in vars(part) and registry.objects.session_of(part) is None

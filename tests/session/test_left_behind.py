@@ -85,7 +85,6 @@ def test_a_mock_from_before_the_session():
 
 @pytest.fixture
 def library(monkeypatch):
-    """A module of the user's."""
     library = types.ModuleType("late_library")
     library.dtype_of = lambda x: x.dtype
     monkeypatch.setitem(sys.modules, "late_library", library)
@@ -126,8 +125,10 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
     failed = registry.objects.managed(optimizers[1])
     if part == "unscale_delayed":  # of gradients that wait scaled
         fails = {id(failed.gradients): failing(part)}
-        found = managed_optimizer.unscale_delayed
-        monkeypatch.setattr(managed_optimizer, part, lambda one: fails.get(id(one), found)(one))
+        unscale = managed_optimizer.unscale_delayed
+        monkeypatch.setattr(
+            managed_optimizer, part, lambda flow: fails.get(id(flow), unscale)(flow)
+        )
     else:
         monkeypatch.setattr(failed, part, failing(part))
     with pytest.raises(ValueError, match=part):
@@ -142,11 +143,11 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
 
 def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
     model, optimizer = start(level="O3")
-    found = conversion.set_data
+    set_data = conversion.set_data
     monkeypatch.setattr(
         conversion,
         "set_data",
-        lambda t, data: failing("weight")() if t is model.weight else found(t, data),
+        lambda t, data: failing("weight")() if t is model.weight else set_data(t, data),
     )
     with pytest.raises(ValueError, match="weight"):
         ampatch.deactivate()

@@ -27,11 +27,11 @@ def pair():
 def test_what_a_disabled_session_was_given_comes_back_after_a_failed_initialize(monkeypatch):
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, enabled=False, **SETTINGS)
-    found = registry.objects.find(optimizer)
+    results = registry.objects.find(optimizer)
     monkeypatch.setattr(registry, "add", lambda added: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ampatch.initialize(model, optimizer, **SETTINGS)
-    assert registry.objects.find(optimizer) == found
+    assert registry.objects.find(optimizer) == results
 
 
 def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
@@ -50,14 +50,14 @@ def test_a_later_initialize_takes_it_over_also_from_a_disabled_one():
 
 
 def test_part_of_a_session_leaves_it():
-    (first, one), (second, other) = pair(), pair()
-    ampatch.initialize([first, second], [one, other], **SETTINGS)
-    old = registry.objects.session_of(one)
+    (first, optimizer), (second, other) = pair(), pair()
+    ampatch.initialize([first, second], [optimizer, other], **SETTINGS)
+    old = registry.objects.session_of(optimizer)
     ampatch.initialize(second, other, opt_level="O2", **SETTINGS)
-    assert registry.objects.session_of(one) is registry.objects.session_of(first) is old
+    assert registry.objects.session_of(optimizer) is registry.objects.session_of(first) is old
     assert registry.objects.session_of(other) is registry.objects.session_of(second) is not old
     assert [managed.model for managed in old.models] == [first]
-    assert [managed.optimizer for managed in old.optimizers] == [one]
+    assert [managed.optimizer for managed in old.optimizers] == [optimizer]
 
 
 def test_what_stands_for_an_optimizer_has_its_groups():
@@ -124,15 +124,15 @@ def test_what_initialize_costs_does_not_grow_with_what_is_open(level, together):
 
     Is a session alive, does it cast, is it empty: no walk over its weights.
     """
-    found = []
+    results = []
     for count in (1, 20, 40, 60):  # the first brings what is done once per process
         pairs = [pair() for _ in range(count)]
         for model, optimizer in [] if together else pairs[:-1]:
             ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS)
-        given = map(list, zip(*pairs, strict=True)) if together else pairs[-1]
-        found.append(frames(partial(ampatch.initialize, *given, opt_level=level, **SETTINGS)))
+        arguments = map(list, zip(*pairs, strict=True)) if together else pairs[-1]
+        results.append(frames(partial(ampatch.initialize, *arguments, opt_level=level, **SETTINGS)))
         ampatch.deactivate()
-    steps = found[2] - found[1], found[3] - found[2]
+    steps = results[2] - results[1], results[3] - results[2]
     assert abs(steps[1] - steps[0]) <= 10 + steps[0] / 50  # a call for each pair of 20 would be 800
     assert together or steps[0] <= 20 * 12 + 10
 

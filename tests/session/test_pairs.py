@@ -45,7 +45,6 @@ def test_a_copied_optimizer_holds_the_parameters_of_the_copied_model(level, prot
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_shallow_copy_of_an_optimizer_shares_its_parameters(level):
-    """As in plain torch."""
     _, optimizer = start(level)
     twin = copy.copy(optimizer)
     assert twin.param_groups is optimizer.param_groups and twin.state is optimizer.state

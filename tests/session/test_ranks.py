@@ -54,9 +54,9 @@ DIFFERENT = {  # what one rank is given, and the other; what is shown of each
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_each_rank_is_told_what_it_has(ranks, what):
-    *settings, one, other = DIFFERENT[what]
+    *settings, first, other = DIFFERENT[what]
     messages = ranks(_told, settings)
-    for rank, shown in enumerate((one, other)):
+    for rank, shown in enumerate((first, other)):
         assert messages[rank].startswith("DistributedDataParallel(Sequential): ranks differ")
         assert f" Rank {rank} has opt_level=" in messages[rank] and shown in messages[rank]
 
@@ -79,7 +79,7 @@ def test_no_rank_waits_for_ever(case, tmp_path):
     """For one that has no session, or a disabled one: it gets torch's error."""
     command = [HELPERS / "one_rank_without.py", case, tmp_path / "store"]
     ended = small_training.in_threads(*(partial(python, *command, rank) for rank in range(2)))
-    assert all(one.returncode for one in ended)
+    assert all(process.returncode for process in ended)
     assert "Rank 0 has opt_level=O2" in ended[0].stderr, ended[0].stderr
     assert "DDP expects same model across all ranks" in ended[1].stderr, ended[1].stderr
 

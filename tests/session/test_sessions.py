@@ -16,9 +16,9 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x,)])
 def test_the_shape_given_is_the_shape_returned(opt_level, wrap):
     model, optimizer = pair()
-    given = wrap(model), wrap(optimizer)
-    models, optimizers = ampatch.initialize(*given, opt_level=opt_level, verbosity=0)
-    assert (type(models), type(optimizers)) == (type(given[0]), type(given[1]))
+    arguments = wrap(model), wrap(optimizer)
+    models, optimizers = ampatch.initialize(*arguments, opt_level=opt_level, verbosity=0)
+    assert (type(models), type(optimizers)) == (type(arguments[0]), type(arguments[1]))
     assert models == wrap(model) and optimizers == wrap(optimizer)
     alone = wrap(build())
     assert ampatch.initialize(alone, opt_level=opt_level, verbosity=0) == alone
@@ -26,8 +26,6 @@ def test_the_shape_given_is_the_shape_returned(opt_level, wrap):
 
 
 class Raising:
-    """An observer that fails at one event."""
-
     def __init__(self, event):
         setattr(self, event, self.fail)
 
@@ -57,8 +55,8 @@ def test_a_failure_half_way_leaves_nothing_changed(opt_level, event, first, monk
     assert registry.sessions == earlier and hook_count(model) == hooks
     after = values(model, optimizer)
     assert len(before) == len(after) and all(map(torch.equal, before, after))
-    for found in (model.parameters(), optimizer.param_groups[0]["params"]):
-        assert all(a is b and a.dtype is torch.float32 for a, b in zip(found, params, strict=True))
+    for held in (model.parameters(), optimizer.param_groups[0]["params"]):
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(held, params, strict=True))
     if first is None:
         assert F.linear is linear and "step" not in vars(optimizer)
         assert [set(vars(module)) for module in model.modules()] == keys

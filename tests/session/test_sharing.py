@@ -18,8 +18,6 @@ INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 class Net(nn.Module):
-    """An encoder and a head."""
-
     def __init__(self, seed=0, encoder=None):
         super().__init__()
         torch.manual_seed(seed)
@@ -47,7 +45,6 @@ def by_hand(model):
 
 
 def train(models, optimizers, call=lambda model: model(INPUTS), with_ampatch=True):
-    """Three steps of each pair of model and optimizer in turn; the weights in the end."""
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             loss = call(model).square().mean()
@@ -103,7 +100,7 @@ def test_two_calls_of_initialize_and_the_same_again(make, order):
     before = [p for model in models for p in model.parameters()]
     for index in order:
         initialize(models[index], optimizers[index])
-    found = train(models, optimizers)
+    actual = train(models, optimizers)
     for _ in range(2):
         after = [p for model in models for p in model.parameters()]
         assert all(a is b for a, b in zip(before, after, strict=True))
@@ -115,8 +112,8 @@ def test_two_calls_of_initialize_and_the_same_again(make, order):
             for p in group["params"]
         ]
         assert {id(p) for p in owned} <= set(map(id, after))
-        assert all(map(torch.equal, found, expected))
-        assert all(map(torch.equal, found, [p.detach() for p in after]))
+        assert all(map(torch.equal, actual, expected))
+        assert all(map(torch.equal, actual, [p.detach() for p in after]))
         ampatch.deactivate()
 
 

@@ -128,7 +128,7 @@ def test_the_modules_of_the_process_are_searched_once_for_all_tools(opt_level, m
         ampatch.deactivate()
 
     open_and_close()
-    one = calls_for_modules(lambda: bound([0]), monkeypatch)
-    assert one >= MODULES
-    found = calls_for_modules(open_and_close, monkeypatch)
-    assert found - 4 * one < MODULES / 2
+    search = calls_for_modules(lambda: bound([0]), monkeypatch)
+    assert search >= MODULES
+    results = calls_for_modules(open_and_close, monkeypatch)
+    assert results - 4 * search < MODULES / 2

@@ -33,8 +33,6 @@ import torch
 
 from ampatch.config import environment
 
-from . import recurrent
-
 NAME = "fake"
 _HERE = Path(__file__).parent
 _FILE = "fake_accelerator.so"
@@ -53,13 +51,7 @@ class Counts(collections.Counter):
 
     @property
     def casts(self) -> int:
-        """Copies of one tensor of the device to another dtype."""
         return self._sum("launch", "cast")
-
-    @property
-    def list_copies(self) -> int:
-        """Copies of whole lists of tensors, to another dtype or not."""
-        return self._sum("launch", "aten::_foreach_copy_")
 
     @property
     def waits(self) -> int:
@@ -68,12 +60,10 @@ class Counts(collections.Counter):
 
     @property
     def uploads(self) -> int:
-        """Copies from the host to the device."""
         return self._sum("launch", "copy from the host")
 
     @property
     def downloads(self) -> int:
-        """Copies from the device to the host, waited for or not."""
         return self._sum("launch", "copy to the host")
 
 
@@ -104,14 +94,12 @@ def _built() -> Path:
 
 
 @functools.cache
-def load() -> object:
+def load() -> None:
     """Make the device known to torch, once.  There is no way back in this process."""
     _library()
-    kernels = recurrent.register()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    return kernels  # the cache holds them
 
 
 def installed(folder: Path) -> list[str]:
@@ -145,19 +133,19 @@ def _module() -> types.ModuleType:
 
 def counts() -> Counts:
     """What has been counted since the process began, or since it was last forgotten."""
-    found = Counts()
+    results = Counts()
     for line in _library().fake_counts().decode().splitlines():
         times, _, what = line.partition(" ")
-        found[what] = int(times)
-    return found
+        results[what] = int(times)
+    return results
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     """Counts of what happens inside, filled in when the block ends."""
-    before, found = counts(), Counts()
-    yield found
-    found.update(counts() - before)
+    before, results = counts(), Counts()
+    yield results
+    results.update(counts() - before)
 
 
 @contextlib.contextmanager

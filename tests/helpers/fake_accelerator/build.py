@@ -11,25 +11,24 @@ from torch.utils import cpp_extension
 
 
 def main(target: str) -> None:
-    """Build the library `target`."""
     compiler = os.environ.get("CXX", "c++")
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     flags = ["-std=c++20", "-O0", "-g0", "-w", "-fPIC"]
     objects = [f"{target}.{source.stem}.o" for source in sources]
     compiling = [
-        subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", made])
-        for source, made in zip(sources, objects, strict=True)
+        subprocess.Popen([compiler, *flags, *includes, "-c", str(source), "-o", path])
+        for source, path in zip(sources, objects, strict=True)
     ]
-    failed = [one.wait() for one in compiling]
+    failed = [process.wait() for process in compiling]
     if any(failed):
         raise SystemExit(1)
     places = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-ltorch_cpu", "-lc10"]
     fresh = f"{target}.new"
     subprocess.run([compiler, "-shared", *objects, *places, *libraries, "-o", fresh], check=True)
-    for made in objects:
-        os.remove(made)
+    for path in objects:
+        os.remove(path)
     os.replace(fresh, target)
 
 
