@@ -126,7 +126,7 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
     optimizers_can_train(optimizers, models, plan.properties, process_group)
     if any(plan.overrides):
         overridden_exist(plan, models)
-    models_can_change(models, plan.properties, plan.rules)
+    models_can_change(models, plan.properties, plan.active_overrides)
 
 
 def models_can_change(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:

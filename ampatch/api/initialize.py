@@ -176,7 +176,7 @@ def initialize(
     argument_checks.check(plan, listed_models, listed_optimizers, process_group)
     session = Session(
         plan.properties,
-        rules=plan.rules,
+        overrides=plan.active_overrides,
         process_group=process_group,
         has_apex_tables=registry.opens_as_apex,
     )
@@ -228,7 +228,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
-        argument_checks.models_can_change(new, session.properties, session.rules)
+        argument_checks.models_can_change(new, session.properties, session.overrides)
     session.add(new, [])
     return models
 

@@ -19,13 +19,13 @@ from ..log import ONCE, logger
 class Plan:
     """Settings of one `initialize`.
 
-    `overrides` are the user's, `rules` those of them that have an effect.  `replaced` has the
+    `overrides` are the user's, `active_overrides` those that have an effect.  `replaced` has the
     settings that the environment has changed, as `{name: (the script's value, the active one)}`.
     """
 
     properties: Properties
     overrides: Overrides
-    rules: Overrides
+    active_overrides: Overrides
     replaced: dict[str, tuple[Any, Any]]
 
 
@@ -37,12 +37,12 @@ def plan_of(settings: dict[str, Any]) -> Plan:
     replacing = environment.read()
     for message in environment.misspelt():
         logger.warning(message, extra=ONCE)
-    active = environment.replaced_arguments(settings, replacing)
-    overrides = rules = parse(active.pop("overrides"))
-    properties = properties_for(**active)
+    used = environment.replaced_arguments(settings, replacing)
+    overrides = active_overrides = parse(used.pop("overrides"))
+    properties = properties_for(**used)
     if properties.opt_level == "O0" and any(overrides):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
-        rules = parse(None)
+        active_overrides = parse(None)
     if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
             "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm takes "
@@ -50,4 +50,4 @@ def plan_of(settings: dict[str, Any]) -> Plan:
             "master_weights=False."
         )
     replaced = environment.effects(settings, replacing, properties) if replacing else {}
-    return Plan(properties, overrides, rules, replaced)
+    return Plan(properties, overrides, active_overrides, replaced)

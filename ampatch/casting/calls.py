@@ -321,7 +321,7 @@ class CastState:
         # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 
-    def instead_of_torch(self) -> Sequence[str]:
+    def autocast_devices(self) -> Sequence[str]:
         """The device types on which torch's autocast is on, for a call that turns it off."""
         return () if is_dynamo_compiling() else devices_on()
 

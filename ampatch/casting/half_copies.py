@@ -202,7 +202,7 @@ class Buckets:
         if not torch.is_grad_enabled():  # no graph, so no hook runs
             return self.all
         may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
-        hooked = below_hooks(self._root) if may_share and any(self._hook_tables) else ()
+        hooked = ids_under_hooks(self._root) if may_share and any(self._hook_tables) else ()
         together = []
         for bucket in self.all:
             if may_share and not hooked and are_alike(bucket[0], bucket):
@@ -257,7 +257,7 @@ def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
     return len(are_wanted) == 2
 
 
-def below_hooks(root: nn.Module) -> set[int]:
+def ids_under_hooks(root: nn.Module) -> set[int]:
     """Ids of the weights of modules that have backward hooks, and of their submodules.
 
     Such a hook runs when the gradients of its module are complete.  With a shared node gradients

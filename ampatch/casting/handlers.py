@@ -66,7 +66,7 @@ def call_handlers(
     def ask(handler: Any) -> Any:
         if not state.tables.still_asks_for(original, patched, handler):
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
-        with _pushed(_LedBack(original, patched)):
+        with _pushed(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)
 
     if is_mode_on():
@@ -132,8 +132,8 @@ def fresh_tables(patches: PatchSet) -> None:
         patches.replace(torch.overrides, name, lambda table: functools.cache(table.__wrapped__))
 
 
-class _LedBack(TorchFunctionMode):
-    """Leads calls of one original to its replacement; leaves all other calls unchanged."""
+class _Redirect(TorchFunctionMode):
+    """Redirects calls of one original to its replacement; all other calls are unchanged."""
 
     def __init__(self, original: Callable, patched: Callable) -> None:
         super().__init__()

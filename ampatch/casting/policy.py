@@ -98,7 +98,7 @@ class PolicyContext:
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        off = state.instead_of_torch() if state.casts_here() else ()
+        off = state.autocast_devices() if state.casts_here() else ()
         try:
             state.enter_block(policy, USER, self, off)
         except BaseException:

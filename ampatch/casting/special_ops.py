@@ -41,12 +41,11 @@ OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or 
 
 
 def float_inside(row: Row, name: str, state: CastState) -> Callable:
-    """What makes the calls of a function that PyTorch computes wrongly in half: in FP32 inside.
+    """The `run_in_fp32` of `wrapper.replacement` where PyTorch computes a function wrongly in half.
 
-    It is `run_in_fp32` of `wrapper.replacement`.  The row says which calls it concerns.  The result
-    has the dtype that PyTorch gives it; a call that works in place writes the result into its first
-    argument.  Where an argument is a half copy in the slot of a weight, the call reads the FP32
-    weight instead.
+    The row says which calls run in FP32 inside.  The result has the dtype that PyTorch gives it; an
+    in-place call writes it into its first argument.  Where an argument is a half copy in the slot
+    of a weight, the call reads the FP32 weight instead.
     """
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
@@ -66,16 +65,16 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
         to = choose(args, kwargs, _EVERYWHERE) if is_everywhere or value.is_cpu else None
         if to is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
-        counted = ((first(args, kwargs),), {}) if is_norm else (args, kwargs)
-        wide = widest(*counted, _EVERYWHERE)
-        if wide is None or wide is to:
+        promoted = ((first(args, kwargs),), {}) if is_norm else (args, kwargs)
+        dtype = widest(*promoted, _EVERYWHERE)
+        if dtype is None or dtype is to:
             return call(*args, **kwargs)
         cast_args, cast_kwargs = cast_call(
             *(map(float_of, args), {name: float_of(arg) for name, arg in kwargs.items()}),
             *(to, _EVERYWHERE),
         )
         result = call(*cast_args, **cast_kwargs)
-        return first(args, kwargs).copy_(result) if in_place else cast(result, wide, _EVERYWHERE)
+        return first(args, kwargs).copy_(result) if in_place else cast(result, dtype, _EVERYWHERE)
 
     def float_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and here.stack:

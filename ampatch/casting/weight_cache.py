@@ -87,7 +87,7 @@ class ForwardCopies:
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
         self.cache = cache
         self.order = order
-        self.below: ForwardCopies | None = here.copies
+        self.outer: ForwardCopies | None = here.copies
         self.in_inference = torch.is_inference_mode_enabled()
         self.graphed: Copies = {}
         self.frozen: Copies = {}
@@ -255,7 +255,7 @@ def forget(weight: Tensor) -> None:
         forward.touched.add(id(weight))
         for copies in (forward.graphed, forward.frozen, forward.plain):
             copies.pop(id(weight), None)
-        forward = forward.below
+        forward = forward.outer
 
 
 def forget_all() -> None:
@@ -263,7 +263,7 @@ def forget_all() -> None:
     forward = here.copies
     while forward is not None:
         forward.graphed, forward.frozen, forward.plain = {}, {}, {}
-        forward = forward.below
+        forward = forward.outer
 
 
 def _observed(halves: Sequence[Tensor]) -> Any:

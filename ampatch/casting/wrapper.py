@@ -45,7 +45,7 @@ def replacement(
     `run_in_fp32(policy, call, *args, **kwargs)`, if any, makes the calls that no rule casts to
     FP32; its `policy` is None where no policy casts the call.
     """
-    as_object = opaque_call(original)
+    opaque = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy, call, is_traced = state.process, original, None
@@ -56,7 +56,7 @@ def replacement(
             if own is not FOLLOW:
                 policy, is_traced = own, is_dynamo_compiling()
                 if is_traced:
-                    call = as_object
+                    call = opaque
             if observers and not is_dynamo_compiling():
                 call = ObservedCall(original, args, kwargs)
         if (
@@ -68,7 +68,7 @@ def replacement(
         elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if is_asked(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
-            if is_dynamo_compiling():  # `as_object` in the graph would run outside of `casts_off`
+            if is_dynamo_compiling():  # `opaque` in the graph would run outside of `casts_off`
                 call = original
             if run_in_fp32 is not None:
                 call = functools.partial(run_in_fp32, None, call)

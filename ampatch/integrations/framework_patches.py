@@ -2,8 +2,8 @@
 
 The framework's class is replaced by one with the integration, without the framework's own mixed
 precision.  Opt level and dtype come from the environment, as in the trials of a sweep, for which
-this module is.  It works for scripts that make one such object; where the integration cannot come
-in, its own error says why.
+this module is.  It works for scripts that make one such object; where the integration cannot be
+used, its own error says why.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LIGHTNING = {
 }
 
 
-def bring_in(framework: str) -> None:
-    """Have the script's constructor call make an object that trains by ampatch."""
-    _BRING_IN[framework]()
+def install_integration(framework: str) -> None:
+    """Have the script's `Trainer(...)`, `Fabric(...)` or `Accelerator(...)` train by ampatch."""
+    _INSTALL[framework]()
 
 
 def leave_precision_out(report: Callable[[str, Any], None]) -> None:
-    """Have Lightning's Trainer and Fabric train in FP32, whatever `precision` a script gives them.
+    """Have Lightning's Trainer and Fabric train in FP32, whatever `precision` a script passes.
 
     `report(half, frame)` is called with a half dtype and the frame that asked for it.  The other
     frameworks need nothing: their mixed precision is torch.autocast and GradScaler.
     """
 
-    def make(original: Callable, owner: Any, args: Any, named: dict[str, Any]) -> None:
+    def construct(original: Callable, owner: Any, args: Any, named: dict[str, Any]) -> None:
         precision = str(named.pop("precision", None))
         if "16" in precision:
             report("bfloat16" if "bf16" in precision else "float16", sys._getframe(1))
@@ -43,10 +43,10 @@ def leave_precision_out(report: Callable[[str, Any], None]) -> None:
 
     for owner, modules in _LIGHTNING.items():
         for module in modules:
-            _wrap_later(module, f"{owner}.__init__", make)
+            _wrap_later(module, f"{owner}.__init__", construct)
 
 
-def tell_losses(around: Callable[[Any], Any]) -> None:
+def wrap_backward(around: Callable[[Any], Any]) -> None:
     """Have accelerate's `backward` run in `around(loss)`, with the script's loss.
 
     accelerate then divides the loss by the number of accumulated batches.
@@ -79,7 +79,7 @@ def _fabric() -> None:
 
 
 def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
-    def make(original: Callable, _: Any, args: Any, named: dict[str, Any]) -> None:
+    def construct(original: Callable, _: Any, args: Any, named: dict[str, Any]) -> None:
         plugins = named.pop("plugins", None) or []
         listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         named.pop("precision", None)
@@ -87,7 +87,7 @@ def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
 
     for module in _LIGHTNING[owner]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            wrapt.wrap_function_wrapper(module, f"{owner}.__init__", make)
+            wrapt.wrap_function_wrapper(module, f"{owner}.__init__", construct)
 
 
 def _transformers() -> None:
@@ -127,7 +127,7 @@ def _accelerate() -> None:
     accelerate.Accelerator = accelerate.accelerator.Accelerator = managed
 
 
-_BRING_IN: dict[str, Callable[[], None]] = {
+_INSTALL: dict[str, Callable[[], None]] = {
     "lightning": _lightning,
     "fabric": _fabric,
     "transformers": _transformers,

@@ -18,12 +18,12 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 
 def replacements(
-    ready: Callable[[list[Tensor], bool], None],
+    unscale: Callable[[list[Tensor], bool], None],
     zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
     """The replacements.
 
-    `ready(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
+    `unscale(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
     scaled; `by_norm`: they are clipped by one norm.
     `zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
@@ -36,11 +36,11 @@ def replacements(
 
         return zero_grad
 
-    def when_ready(original: Callable) -> Callable:
+    def clipping(original: Callable) -> Callable:
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            ready(parameters, original.__name__ != "clip_grad_value_")
+            unscale(parameters, original.__name__ != "clip_grad_value_")
             return original(parameters, *args, **kwargs)
 
         return clip
@@ -48,7 +48,7 @@ def replacements(
     return [
         (nn.Module, "zero_grad", zeroing),
         *(
-            (owner, name, when_ready)
+            (owner, name, clipping)
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad)
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))

@@ -39,7 +39,7 @@ class _SetUp:
 
 
 def check(is_auto: bool) -> None:
-    """Raise `ValueError` for variables that are wrong, or impossible with --auto."""
+    """Raise `ValueError` for environment variables that are wrong, or not allowed with --auto."""
     settings = environment.read()
     if is_auto:
         auto.check(settings)

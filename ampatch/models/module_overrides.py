@@ -80,7 +80,7 @@ class ModuleOverride:
         state.enter(call, self)
         call.computes_in = self.dtype
         if self._policy is not None:
-            state.set_policy(call, self._policy, state.instead_of_torch())
+            state.set_policy(call, self._policy, state.autocast_devices())
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def exit(self, call: Call) -> None:

@@ -28,7 +28,7 @@ def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) ->
     gradients.block = None
 
 
-def settle(gradients: Gradients, scaler: Scaler) -> None:
+def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
     """A block of `scaler` begins: unscale gradients that wait at another scale.
 
     A block that was interrupted before its end is abandoned.
@@ -37,10 +37,10 @@ def settle(gradients: Gradients, scaler: Scaler) -> None:
     scaled = gradients.scaled
     if scaled is None or (scaled.scaler is scaler and scaled.generation == scaler.generation):
         return
-    finish(gradients)
+    unscale_delayed(gradients)
 
 
-def finish(gradients: Gradients) -> None:
+def unscale_delayed(gradients: Gradients) -> None:
     """Unscale the gradients that wait, of all optimizers of their loss: the scaler counts one step.
 
     Does nothing in an open block, which unscales the gradients as it ends.
@@ -66,7 +66,7 @@ def finish(gradients: Gradients) -> None:
         update(scaled.scaler, members, flags)
 
 
-def ready(gradients: Gradients, param_ids: set[int]) -> bool:
+def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
     """Unscale the optimizer's gradients, if some of these tensors (ids) are about to be clipped.
 
     Returns whether the optimizer has such a tensor and no open block.
@@ -80,7 +80,7 @@ def ready(gradients: Gradients, param_ids: set[int]) -> bool:
             type(gradients.optimizer).__name__,
         )
         return False
-    finish(gradients)
+    unscale_delayed(gradients)
     found_inf = gradients.recheck()  # clipping may hide what another rank's inf has left
     if found_inf is not None:
         for pending in gradients.pending_updates:
@@ -139,7 +139,7 @@ class Update:
         for gradients in self._members:
             gradients.pending_updates = [u for u in gradients.pending_updates if u is not self]
         self.scaler.update([] if self._found_inf is None else [self._found_inf])
-        self.scaler.has_reacted_unasked = self._delayed is not None
+        self.scaler.was_updated_by_step = self._delayed is not None
 
     def _release(self) -> None:
         """The script has not decided about the step: give the optimizers their delayed checks."""
@@ -208,7 +208,7 @@ def _skip_together(optimizers: Sequence[Gradients], scaler: Scaler, flags: list[
             gradients.record(found_inf, scaler)
 
 
-def drop_findings(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:
+def drop_pending_updates(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
     For a script that decides about the step by itself.  The step then moves no scale; only an

@@ -12,7 +12,7 @@
 
     READY, UNSCALED, FOUND_INF -> SCALED   `begin`: a block opens
     SCALED -> UNSCALED, FOUND_INF          `after_backward`, and after `delay_unscale`
-                                           `delayed.finish`, before a step or clipping
+                                           `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before             `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED        `take_found_inf`: a step, taken or skipped
     any -> READY                           `zeroed`; `drop`: unscaling was interrupted
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..log import logger
 from .loss_scaler import Scaler
-from .process_group import share_flag, sharers, trains_with_others, world_size
+from .process_group import flag_groups, share_flag, trains_with_others, world_size
 from .scale_value import Flag, either, is_set
 from .unscaling import add_back
 
@@ -64,7 +64,7 @@ class Check:
 
     found_inf: Flag
     scaler: Scaler
-    is_everyones: bool  # all processes have shared the flag
+    is_all_reduced: bool  # the flag, over all processes
     new: Flag | None  # the flag of those gradients that have come since the last step
     is_old: bool = False  # a step has used some of the gradients before the check
     is_used: bool = False  # a step has used the gradients since
@@ -74,10 +74,10 @@ class Check:
         if before.is_used:
             return self
         scaler = before.scaler if before.found_inf is True else self.scaler
-        is_everyones = self.is_everyones and before.is_everyones
+        is_all_reduced = self.is_all_reduced and before.is_all_reduced
         new = self.new if before.new is None or self.new is None else either(before.new, self.new)
         found_inf = either(before.found_inf, self.found_inf)
-        return Check(found_inf, scaler, is_everyones, new, before.is_old)
+        return Check(found_inf, scaler, is_all_reduced, new, before.is_old)
 
 
 class Snapshot(NamedTuple):
@@ -141,8 +141,8 @@ class Gradients:
             return State.SCALED
         if self.check is None:
             return State.READY
-        is_over = self.check.is_used or self.check.found_inf is False
-        return State.UNSCALED if is_over else State.FOUND_INF
+        may_skip = not self.check.is_used and self.check.found_inf is not False
+        return State.FOUND_INF if may_skip else State.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
         """The tensors the optimizer updates.  A single group's own list: do not change it."""
@@ -160,8 +160,8 @@ class Gradients:
 
     # A block
 
-    def gather(self) -> None:
-        """A block begins: report gradients left scaled, and check used ones again."""
+    def before_block(self) -> None:
+        """A block begins: report gradients left scaled; recheck those that a step has used."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
@@ -265,7 +265,7 @@ class Gradients:
         found_inf = scaler.unscale_(grads, scale)
         if found_inf is None:
             return None
-        groups, are_all = sharers(self._process_group, grads)
+        groups, are_all = flag_groups(self._process_group, grads)
         if groups:
             found_inf = share_flag(found_inf, groups, grads)
         return Check(found_inf, scaler, are_all, new=found_inf)
@@ -280,7 +280,7 @@ class Gradients:
 
     def record(self, found_inf: Flag, scaler: Scaler) -> None:
         """Remember an overflow flag that not all processes have shared."""
-        self.keep(Check(found_inf, scaler, is_everyones=False, new=found_inf))
+        self.keep(Check(found_inf, scaler, is_all_reduced=False, new=found_inf))
 
     def recheck(self) -> Flag | None:
         """Check again those gradients that may have changed since their block ended.
@@ -292,7 +292,7 @@ class Gradients:
         earlier = self.check
         if earlier is None or self.block is not None or self.scaled is not None:
             return None
-        if not earlier.is_used and (earlier.is_everyones or not trains_with_others()):
+        if not earlier.is_used and (earlier.is_all_reduced or not trains_with_others()):
             return None
         if not self.has_gradients():
             if earlier.is_used:

@@ -20,7 +20,7 @@ from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, either, is_set, move_, moved
+from .scale_value import Flag, either, is_set, update_, updated
 from .unscaling import multiply_, unscale_
 
 
@@ -128,9 +128,9 @@ class DynamicScaler:
     It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
     overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
-    The scale (FP32) and the count of clean steps (int32) are 0-dim tensors where the losses live.
-    They stay the same tensors, because CUDA graphs may hold them.  Only `get`, `has_overflow` and
-    `state_dict` wait for a device.
+    The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors where the losses
+    live.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
+    `has_overflow` and `state_dict` wait for a device.
     """
 
     is_dynamic = True
@@ -139,20 +139,20 @@ class DynamicScaler:
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
         self.generation = 0  # changes with the scale
-        self._place(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
+        self._make_tensors(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
         self._changed: dict[str, Any] = {}  # settings that differ from those of the start
         self._flags: list[Flag] = []  # overflow flags, for `has_overflow`
-        self._has_reacted = False  # `update` was called with these flags
-        self.has_reacted_unasked = False  # by a step, where the script was to call it
+        self._has_updated = False  # `update` has used these flags
+        self.was_updated_by_step = False  # before the script called `update_scale`
 
-    def _place(self, device: torch.device, scale: float, clean: int) -> None:
-        self._device, self._is_hosts = device, is_owned_by_host(device)
+    def _make_tensors(self, device: torch.device, scale: float, tracker: int) -> None:
+        self._device, self._is_on_host = device, is_owned_by_host(device)
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self._clean = torch.tensor(clean, dtype=torch.int32, device=device)
+        self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 
     def _read(self) -> tuple[float, int]:
-        """Scale and count.  Waits."""
-        return self._scale.item(), int(self._clean.item())
+        """The scale and the growth tracker.  Waits."""
+        return self._scale.item(), int(self._growth_tracker.item())
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and that scale, which no update changes.
@@ -160,7 +160,7 @@ class DynamicScaler:
         The scaler moves to the device of the loss.  Nothing waits.
         """
         if self._device != loss.device:
-            self._place(loss.device, *self._read())
+            self._make_tensors(loss.device, *self._read())
         factor = self._scale.clone()
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
@@ -178,9 +178,9 @@ class DynamicScaler:
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
-        if self._has_reacted:
-            self._flags, self._has_reacted, self.has_reacted_unasked = [], False, False
-        found_inf = unscale_(grads, scale, at_once=self._is_hosts)
+        if self._has_updated:
+            self._flags, self._has_updated, self.was_updated_by_step = [], False, False
+        found_inf = unscale_(grads, scale, at_once=self._is_on_host)
         self._flags.append(found_inf)
         return found_inf
 
@@ -192,24 +192,25 @@ class DynamicScaler:
         return any(map(is_set, self._flags))
 
     def forget_overflow(self) -> None:
-        """Have `has_overflow` say no."""
-        self._flags, self._has_reacted = [], False
+        """`has_overflow` is False until the next `unscale_`."""
+        self._flags, self._has_updated = [], False
 
     def update(self, flags: list[Flag]) -> None:
         """Count one step with these overflow flags, and move the scale; no flags: no step."""
-        self._has_reacted = True
+        self._has_updated = True
         if not flags:
             return
         found_inf = functools.reduce(either, flags)
-        if self._is_hosts:  # nothing waits, and arithmetic on numbers costs no operators
+        if self._is_on_host:  # nothing waits, and arithmetic on numbers costs no operators
             before = self._scale.tolist()
-            scale, clean = moved(before, self._clean.tolist(), is_set(found_inf), self.settings)
-            self._clean.fill_(clean)
+            tracker = self._growth_tracker.tolist()
+            scale, tracker = updated(before, tracker, is_set(found_inf), self.settings)
+            self._growth_tracker.fill_(tracker)
             if scale != before:
                 self._scale.fill_(scale)
                 self._clamp()
         else:
-            move_(self._scale, self._clean, found_inf, self.settings)
+            update_(self._scale, self._growth_tracker, found_inf, self.settings)
             self._clamp()
         self.generation += 1
 
@@ -238,8 +239,8 @@ class DynamicScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """apex's format, and the settings that were changed on the way.  Waits for the device."""
-        scale, clean = self._read()
-        return {"loss_scale": scale, "unskipped": clean, **self._changed}
+        scale, tracker = self._read()
+        return {"loss_scale": scale, "unskipped": tracker, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
@@ -255,16 +256,16 @@ class DynamicScaler:
                 entry["loss_scale"],
             )
             return
-        rules = {name: entry[name] for name in SETTINGS if name in entry}
-        self.settings = self.settings.changed("loss scaler", rules)
-        self._changed.update(rules)
+        loaded = {name: entry[name] for name in SETTINGS if name in entry}
+        self.settings = self.settings.changed("loss scaler", loaded)
+        self._changed.update(loaded)
         self._fill(entry["loss_scale"], entry["unskipped"])
 
-    def _fill(self, scale: float, clean: int | None) -> None:
-        """Set scale and count within limits: torch's kernel never grows from a larger count."""
+    def _fill(self, scale: float, tracker: int | None) -> None:
+        """Set scale and tracker within limits: torch's kernel never grows from a larger count."""
         self._scale.fill_(self.settings.bounded(scale))
-        if clean is not None:
-            self._clean.fill_(min(clean, self.settings.growth_interval - 1, 2**31 - 1))
+        if tracker is not None:
+            self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))
         self._clamp()
         self.generation += 1
 
@@ -276,8 +277,8 @@ class DynamicScaler:
 Scaler = StaticScaler | DynamicScaler
 
 
-def make_scaler(loss_scale: str | float, is_needed: bool = True, **limits: Any) -> Scaler:
-    """The scaler for `"dynamic"` or a number; `limits` are the fields of `ScaleSettings`."""
+def make_scaler(loss_scale: str | float, is_needed: bool = True, **settings: Any) -> Scaler:
+    """The scaler for `"dynamic"` or a number; `settings` are the fields of `ScaleSettings`."""
     if loss_scale == "dynamic":
-        return DynamicScaler(**limits)
+        return DynamicScaler(**settings)
     return StaticScaler(float(loss_scale), is_needed)

@@ -13,7 +13,7 @@ from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, record_skipped_step
-from .delayed import finish, make_updates
+from .delayed import make_updates, unscale_delayed
 from .gradients import Gradients, State
 from .optimizers import closures, zero
 from .optimizers.fused import skips_in_kernel
@@ -108,7 +108,7 @@ class ManagedOptimizer:
         """
         try:
             put_back(self.replaced_state)
-            finish(self.gradients)
+            unscale_delayed(self.gradients)
         finally:
             self._methods.take_out()
 
@@ -146,7 +146,7 @@ class ManagedOptimizer:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             loss = self.session.casts_on(closure, *args, **kwargs)
-            finish(self.gradients)
+            unscale_delayed(self.gradients)
             return loss
 
         return evaluate
@@ -168,7 +168,7 @@ class ManagedOptimizer:
                     "of this optimizer: its gradients are still scaled. Call step() after the "
                     "block."
                 )
-            finish(gradients)
+            unscale_delayed(gradients)
         if gradients.pending_updates:
             make_updates(gradients)
         else:

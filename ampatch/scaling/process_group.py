@@ -30,30 +30,30 @@ def trains_with_others() -> bool:
     return "horovod.torch" in sys.modules
 
 
-class Sharers(NamedTuple):
+class FlagGroups(NamedTuple):
     """The process groups that share the flag of some gradients; whether these are all processes."""
 
     groups: list[Any]
     are_all: bool
 
 
-_NOBODY = Sharers([], are_all=False)
+_NO_GROUPS = FlagGroups([], are_all=False)
 
 
-def sharers(group: Any, grads: list[Tensor]) -> Sharers:
+def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
     """The groups of the gradients' DTensors, by their meshes, and `group`.
 
     A rank has only its shard of a DTensor, and an inf may be in one shard alone.
     """
     if group is None and PLAIN.issuperset(map(type, grads)):
-        return _NOBODY
+        return _NO_GROUPS
     meshes = meshes_of(grads)
     groups = dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))
     sizes = [mesh.size() for mesh in meshes]
     if group is not None:
         groups[group] = None
         sizes.append(torch.distributed.get_world_size(group))
-    return Sharers(list(groups), bool(groups) and world_size() in sizes)
+    return FlagGroups(list(groups), bool(groups) and world_size() in sizes)
 
 
 def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:

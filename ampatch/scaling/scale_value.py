@@ -1,4 +1,4 @@
-"""The rule by which a dynamic loss scale and its count of clean steps move; overflow flags.
+"""How a dynamic loss scale and its growth tracker change with a step; overflow flags.
 
 An overflow flag, `found_inf`, is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where the
 host knows already.
@@ -19,33 +19,33 @@ Flag = Tensor | bool
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
-def moved(scale: Any, clean: Any, overflowed: Any, rule: ScaleSettings) -> tuple[Any, Any]:
-    """The scale and the count of clean steps after one more step; numbers or FP64 tensors.
+def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -> tuple[Any, Any]:
+    """The scale and `tracker`, the count of clean steps, after one more; numbers or FP64 tensors.
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
-    when a gradient has `overflowed` (1 or 0), grow after `growth_interval` clean steps, unless FP32
+    after an overflow (`found_inf`, 1 or 0), grow after `growth_interval` clean steps, unless FP32
     could not hold the new scale.  `update_scale_` is torch's kernel for the same rule.
     """
-    is_clean = 1 - overflowed
-    clean = (clean + 1) * is_clean
-    can_grow = scale * rule.growth_factor <= _LARGEST_FLOAT32
-    grows = is_clean * (clean == rule.growth_interval) * can_grow
-    scale = scale * rule.backoff_factor**overflowed * rule.growth_factor**grows
-    return scale, clean % rule.growth_interval
+    is_clean = 1 - found_inf
+    tracker = (tracker + 1) * is_clean
+    can_grow = scale * settings.growth_factor <= _LARGEST_FLOAT32
+    grows = is_clean * (tracker == settings.growth_interval) * can_grow
+    scale = scale * settings.backoff_factor**found_inf * settings.growth_factor**grows
+    return scale, tracker % settings.growth_interval
 
 
-def move_(scale: Tensor, clean: Tensor, found_inf: Flag, rule: ScaleSettings) -> None:
-    """`moved` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
+def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSettings) -> None:
+    """`updated` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)
     if update_scale_ is None:
-        new_scale, new_clean = moved(scale.double(), clean, found_inf.double(), rule)
+        new_scale, new_tracker = updated(scale.double(), tracker, found_inf.double(), settings)
         scale.copy_(new_scale)
-        clean.copy_(new_clean)
+        tracker.copy_(new_tracker)
     else:
-        factors = rule.growth_factor, rule.backoff_factor
-        update_scale_(scale, clean, found_inf, *factors, rule.growth_interval)
+        factors = settings.growth_factor, settings.backoff_factor
+        update_scale_(scale, tracker, found_inf, *factors, settings.growth_interval)
 
 
 def either(first: Flag, second: Flag) -> Flag:

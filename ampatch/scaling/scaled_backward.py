@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .delayed import leave_scaled, settle, update
+from .delayed import leave_scaled, unscale_at_other_scale, update
 from .gradients import Block, Gradients, ScaledGradients, Snapshot, State, unscalers_among
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
@@ -143,8 +143,8 @@ class ScaledBackward:
         try:
             for gradients in self._gradients:
                 if gradients.state is State.SCALED:
-                    settle(gradients, self._scaler)
-                gradients.gather()
+                    unscale_at_other_scale(gradients, self._scaler)
+                gradients.before_block()
             earlier = [gradients.with_gradients() for gradients in self._gradients]
             unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
@@ -216,7 +216,7 @@ class ScaledBackward:
         if self._passes is not None:
             self._passes.count += 1
 
-    def check_once(self, through: list[ScaledBackward]) -> None:
+    def check_scaled_once(self, through: list[ScaledBackward]) -> None:
         """Raise `AmpatchError` if the pass from this scaled loss came through others, too."""
         if any(float(other.scale) != 1.0 for other in through):
             raise AmpatchError(_TWICE % self._names())
@@ -298,7 +298,7 @@ def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
     for before in snapshots:
         block = before.block
         if root is block.scaled_loss:
-            block.check_once([other for other in through if other is not block])
+            block.check_scaled_once([other for other in through if other is not block])
         if block not in through and block.has_new_since(before):
             block.check_scale(through)
 
@@ -307,10 +307,8 @@ def with_sharers(
     optimizers: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
     """`optimizers` and all that share a tensor with them, directly or through others."""
-    sharers, rest = (
-        list(optimizers),
-        [optimizer for optimizer in everyone if optimizer not in optimizers],
-    )
+    sharers = list(optimizers)
+    rest = [optimizer for optimizer in everyone if optimizer not in optimizers]
     new = sharers if rest else []
     while new:
         reached = {id(param) for optimizer in new for param in optimizer.parameters()}

@@ -20,7 +20,7 @@ from .gradients import Gradients
 from .unscaling import values
 
 _SHOWN = 5  # parameters named
-_EACH = 10  # skips in a row from which not each one has a line
+_STREAK = 10  # skips in a row; from here on not each one is logged
 _LEFT_OVER = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
@@ -41,17 +41,17 @@ class StepCounter:
     def __init__(self) -> None:
         self._taken = self._skipped = self._in_a_row = 0  # until a device counts
         self._on_device: Tensor | None = None  # all steps, the skipped ones, those in a row
-        self._numbers: list[Tensor] = []  # its three elements
+        self._elements: list[Tensor] = []  # its three elements
         self._copy: LateCopy | None = None
-        self._unseen = 0  # steps since the last copy
-        self._told = 0  # skipped steps in all news so far
+        self._since_copy = 0  # steps since the last copy
+        self._reported = 0  # of the skipped steps, how many `unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
         """Count a step.  A 0-dim tensor, not 0 for a skipped step, is not waited for."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
         elif self._on_device is not None:
-            self._record_on_device(torch.full_like(self._numbers[0], float(skipped)))
+            self._record_on_device(torch.full_like(self._elements[0], float(skipped)))
         elif skipped:
             self._skipped += 1
             self._in_a_row += 1
@@ -62,14 +62,14 @@ class StepCounter:
     def _record_on_device(self, skipped: Tensor) -> None:
         if self._on_device is None:
             self._on_device = skipped.new_empty(3)
-            self._numbers = list(self._on_device.unbind())
-            numbers = (self._taken + self._skipped, self._skipped, self._in_a_row)
-            for element, number in zip(self._numbers, numbers, strict=True):
-                element.fill_(float(number))
-        steps, left_out, run_length = self._numbers
+            self._elements = list(self._on_device.unbind())
+            counts = (self._taken + self._skipped, self._skipped, self._in_a_row)
+            for element, count in zip(self._elements, counts, strict=True):
+                element.fill_(float(count))
+        steps, skips, in_a_row = self._elements
         skipped = skipped.to(steps.device)
-        foreach.add_([steps, left_out], [torch.ones_like(skipped), skipped])
-        torch.addcmul(skipped, run_length, skipped, out=run_length)  # one more than before, or 0
+        foreach.add_([steps, skips], [torch.ones_like(skipped), skipped])
+        torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # one more than before, or 0
 
     def read(self) -> StepCounts:
         """The counts.  Waits for the device if it has them."""
@@ -77,26 +77,26 @@ class StepCounter:
             return StepCounts(self._taken, self._skipped, self._in_a_row)
         return _counts(self._on_device.tolist())
 
-    def news(self, limit: int) -> tuple[StepCounts, int] | None:
-        """The counts, and how many of the skipped steps are new since the last news.
+    def unreported(self, limit: int) -> tuple[StepCounts, int] | None:
+        """The counts, and how many of the skipped steps are new since the last call.
 
         None where none is new, or where the host would have to wait: counts of a device are copied
         every `limit // 4` steps, and read once they have arrived.
         """
-        if self._on_device is None and self._skipped == self._told:
+        if self._on_device is None and self._skipped == self._reported:
             return None
-        counts = self.read() if self._on_device is None else self._arrived(self._on_device, limit)
-        if counts is None or counts.skipped == self._told:
+        counts = self.read() if self._on_device is None else self._read_copy(self._on_device, limit)
+        if counts is None or counts.skipped == self._reported:
             return None
-        new, self._told = counts.skipped - self._told, counts.skipped
+        new, self._reported = counts.skipped - self._reported, counts.skipped
         return counts, new
 
-    def _arrived(self, on_device: Tensor, limit: int) -> StepCounts | None:
-        self._unseen += 1
+    def _read_copy(self, on_device: Tensor, limit: int) -> StepCounts | None:
+        self._since_copy += 1
         if is_captured(on_device):
             return None
-        if self._copy is None and self._unseen >= limit // 4:
-            self._copy, self._unseen = LateCopy(on_device), 0
+        if self._copy is None and self._since_copy >= limit // 4:
+            self._copy, self._since_copy = LateCopy(on_device), 0
         if self._copy is None or (numbers := self._copy.value()) is None:
             return None
         self._copy = None
@@ -104,11 +104,11 @@ class StepCounter:
 
 
 def _counts(numbers: list[float]) -> StepCounts:
-    steps, skipped, run_length = map(int, numbers)
-    return StepCounts(steps - skipped, skipped, run_length)
+    steps, skipped, in_a_row = map(int, numbers)
+    return StepCounts(steps - skipped, skipped, in_a_row)
 
 
-class SessionFacts(Protocol):
+class SessionView(Protocol):
     """What reports ask of the session."""
 
     max_skips: int  # in a row, until they are an error
@@ -142,17 +142,17 @@ class StepReports:
         """Record the dtypes that parameters have now."""
         self._newly_half()
 
-    def after_step(self, known: SessionFacts) -> None:
+    def after_step(self, session: SessionView) -> None:
         """Log the messages about the step that has ended."""
-        if (news := self._counter.news(known.max_skips)) is not None:
-            self._log_skipped(*news, known)
-        if not (self._gradients.had_block or self._has_warned) and known.wants_blocks:
+        if (news := self._counter.unreported(session.max_skips)) is not None:
+            self._log_skipped(*news, session)
+        if not (self._gradients.had_block or self._has_warned) and session.wants_blocks:
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...
-            self._warn_of_new_half(known)
+            self._warn_of_new_half(session)
 
-    def _log_skipped(self, counts: StepCounts, new: int, known: SessionFacts) -> None:
+    def _log_skipped(self, counts: StepCounts, new: int, session: SessionView) -> None:
         """Log that `new` more steps were skipped; from ten in a row on, one line per doubling.
 
         An error about many in a row waits for the device.  A loss on a device is read only after
@@ -160,41 +160,41 @@ class StepReports:
         """
         streak = counts.skipped_in_a_row
         is_left_over = streak > 1 and self._gradients.is_left_over()
-        words = "a step" if new == 1 else f"{new} steps"
-        if streak >= _EACH:
-            words = f"{streak} steps in a row"
+        steps = "a step" if new == 1 else f"{new} steps"
+        if streak >= _STREAK:
+            steps = f"{streak} steps in a row"
         before = max(0, streak - new)
-        if streak < _EACH or (streak // _EACH).bit_length() > (before // _EACH).bit_length():
+        if streak < _STREAK or (streak // _STREAK).bit_length() > (before // _STREAK).bit_length():
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
-                *(self._name, words, counts.skipped, counts.taken + counts.skipped),
+                *(self._name, steps, counts.skipped, counts.taken + counts.skipped),
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
-        loss = None if self._has_warned_of_loss else known.last_loss()
-        if loss is not None and (loss.is_cpu or streak >= _EACH) and _is_not_finite(loss):
+        loss = None if self._has_warned_of_loss else session.last_loss()
+        if loss is not None and (loss.is_cpu or streak >= _STREAK) and _is_not_finite(loss):
             self._has_warned_of_loss = True
             logger.warning(
                 "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
                 "scale cures it. To see where: ampatch run --debug SCRIPT, or "
                 "ampatch.debug(model)."
             )
-        if streak >= known.max_skips > streak - new and is_left_over:
+        if streak >= session.max_skips > streak - new and is_left_over:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
-                *(streak, self._name, _LEFT_OVER, self._offenders(known.names())),
+                *(streak, self._name, _LEFT_OVER, self._nonfinite_grads(session.names())),
             )
-        elif streak >= known.max_skips > streak - new:
+        elif streak >= session.max_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
                 "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
-                *(streak, self._name, self._offenders(known.names())),
+                *(streak, self._name, self._nonfinite_grads(session.names())),
             )
 
-    def _offenders(self, names: dict[int, str]) -> str:
+    def _nonfinite_grads(self, names: dict[int, str]) -> str:
         bad = [
             names.get(id(param), path)
             for path, param in self._params_with_paths()
@@ -222,11 +222,11 @@ class StepReports:
             self._name,
         )
 
-    def _warn_of_new_half(self, known: SessionFacts) -> None:
+    def _warn_of_new_half(self, session: SessionView) -> None:
         """Name parameters that have become half since `initialize`, and not by a level."""
         if not (params := self._newly_half()):
             return
-        names, converted = known.names(), known.converted()
+        names, converted = session.names(), session.converted()
         for path, param in params:
             if id(param) not in converted:
                 logger.warning(

@@ -36,7 +36,7 @@ __all__ = [
     "PatchSet",
     "Scaler",
     "Session",
-    "drop_findings",
+    "drop_pending_updates",
     "edit_tables",
     "evaluates_first",
     "in_step",
@@ -131,9 +131,9 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
     return managed
 
 
-def drop_findings(session: Session, scaler: Scaler) -> None:
-    """`delayed.drop_findings` for the session's optimizers: the script decides about steps."""
-    delayed.drop_findings(scaler, [optimizer.gradients for optimizer in session.optimizers])
+def drop_pending_updates(session: Session, scaler: Scaler) -> None:
+    """`delayed.drop_pending_updates` for the optimizers of a session."""
+    delayed.drop_pending_updates(scaler, [optimizer.gradients for optimizer in session.optimizers])
 
 
 # Casting

@@ -42,8 +42,8 @@ def _arguments(session: Any) -> str:
     has = session.properties
     usual = vars(level(has.opt_level, has.dtype)) | {"opt_level": None, "dtype": None}
     shown = {name: value for name, value in vars(has).items() if value != usual[name]}
-    rules = [*session.rules.modules, *session.rules.functions.items()]
-    shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in rules}
+    overrides = [*session.overrides.modules, *session.overrides.functions.items()]
+    shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
     shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]
     return ", ".join(f"{name}={value}" for name, value in shown.items() if name not in _OWN)
 

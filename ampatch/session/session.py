@@ -56,11 +56,11 @@ class Session:
         self,
         properties: Properties,
         *,
-        rules: Overrides | None = None,
+        overrides: Overrides | None = None,
         process_group: Any = None,
         has_apex_tables: bool = False,
     ) -> None:
-        self.rules = rules or Overrides([], {})
+        self.overrides = overrides or Overrides([], {})
         self.properties = properties
         self.model_entries: Entries[ManagedModel] = {}
         self.optimizer_entries: Entries[ManagedOptimizer] = {}
@@ -79,19 +79,19 @@ class Session:
         self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
-        self._was_given = False
-        self.last_loss: Callable[[], Tensor | None] = lambda: None  # if it is still there
+        self._had_members = False
+        self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def _functions(self) -> dict[Any, Choose]:
         """The rules by which this session replaces rows of the tables, by function."""
         installation, rules = registry.installation, {}
         if self.has_apex_tables and self.properties.patch_torch_functions:
             rules = installation.apex_functions(registry.table_edits)
-        for function, precision in self.rules.functions.items():
+        for function, precision in self.overrides.functions.items():
             rules[installation.replacements.original(function)] = OVERRIDES[precision]
         return rules
 
-    # What it manages
+    # Members
 
     @property
     def models(self) -> list[ManagedModel]:
@@ -109,7 +109,7 @@ class Session:
             for ref in list(entries.values()):
                 if ref() is not None:
                     return True
-        return not self._was_given or self.is_empty()
+        return not self._had_members or self.is_empty()
 
     def has_losses(self) -> bool:
         """Whether the session has optimizers whose losses it scales; a handle gets some later."""
@@ -119,7 +119,7 @@ class Session:
 
     def is_empty(self) -> bool:
         """Whether every model and optimizer was released again; collected ones were not."""
-        return self._was_given and not any(self._entries)
+        return self._had_members and not any(self._entries)
 
     def _join(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
@@ -131,7 +131,7 @@ class Session:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
 
-    # Put in, take out
+    # Open and close
 
     def open(
         self,
@@ -143,7 +143,7 @@ class Session:
         if not models:
             self.policies.cast_everywhere()
         try:
-            self._put_in(models, optimizers)
+            self._manage_all(models, optimizers)
             self.is_open = True
             registry.add(self)
             notify()
@@ -155,7 +155,7 @@ class Session:
     def add(self, models: list[nn.Module], optimizers: list[Any]) -> None:
         """Manage more models and optimizers; on an exception none of them."""
         try:
-            self._put_in(models, optimizers)
+            self._manage_all(models, optimizers)
             self._fit_optimizers()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
@@ -165,13 +165,13 @@ class Session:
             raise
         registry.refresh()
 
-    def _put_in(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        self._was_given |= bool(optimizers)
+    def _manage_all(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        self._had_members |= bool(optimizers)
         if not self.properties.enabled:  # models alone wait for their optimizers
             for optimizer in optimizers:
                 self._join(self.unmanaged_entries, optimizer, optimizer)
             return
-        self._was_given |= bool(models)
+        self._had_members |= bool(models)
         for model in models:
             self._manage_model(model)
         for optimizer in optimizers:
@@ -235,7 +235,8 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        overridden, stays_float = module_overrides.precisions(model, self.rules.modules, properties)
+        for_modules = self.overrides.modules
+        overridden, stays_float = module_overrides.precisions(model, for_modules, properties)
         managed = ManagedModel(
             model,
             properties,
@@ -367,7 +368,7 @@ class Session:
         if self.observers.all:
             self.observers.notify("on_step", managed.optimizer, managed.skipped)
 
-    # Taken over
+    # After a failed `taken_over`
 
     def restore(
         self,

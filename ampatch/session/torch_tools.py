@@ -26,7 +26,7 @@ from ..interop import (
 from ..models import own_frame
 from ..models.half_copy_swaps import parameter_behind, record_values
 from ..models.managed_model import ManagedModel
-from ..scaling.delayed import ready, skip_together
+from ..scaling.delayed import skip_together, unscale_to_clip
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import pass_begins
 from ..torch_private import dynamo
@@ -94,7 +94,7 @@ class TorchTools:
         members, state = self._members, self._members.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
-            *clip_grad.replacements(self._ready_gradients, self._forget_overflow),
+            *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
             # ranks compare settings and scales
             *ddp.at_wrapping(
                 lambda model, group: ranks.compare(members.sessions_of(model), model, group),
@@ -164,11 +164,11 @@ class TorchTools:
             if managed.statistics is not None:
                 managed.statistics.loaded(module)
 
-    def _ready_gradients(self, tensors: list[Tensor], by_norm: bool) -> None:
+    def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped, `by_norm` as one."""
         param_ids = {id(tensor) for tensor in tensors}
         managed = [optimizer.gradients for optimizer in self._members.optimizers()]
-        clipped = [gradients for gradients in managed if ready(gradients, param_ids)]
+        clipped = [gradients for gradients in managed if unscale_to_clip(gradients, param_ids)]
         if by_norm:
             skip_together(clipped)
 

@@ -21,7 +21,7 @@ def _takes_contexts(name: str) -> bool:
     return function is not None and CONTEXTS in inspect.signature(function).parameters
 
 
-_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # asked before anything is replaced
+_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # looked up before anything is replaced
 
 
 def no_reentry() -> str | None:
@@ -42,7 +42,7 @@ def index_of_contexts(original: Callable) -> int | None:
 
 
 def _called_in_module() -> set[str]:
-    """The names that functions of torch's module use, without those that only other modules use."""
+    """The names that functions of `torch.utils.checkpoint` use."""
     functions = {
         name: inspect.unwrap(value)
         for name, value in vars(torch.utils.checkpoint).items()

@@ -22,7 +22,7 @@ _data: Any = torch.Tensor.data  # torch's own: sessions replace that of paramete
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor.  Told by what it has, so that the class need not be loaded."""
+    """Whether a tensor is a DTensor.  Looks at its attributes: the class may not be imported."""
     return (
         type(tensor) not in PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
     )

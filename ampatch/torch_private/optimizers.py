@@ -52,8 +52,8 @@ def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
 def bare_step(original: Any, optimizer: Any) -> Callable | None:
     """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
 
-    None where the wrapper is not torch's or has something to do.  Ampatch's own hook does not
-    count: after a step of its optimizers the session itself drops its copies.
+    None if the wrapper is not torch's, or has work to do: a profile, or hooks.  Hooks of ampatch do
+    not count: after a step of its optimizers the session itself drops its half copies.
     """
     function: Any = getattr(original, "__func__", None)
     if (

@@ -119,14 +119,16 @@ def failing(name):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("part", ["uninstall", "finish"])
+@pytest.mark.parametrize("part", ["uninstall", "unscale_delayed"])
 def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch):
     models, optimizers = zip(*[start(level=level) for _ in range(3)], strict=True)
     failed = registry.objects.managed(optimizers[1])
-    if part == "finish":  # of gradients that wait scaled
+    if part == "unscale_delayed":  # of gradients that wait scaled
         fails = {id(failed.gradients): failing(part)}
-        finish = managed_optimizer.finish
-        monkeypatch.setattr(managed_optimizer, part, lambda flow: fails.get(id(flow), finish)(flow))
+        unscale = managed_optimizer.unscale_delayed
+        monkeypatch.setattr(
+            managed_optimizer, part, lambda flow: fails.get(id(flow), unscale)(flow)
+        )
     else:
         monkeypatch.setattr(failed, part, failing(part))
     with pytest.raises(ValueError, match=part):

@@ -216,8 +216,8 @@ def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch
 def earlier_of(plan, runs):
     """The results of a sweep so far, as its directory has them."""
     settings = {**plan.settings(), "kind": dataclasses.asdict(plan.kind)}
-    done, made_of = len(runs), plan.made_of()
-    return Results("train.py", [], "", len(plan.trials), settings, {}, done=done, plan=made_of)
+    done, to_resume = len(runs), plan.to_resume()
+    return Results("train.py", [], "", len(plan.trials), settings, {}, done=done, plan=to_resume)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7])
@@ -249,7 +249,7 @@ def test_what_is_planned_by_default(options, expected, monkeypatch):
     assert {trial.seed for trial in plan.trials} == set(range(expected))
     has_budget = not options or "budget" in options
     assert "budget" not in plan.in_words()  # nothing is known yet
-    assert (plan.made_of()["budget"] is not None) is has_budget
+    assert (plan.to_resume()["budget"] is not None) is has_budget
     if not has_budget:  # an hour's seeds, if they are asked for
         machine.ms = 10000
         assert len({run.trial.seed for run in machine.sweep(plan)}) == expected

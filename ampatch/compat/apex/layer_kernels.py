@@ -27,9 +27,9 @@ def _norm(is_rms: bool, is_mixed: bool, x: Tensor, shape: Any, *rest: Any) -> li
     *affine, eps = rest
     rows = _rows(x, shape)
     mean = rows.mean(1, keepdim=True)
-    away = rows if is_rms else rows - mean
-    invvar = (away.square().mean(1, keepdim=True) + eps).rsqrt()
-    out = away * invvar
+    centered = rows if is_rms else rows - mean
+    invvar = (centered.square().mean(1, keepdim=True) + eps).rsqrt()
+    out = centered * invvar
     for combine, param in zip((torch.mul, torch.add), affine):
         out = combine(out, param.float().reshape(-1))
     out = out.to(affine[0].dtype if is_mixed else x.dtype).view_as(x)
@@ -40,7 +40,7 @@ def _norm(is_rms: bool, is_mixed: bool, x: Tensor, shape: Any, *rest: Any) -> li
 def _norm_backward(is_rms: bool, count: int, grad: Tensor, *rest: Any) -> Any:
     """`(grad, mean, invvar, x, shape, weight, bias, eps)` to the gradients of `x`, weight and bias.
 
-    RMS has no mean; `count`: parameters.  After eps True says that the output is in place of `x`.
+    RMS has no mean; `count`: parameters.  If True follows eps, `x` is the output.
     """
     mean, invvar, x, shape, *rest = (None, *rest) if is_rms else rest
     params, (eps, *is_output) = rest[:count], rest[count:]
@@ -52,9 +52,9 @@ def _norm_backward(is_rms: bool, count: int, grad: Tensor, *rest: Any) -> Any:
         rows = rows if bias is None else rows - bias
         rows = rows / weight.abs().clamp(min=eps).copysign(weight)
     inner = grads if weight is None else grads * weight
-    away = inner - rows * (inner * rows).mean(1, keepdim=True)
-    away = away if is_rms else away - inner.mean(1, keepdim=True)
-    of_x = (away * invvar).to(x.dtype).view_as(x)
+    projected = inner - rows * (inner * rows).mean(1, keepdim=True)
+    projected = projected if is_rms else projected - inner.mean(1, keepdim=True)
+    of_x = (projected * invvar).to(x.dtype).view_as(x)
     sums = ((grads * rows).sum(0), grads.sum(0))
     of_params = [total.to(param.dtype).view_as(param) for total, param in zip(sums, params)]
     return [of_x, *of_params] if count else of_x
@@ -96,5 +96,5 @@ def _softmax_backward(grad: Tensor, output: Tensor, scale: float) -> Tensor:
 
 SOFTMAX = {"forward": partial(_softmax, False), "backward": _softmax_backward}
 CAUSAL_SOFTMAX = {**SOFTMAX, "forward": partial(_softmax, True)}
-# Programs ask how many rows the kernel takes at once, and leave it alone where that does not fit.
+# Programs ask how many rows the kernel takes at once, and do not use it if that does not fit.
 MASKED_SOFTMAX = {**SOFTMAX, "get_batch_per_block": lambda queries, keys, batches, heads: 1}

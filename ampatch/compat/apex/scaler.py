@@ -169,18 +169,18 @@ class LossScaler:
         if not self.dynamic:
             return False
         self._overflow_set = self._has_overflow or bool(self._overflow_buf.item())
-        if self._scaler.has_reacted_unasked:  # the step came before this call
-            self._scaler.has_reacted_unasked = False
+        if self._scaler.was_updated_by_step:  # the step came before this call
+            self._scaler.was_updated_by_step = False
             return self._overflow_set
         if (session := self._session()) is not None:
-            engine.drop_findings(session, self._scaler)
+            engine.drop_pending_updates(session, self._scaler)
         self._scaler.update([self._overflow_set])
         return self._overflow_set
 
     def decide(self, optimizers: Sequence[Any]) -> None:
         """Call the script's own `update_scale`, and skip the next step if it returns True."""
         session: Any = self._session()
-        engine.drop_findings(session, self._scaler)
+        engine.drop_pending_updates(session, self._scaler)
         if self.update_scale():
             for managed in session.optimizers:
                 if any(managed.optimizer is optimizer for optimizer in optimizers):

@@ -167,7 +167,7 @@ class _Watched:
             children.start(False)
             plain = PlainTraining(self.recorder, AUTOCAST)
             plain.start()
-            framework_patches.tell_losses(plain.inside)
+            framework_patches.wrap_backward(plain.inside)
             return
         is_base = case.opt_level == BASE.opt_level
         automatic = script.is_plain and not is_base
@@ -190,7 +190,7 @@ class _Watched:
             if "eps" in dict(case.settings):
                 ampatch.observe(_Eps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
-                framework_patches.bring_in(script.framework)
+                framework_patches.install_integration(script.framework)
             _end_without_initialize()
 
     def _report(self, steps: int, loss: float | None) -> None:

@@ -30,7 +30,7 @@ def measured() -> HalfTypes:
 
 
 def _of_accelerator() -> HalfTypes:
-    """Asked in a process of its own: to ask here would occupy the device during the sweep."""
+    """Timed in a child process: this process would hold memory of the device during the sweep."""
     command = [sys.executable, "-c", _ASK, PACKAGE_ROOT]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:

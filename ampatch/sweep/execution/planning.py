@@ -37,27 +37,27 @@ from ampatch.sweep.trial import BASE, Case, Trial
 
 
 class Plan:
-    """The `cases` and `trials` of a sweep.  One that goes on has what `earlier` had.
+    """The `cases` and `trials` of a sweep.  A resumed one keeps the plan of `earlier`.
 
     Raises `ValueError` for rows that cannot be run.
     """
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
-        self._known = known = {} if earlier is None else {**earlier.settings, **earlier.plan}
+        self._recorded = recorded = {} if earlier is None else {**earlier.settings, **earlier.plan}
         self.kind: Kind = (
-            restored(Kind, known["kind"]) if "kind" in known else options.kind or UNKNOWN
+            restored(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
         )
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
         rows = self._rows()  # what is wrong is said first
         self._minutes = self._budget(rows)
         in_half = any(case.dtype in DTYPES for case in rows)
         is_open = options.dtypes is None and options.rows is None
-        self._half = HalfTypes(known.get("dtypes", ()), *known.get("half_speeds", ({}, {})))
+        self._half = HalfTypes(recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {})))
         if in_half and not self._half.lowest and (is_open or self._minutes is not None):
             self._half = measured()
         if in_half and is_open:
-            self.dtypes = known.get("dtypes") or self._half.fast
+            self.dtypes = recorded.get("dtypes") or self._half.fast
         self._facts: Facts | None = None
         self._ended: Collection[Trial] = ()
         self.wish = self.amounts = self._wish(rows)
@@ -101,8 +101,8 @@ class Plan:
         has_again = any(trial.again for trial in self.trials)
         return left_out(self.wish, self.amounts, has_o3, has_again, answers, complete)
 
-    def way_on(self) -> str:
-        """The options that answer what the plan does not."""
+    def resume_options(self) -> str:
+        """The options of `ampatch sweep` that answer what the plan leaves open; "" for none."""
         if self._facts is None or not self.has_budget or self.amounts.answers_all(self.wish):
             return ""
         return f"--resume --budget {self._facts.minutes(self.cases, self._enough, self._ended)}"
@@ -120,7 +120,7 @@ class Plan:
         return f"Speed of half here, FP32 is 1: {', '.join(each)}." if names else ""
 
     def seconds_left(self, begun: Collection[Trial]) -> float | None:
-        """What the trials take that have not begun; None where that is not known."""
+        """The seconds that trials yet to begin will take; None: unknown."""
         if self._facts is None or self._options.side_by_side:
             return None
         left = (trial for trial in self.trials if trial not in begun)
@@ -172,7 +172,7 @@ class Plan:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed sweep must share of the plan, or have more of."""
+        """The settings that a resumed sweep must have too; of seeds and rounds it may have more."""
         rows = [case.label for case in self.cases]
         named = {} if self._options.rows is not None else {"rows": rows}
         return {
@@ -183,8 +183,8 @@ class Plan:
             "rounds": self.wish.rounds,
         }
 
-    def made_of(self) -> dict[str, Any]:
-        """The options that a resumed sweep takes over where it is given none."""
+    def to_resume(self) -> dict[str, Any]:
+        """What a resumed sweep takes from this plan, unless its own options say otherwise."""
         return {
             "budget": self._minutes,
             "half_speeds": [self._half.lowest, self._half.highest],
@@ -193,8 +193,8 @@ class Plan:
 
     @property
     def has_budget(self) -> bool:
-        """Whether it was made for a budget, now or in the part of the sweep that was before."""
-        return self._minutes is not None or bool(self._known.get("amounts"))
+        """Whether the plan follows a budget: of this call, or of the sweep that it resumes."""
+        return self._minutes is not None or bool(self._recorded.get("amounts"))
 
     def _budget(self, rows: Sequence[Case]) -> float | None:
         """The minutes that the sweep may take; None: any number."""
@@ -208,21 +208,21 @@ class Plan:
             return options.budget
         if options.seeds or options.rounds:
             return None
-        if self._known:
-            return self._known.get("budget")
+        if self._recorded:
+            return self._recorded.get("budget")
         can_compare = BASE in rows and len(rows) > 1
         alone = options.engine == "local" and not options.side_by_side
         return DEFAULT_MINUTES if can_compare and alone else None
 
     def _wish(self, rows: Sequence[Case]) -> Amounts:
         """What is run where there is time for it."""
-        options, known = self._options, self._known
-        if known.get("amounts") and self._minutes is None:  # more of what the budget has left out
-            had = Amounts(**known["amounts"])
+        options, recorded = self._options, self._recorded
+        if recorded.get("amounts") and self._minutes is None:  # more of what a budget left out
+            had = Amounts(**recorded["amounts"])
             return Amounts(options.seeds or had.seeds, options.rounds or had.rounds)
-        rounds = options.rounds or known.get("rounds") or ROUNDS
+        rounds = options.rounds or recorded.get("rounds") or ROUNDS
         usual = 1 if self._minutes is None or len(rows) == 1 else SEEDS
-        return Amounts(options.seeds or known.get("seeds") or usual, rounds)
+        return Amounts(options.seeds or recorded.get("seeds") or usual, rounds)
 
     def _make(self) -> None:
         self.cases = self._rows()

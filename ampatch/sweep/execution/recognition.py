@@ -46,7 +46,7 @@ class Recognition:
         ampatch.observe(self._recorder)
         self._plain.start()
         framework_patches.leave_precision_out(self._off.note)
-        framework_patches.tell_losses(self._plain.inside)
+        framework_patches.wrap_backward(self._plain.inside)
 
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):

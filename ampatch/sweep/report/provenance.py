@@ -1,7 +1,7 @@
 """Where the figures of a report come from, for each kind of file.
 
-The facts stand in `summary.json`; every other file carries them too, so that a table or a
-picture can be traced when it is alone in a paper's folder.
+The facts are in `summary.json`.  Every other file has them too, so that a table or a picture can
+be traced when it is alone in the folder of a paper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ampatch.sweep.report.results import Results
 def facts(results: Results) -> dict[str, str]:
     """Names and values, each on one line: command, git, versions, device, threads, load."""
     of_sweep = {"command": called(results), **results.provenance}
-    known = {
+    named = {
         "command": of_sweep.pop("command"),
         "begun": results.started,
         "runs": f"{results.done} of {results.planned}",
@@ -28,7 +28,7 @@ def facts(results: Results) -> dict[str, str]:
         **results.machine,
         **of_sweep,
     }
-    return {name: " ".join(str(value).split()) for name, value in known.items()}
+    return {name: " ".join(str(value).split()) for name, value in named.items()}
 
 
 def called(results: Results) -> str:

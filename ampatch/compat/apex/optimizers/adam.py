@@ -51,7 +51,7 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """For `multi_tensor_adam`, which does not look at it."""
+        """For scripts that pass it to `multi_tensor_adam`, which ignores it."""
         return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class FusedAdam(Fused, torch.optim.Adam):
     def _update_kernel_support(self) -> None:
         """Only torch's fused kernels read `found_inf`; the code in this class does not.
 
-        It clips gradients that are unscaled, too.
+        Clipping by `max_grad_norm` also needs unscaled gradients.
         """
         if not self._is_plain() or getattr(self, "max_grad_norm", 0.0) > 0:
             self._step_supports_amp_scaling = False
