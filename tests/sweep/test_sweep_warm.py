@@ -121,7 +121,7 @@ def test_what_is_forked_ends_as_it_should_and_so_does_the_server(tmp_path):
     """By a signal, by the sweep at its time limit; and with the sweep the server."""
     options = ["--levels", "O0,O1,O2,O3", "--dtypes", "bfloat16", "--no-autocast", "--rounds", "1"]
     command = ["-m", "ampatch", "sweep", written(tmp_path, ENDS), "--out", "out", *options]
-    ended = python(*command, "--timeout", "18", cwd=tmp_path, timeout=900)
+    ended = python(*command, "--timeout", "30", cwd=tmp_path, timeout=900)
     runs, pids = {}, {}
     for level in ("O0", "O1-bfloat16", "O2-bfloat16", "O3-bfloat16"):
         path = tmp_path / f"out/runs/{level}.seed0.repeat0"
@@ -129,7 +129,7 @@ def test_what_is_forked_ends_as_it_should_and_so_does_the_server(tmp_path):
         printed = path.with_name(path.name + ".log").read_text()
         pids[level] = [*map(int, re.search(r"^(\d+) (\d+)$", printed, re.M).groups())]
     assert [run["exit_code"] for run in runs.values()] == [0, -9, 143, 0], ended.stderr
-    assert runs["O2-bfloat16"]["ended_by"] == "timed out: after 18 s"
+    assert runs["O2-bfloat16"]["ended_by"] == "timed out: after 30 s"
     assert runs["O2-bfloat16"]["measured"]["losses"]["0"]["values"]
     forked = [pids[level] for level in ("O1-bfloat16", "O2-bfloat16", "O3-bfloat16")]
     [server] = {parent for _, parent in forked}
