@@ -121,7 +121,7 @@ def by_a_forward_of_the_scripts(model, hidden):
 
 
 def by_a_sparse_function(model, hidden):
-    return F.embedding(IDS, model.embed.weight, sparse=True)
+    return hidden + F.embedding(IDS, model.embed.weight, sparse=True)
 
 
 class Projected(nn.Embedding):
