@@ -61,7 +61,7 @@ def register_half_function(module: Owner, name: str | None = None) -> None:
 
     Raises:
         AttributeError: the module lacks the name.
-        TypeError: `half_function` would refuse the object, or there is no module.
+        TypeError: `half_function` accepts no such object, or `module` is neither module nor class.
         ValueError: a single string has no dot, or its module cannot be imported.
     """
     registry.register(module, name, Rule.HALF)
@@ -78,7 +78,7 @@ def register_promote_function(module: Owner, name: str | None = None) -> None:
 
 
 def unregister_function(module: Owner, name: str | None = None) -> None:
-    """Undo a `register_*_function`, which `deactivate` does not undo.
+    """Undo a `register_*_function`.  (`deactivate` keeps registrations.)
 
     Name the function as in `register_half_function`.  It is no longer cast, in this session and in
     later ones.  Raises `ValueError` if it is not registered.
@@ -102,10 +102,14 @@ def disable_casts() -> PolicyContext:
 
 
 def precision(dtype: Precision) -> PolicyContext:
-    """Context manager and decorator: every listed function casts to `"float"` or `"half"`.
+    """Context manager and decorator: all functions of the op tables cast to one dtype.
 
-    It belongs to its thread and holds in managed models, like `disable_casts`.  Without an open
-    session that casts it does nothing.  Raises `ValueError` for any other `dtype`.
+        with ampatch.precision("float"):
+            loss = criterion(model(inputs), targets)
+
+    `dtype` is `"float"` (FP32) or `"half"`.  Like `disable_casts`, the block belongs to its thread,
+    and holds in managed models that are called inside.  If no open session casts, it does nothing.
+    Raises `ValueError` for any other `dtype`.
     """
     call = f"ampatch.precision({dtype!r})"
     word(call, dtype, PRECISIONS)

@@ -127,10 +127,10 @@ def initialize(
         dtype: the half dtype: `torch.float16`, `torch.bfloat16`, or a name (`"float16"`, `"fp16"`,
             `"half"`, `"bfloat16"`, `"bf16"`).
         overrides: precision by module path (globs), module class or function:
-            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.  At O2 and O3 an
-            overridden module takes and returns the dtype of the code around it, and a function can
-            be "float" only: it computes in FP32 internally and returns its usual dtype.  At O0
-            overrides do nothing.  May be the path of a JSON file, as `ampatch tune` writes it.
+            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.  At O2 and O3 a
+            function can be "float" only: it computes in FP32 internally and returns its usual
+            dtype; a module takes and returns the dtype of the code around it.  At O0 overrides do
+            nothing.  The path of a JSON file works too; `ampatch tune` writes one.
         init_scale: the first dynamic loss scale.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
         growth_factor: factor of growth, above 1.

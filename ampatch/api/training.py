@@ -47,19 +47,20 @@ def scale_loss(
 
     Under a static scale of 1 (bfloat16) the block yields the loss and does nothing else.
 
-    If the block raises, the earlier gradients are restored and a message is logged.  Gradients that
-    `delay_unscale` left scaled keep what this block has added.
+    If the block raises, gradients are restored as they were before it, and a message is logged.
+    Exception: what the block has added to gradients that `delay_unscale` left scaled stays there.
 
     Args:
         loss: floating tensor, usually 0-dim.  The block yields it scaled, in FP32; under a static
             scale of 1 unchanged.
         optimizers: an optimizer, or a list or tuple: those whose parameters the loss reaches.
-            Wrappers that have it as `.optimizer` and share its `param_groups` work too
+            Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
             (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
-        delay_overflow_check: update the loss scale only with the next overflow check.
+        delay_overflow_check: update the loss scale when the optimizer steps, not at the end of the
+            block.
 
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
@@ -153,9 +154,9 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
     """Restore the loss scalers of one session; `of` is as in `state_dict`.
 
     `state` comes from `state_dict`, from an apex checkpoint, or from
-    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  Not loaded, with a
-    message: entries without a loss scaler, and a dynamic scale for a static scaler or the other
-    way round.  Scalers without an entry do not change.
+    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  An entry is
+    not loaded, and a message says so, if there is no loss scaler for it, or if one of the two is
+    dynamic and the other static.  Scalers without an entry do not change.
 
     Raises:
         TypeError, ValueError: the entries are wrong, or none belongs to a loss scaler.  Nothing
@@ -182,9 +183,9 @@ def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
 def loss_scale(loss_id: int = 0) -> float:
     """The current loss scale of the last session that has an optimizer.  Waits for the device.
 
-    If no session has an optimizer, of the session opened last; this holds for all functions of the
-    loss scale.  With `enabled=False` it is 1.  Raises `TypeError` or `ValueError` for a wrong
-    `loss_id`, `AmpatchError` if no session is open.
+    If no session has an optimizer, it is that of the session opened last.  All functions of the
+    loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.  Raises
+    `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
     """
     session = registry.latest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
@@ -266,8 +267,9 @@ def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
     Counted since `initialize`; a step with a closure is one step.  Steps in replays of a CUDA graph
-    count too.  With `enabled=False` all are 0.  For a fused optimizer it waits for the device.
-    Raises `AmpatchError` for an optimizer that was not given to `initialize`.
+    count under a dynamic loss scale only.  With `enabled=False` all are 0.  Waits for the device if
+    the optimizer is fused.  Raises `AmpatchError` for an optimizer that was not given to
+    `initialize`.
     """
     managed = _managed(optimizer, "step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

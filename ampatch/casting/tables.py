@@ -119,7 +119,7 @@ _SERIES = "It sums powers of a matrix, which soon overflow FP16."
 _READ_OFTEN = (
     "On the CPU PyTorch sums in half the gradients of an element that is read several times."
 )
-_ADDED_INTO = "On the CPU PyTorch sums in half what goes to one element."
+_ADDED_INTO = "On the CPU PyTorch sums in half the values that go to the same element."
 _MATRICES = "On the CPU PyTorch sums the products of the batch in half, one by one."
 _OUTPUTS = "On the CPU PyTorch sums the gradients of all outputs in half, one by one."
 _WINDOWS = "On the CPU PyTorch sums windows, and elements of several windows, in half."
@@ -345,7 +345,7 @@ EVERY_LEVEL: tuple[Row, ...] = (
         " the gradients of half weights over all rows in half.", only_gradient=True),
     Row("torch", ("batch_norm", "instance_norm"),
         Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "With half weights the CPU keeps the mean of the batch in"
-        " half, and its error reaches every gradient; FP32 statistics raise an error."),
+        " half, which makes every gradient wrong; FP32 statistics raise an error."),
     Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,
         only_gradient=True),
     Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),
@@ -399,7 +399,7 @@ APEX: tuple[Row, ...] = (
     Row("torch.Tensor", ("cpu",), Rule.FLOAT,
         "Tensors moved to the CPU are mostly for metrics, which expect FP32."),
     Row("torch.Tensor", ("__ipow__",), Rule.FLOAT,
-        "As x **= 2 rebinds the name, it can give FP32 where a square overflows FP16."),
+        "A square overflows FP16 from 256 on; x **= 2 assigns to x, so x may become FP32."),
     Row("torch.nn.functional", ("gelu",), Rule.FLOAT,
         "Its tanh form cubes the input, which overflows FP16 from 41 on."),
     Row("torch", ("grid_sampler",), Rule.FLOAT,

@@ -16,8 +16,7 @@ def add_parser(commands: Any) -> None:
         "report",
         help="make a sweep's table, pictures and HTML page again, from stored results",
         description="Prints the table of the sweep in DIR, and writes report.html, plots/, "
-        "summary.csv, .md and .tex anew. Nothing is run; a sweep that was killed "
-        "has its report this way too.",
+        "summary.csv, .md and .tex anew, also after a sweep was killed. Nothing is run.",
     )
     parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
     add_trackers(parser)

@@ -27,8 +27,7 @@ OPTIONS = {
     "--stop-at": {
         "choices": ("unabsorbed", "any"),
         "help": "where --debug stops: at the first inf or NaN that a smaller loss scale would "
-        "not cure, or at any inf or "
-        "NaN (default: unabsorbed)",
+        "not cure, or at any inf or NaN (default: unabsorbed)",
     },
 }
 

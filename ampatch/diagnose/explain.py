@@ -54,8 +54,9 @@ class ModuleUse:
 class CastReport:
     """Counts while it is active; `str` of it is the report so far.
 
-    `functions`, `batches` and `bounces` are `CastWatch`'s; `modules` has a
-    `ModuleUse` for each module by its path.
+    `functions` counts calls and casts by the function's name, `modules` calls and dtypes by the
+    module's path.  `batches` counts weights that were cast together.  `bounces` counts casts
+    to FP32 for one function whose result the next function casts back to half.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

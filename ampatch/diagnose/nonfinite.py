@@ -66,8 +66,8 @@ class Debugger:
 
     `passed_over` holds the first overflow of each step that a smaller loss scale cures;
     `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
-    when the script writes to `.grad`.  `is_logged`: the report is an error on the logger
-    "ampatch".
+    when the script writes to `.grad`.  `is_logged`: whether the report is logged too, as
+    an error on the logger "ampatch".
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def supervised_training_step(
 ) -> Callable[[Engine, Any], Any]:
     """An update function for `Engine`, as `ignite.engine.supervised_training_step_amp` makes one.
 
-    The arguments are those of that function, but for:
+    The arguments are those of that function, except these two:
 
     Args:
         optimizer: one that was given to `ampatch.initialize`.  There is no `scaler`.

@@ -72,7 +72,10 @@ def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
 
 
 def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
-    """The large weights of embeddings with one parameter in one slot; the slots of all others."""
+    """The weights of embeddings with one parameter in one slot; the slots of all others.
+
+    They are large, or get sparse gradients, which the casts of single weights do not take.
+    """
     embeddings = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
     slots_in = Counter(id(slot.container) for slot in slots)
     slots_with = Counter(id(slot.parameter) for slot in slots)
@@ -80,7 +83,11 @@ def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Loo
     for slot in slots:
         embedding = embeddings.get(id(slot.container))
         is_single = slots_in[id(slot.container)] == slots_with[id(slot.parameter)] == 1
-        if embedding is not None and is_single and slot.parameter.numel() >= MANY:
+        if (
+            embedding is not None
+            and is_single
+            and (slot.parameter.numel() >= MANY or embedding.sparse)
+        ):
             lookups.append(Lookup(embedding, slot.name))
         else:
             others.append(slot)

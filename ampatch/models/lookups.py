@@ -85,8 +85,9 @@ class Lookup(dict):
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             if self.copy_made is None:
+                own_node = not self.module.sparse  # which takes no sparse gradient
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=True)
+                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
                 self.copy_made = copy

@@ -123,9 +123,10 @@ def _signature(node: Definition, path: str, is_method: bool) -> str:
 
 
 def _fields(node: Definition) -> dict[str, str]:
-    """The annotated names of a class, with their types."""
-    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-    return {ast.unparse(one.target): ast.unparse(one.annotation) for one in fields}
+    """The public annotated names of a class, with their types."""
+    fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+    types = {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+    return {name: kind for name, kind in types.items() if not name.startswith("_")}
 
 
 def _is_error(node: ast.ClassDef) -> bool:

@@ -92,10 +92,10 @@ def test_threads_take_turns():
     assert in_threads(*(partial(train, *pair) for pair in pairs)) == [None] * 4
     end()
     for model, _ in pairs:
-        found = grads(model)
+        added_up = grads(model)
         model.zero_grad()
         model(x).sum().backward()
-        close([10 * p.grad for p in model.parameters()], found, atol=2e-2)
+        close([10 * p.grad for p in model.parameters()], added_up, atol=2e-2)
 
 
 def test_a_pass_waits_for_that_of_another_thread():

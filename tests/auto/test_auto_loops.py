@@ -38,13 +38,13 @@ def gradients_of_what_no_optimizer_has():
     x, y = batch()
     x.requires_grad_()
     double = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    found = []
+    grads_seen = []
     out = left_out(model(x)).float() * double
     for _ in range(2):
         F.mse_loss(out, y.double()).backward(retain_graph=True)
-        found.append([t.grad.clone().float() for t in (x, double)] + grads(left_out))
+        grads_seen.append([t.grad.clone().float() for t in (x, double)] + grads(left_out))
     optimizer.step()
-    return found, weights(model)
+    return grads_seen, weights(model)
 
 
 @loop
@@ -171,7 +171,9 @@ def test_bfloat16_takes_every_hook():
     def hooked():
         model, seen = net(), []
         sgd(model)
-        model[2].register_full_backward_hook(lambda module, given, got: seen.append(got[0].float()))
+        model[2].register_full_backward_hook(
+            lambda module, inputs, outputs: seen.append(outputs[0].float())
+        )
         x, y = batch()
         hidden = model[:2](x)
         hidden.retain_grad()

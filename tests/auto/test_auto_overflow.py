@@ -107,8 +107,8 @@ def test_float16_without_a_scale_would_lose_what_is_kept():
         (model(torch.ones(2, 4)).float().sum() * 1e-8).backward()
         return grads(model)
 
-    expected, found = both(loop, {})
-    close(expected, found, atol=0)
+    expected, kept = both(loop, {})
+    close(expected, kept, atol=0)
     auto.start({"loss_scale": 1.0})
     assert not any(grad.any() for grad in loop())
 

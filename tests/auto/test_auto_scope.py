@@ -54,19 +54,19 @@ def test_data_labels_and_metrics_are_those_of_fp32_to_the_bit():
     expected = whitened()
     auto.start({"dtype": H})
     Net()(X)  # casts have begun, and ended
-    found = whitened()
+    under_auto = whitened()
     end()
-    for one, other in zip(expected, found, strict=True):
-        assert one.dtype is other.dtype and torch.equal(one, other)
+    for tensor, other in zip(expected, under_auto, strict=True):
+        assert tensor.dtype is other.dtype and torch.equal(tensor, other)
 
 
 def test_what_is_cast(session):
     model, weight = Net(), nn.Parameter(torch.ones(16, 4))
-    given = model(X)
-    assert given.dtype is H and (given @ given.T).dtype is H
+    output = model(X)
+    assert output.dtype is H and (output @ output.T).dtype is H
     assert nn.Sequential(Whitening(), model)[0](X).dtype is FP32
-    for one in (weight, weight.t().t(), weight[:, :2], (weight * 2).exp()):
-        assert (X @ one).dtype is H
+    for tensor in (weight, weight.t().t(), weight[:, :2], (weight * 2).exp()):
+        assert (X @ tensor).dtype is H
     with torch.no_grad():
         assert (X @ weight).dtype is (X @ weight[:, :2]).dtype is H
     unit = F.normalize(model(X).float(), dim=1)
@@ -90,11 +90,11 @@ def test_a_forward_that_raises_ends_its_casts(session):
 
 
 def test_threads_and_checkpoints(session):
-    model, found = Net(), []
-    thread = threading.Thread(target=lambda: found.append((model(X).dtype, (X @ X.T).dtype)))
+    model, dtypes = Net(), []
+    thread = threading.Thread(target=lambda: dtypes.append((model(X).dtype, (X @ X.T).dtype)))
     thread.start()
     thread.join()
-    assert found == [(H, FP32)]
+    assert dtypes == [(H, FP32)]
     for reentrant in (True, False):
         x = X.clone().requires_grad_()
         checkpoint(

@@ -40,8 +40,8 @@ def test_o0_is_plain_torch_and_float16_o3_with_adam_diverges(name):
     assert trained == Result(plain_torch(task, 3, 2), skipped=0)
     assert trained != train(task, Row("O0"), seed=4, steps=2), "the seed is without effect"
     if task.uses_adam:
-        found = train(task, Row("O3"), seed=0, steps=3)
-        assert math.isnan(found.metric) and found.diverged_at == 2
+        result = train(task, Row("O3"), seed=0, steps=3)
+        assert math.isnan(result.metric) and result.diverged_at == 2
         assert math.isfinite(train(task, Row("O3", eps=1e-3), seed=0, steps=3).metric)
 
 
@@ -53,9 +53,9 @@ def test_skipped_steps_are_counted(row):
         run = DIABETES.make(seed, eps)
         return replace(run, loss=lambda output, target: 1e37 * F.mse_loss(output.float(), target))
 
-    found = train(replace(DIABETES, make=make), row, seed=0, steps=3)
-    assert (found.skipped, found.diverged_at) == (3, None)
-    assert found.metric == pytest.approx(plain_torch(DIABETES, 0, 0), abs=1e-3)
+    result = train(replace(DIABETES, make=make), row, seed=0, steps=3)
+    assert (result.skipped, result.diverged_at) == (3, None)
+    assert result.metric == pytest.approx(plain_torch(DIABETES, 0, 0), abs=1e-3)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
@@ -65,9 +65,9 @@ def test_welch_is_scipys(shift):
     second = (3 * torch.randn(7, generator=generator) + shift).tolist()
     oracle = ttest_ind(second, first, equal_var=False)
     interval = oracle.confidence_interval()
-    found = welch(second, first)
-    assert found.p == pytest.approx(oracle.pvalue)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    ours = welch(second, first)
+    assert ours.p == pytest.approx(oracle.pvalue)
+    assert (ours.low, ours.high) == pytest.approx((interval.low, interval.high))
     assert welch([1.0, 1.0], [1.0, 1.0]).within_noise
     assert not welch([1.0, 1.0], [2.0, 2.0]).within_noise
 

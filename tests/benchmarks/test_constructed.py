@@ -82,11 +82,11 @@ def trained(problem, level, dtype="float16", **settings):
 @pytest.mark.parametrize("scale", [1.0, 8.0, 128.0, "dynamic"])
 def test_small_gradients_vanish_where_the_formula_says(level, scale):
     """2**-23, halved at each step, reaches 2**-25 after 2; a scale of 2**n lasts n steps longer."""
-    found = trained(GRADIENTS, level, loss_scale=scale)
+    weight = trained(GRADIENTS, level, loss_scale=scale)
     if scale in (128.0, "dynamic"):
-        assert found == trained(GRADIENTS, "O0") == GRADIENTS.exact() == 1 - 2**-8
+        assert weight == trained(GRADIENTS, "O0") == GRADIENTS.exact() == 1 - 2**-8
     else:
-        assert found == 1 - 2 ** -(2 + math.log2(scale)) < GRADIENTS.exact()
+        assert weight == 1 - 2 ** -(2 + math.log2(scale)) < GRADIENTS.exact()
 
 
 @pytest.mark.parametrize("dtype", SPACING)
@@ -97,11 +97,11 @@ def test_small_updates_vanish_without_fp32_weights(level, dtype):
     An error e of the weight becomes (1 - a) * e + a * rounding at each step, so it never exceeds
     the largest rounding.
     """
-    found = trained(UPDATES, level, dtype, loss_scale=1.0)
+    weight = trained(UPDATES, level, dtype, loss_scale=1.0)
     if level == "O3":
-        assert found == UPDATES.start
+        assert weight == UPDATES.start
     else:
-        assert found == pytest.approx(UPDATES.exact(), abs=SPACING[dtype] / 2)
+        assert weight == pytest.approx(UPDATES.exact(), abs=SPACING[dtype] / 2)
     larger = UPDATES._replace(lr=2.0**-6, steps=1)  # 2**-5 is two spacings of float16
     assert trained(larger, "O3", loss_scale=1.0) == larger.exact() == 16 + 2**-5
 
@@ -132,9 +132,9 @@ def test_the_page_has_what_training_gives(heading, problem, fixed):
         level, dtype, settings = settings_of(row[""])
         if level in ("O1", "O2"):
             settings = {**fixed, **settings}
-        found = trained(problem, level, dtype, **settings)
-        apart = (found - problem.target) ** 2 / (problem.start - problem.target) ** 2
-        assert list(row.values())[1:] == [f"{found:.6f}", f"{apart:.1e}"], row
+        weight = trained(problem, level, dtype, **settings)
+        apart = (weight - problem.target) ** 2 / (problem.start - problem.target) ** 2
+        assert list(row.values())[1:] == [f"{weight:.6f}", f"{apart:.1e}"], row
 
 
 def test_adams_eps_is_zero_in_float16():

@@ -67,9 +67,9 @@ def test_what_was_printed_until_the_end_is_written(tmp_path, monkeypatch, capsys
 
 def test_a_speed_up_is_the_references_time_over_the_systems():
     times = {"reference": [1.0, 2.0, 4.0], "twice as fast": [0.5, 1.0, 2.0]}
-    found = measuring.speed_ups(times, "reference")
-    assert found == {"reference": (1, 1, 1), "twice as fast": (2, 2, 2)}
-    assert measuring.told(found["twice as fast"]) == "2.00 (2.00 to 2.00)"
+    ratios = measuring.speed_ups(times, "reference")
+    assert ratios == {"reference": (1, 1, 1), "twice as fast": (2, 2, 2)}
+    assert measuring.told(ratios["twice as fast"]) == "2.00 (2.00 to 2.00)"
 
 
 def moved(name, system, situation):
@@ -102,7 +102,7 @@ def test_o1_does_the_work_of_autocast_and_that_of_fp32(name, situation):
 @pytest.mark.parametrize("part", [None, object()], ids=["none", "built"])
 def test_native_columns_are_there_if_the_part_is_with_a_variable_of_their_own(part, monkeypatch):
     monkeypatch.setattr(systems, "native", SimpleNamespace(part=part))
-    found = systems.with_native(["autocast", "O1"])
-    assert found == ["autocast", "O1"] + (["O1 native"] if part else [])
-    variables = {name: systems.environment(name)["AMPATCH_NATIVE"] for name in found}
-    assert variables == {name: "1" if "native" in name else "0" for name in found}
+    columns = systems.with_native(["autocast", "O1"])
+    assert columns == ["autocast", "O1"] + (["O1 native"] if part else [])
+    variables = {name: systems.environment(name)["AMPATCH_NATIVE"] for name in columns}
+    assert variables == {name: "1" if "native" in name else "0" for name in columns}

@@ -59,11 +59,11 @@ def test_gradients_piped_as_json(script, tmp_path):
     words = "gradients --steps 3 --json --opt-level O2 train.py 10"
     done = python("-m", "ampatch", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)  # nothing of the script's own output
-    assert found["steps"] == 3
+    answer = json.loads(done.stdout)  # nothing of the script's own output
+    assert answer["steps"] == 3
     names = {f"Sequential.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
-    assert set(found["parameters"]) == names
-    assert found["counted"] + found["counts"]["zero"] == 3 * (64 + 8 + 16 + 2)
+    assert set(answer["parameters"]) == names
+    assert answer["counted"] + answer["counts"]["zero"] == 3 * (64 + 8 + 16 + 2)
     assert "step 1" in done.stderr and "done" not in done.stderr
     assert "Ended train.py after 3 optimizer steps" in done.stderr
 
@@ -118,8 +118,8 @@ def test_the_answer_where_a_script_fails_never_steps_or_has_no_ampatch(tmp_path,
 
     write(tmp_path / "plain.py", PLAIN)
     assert json.loads(here("gradients", "--json", "plain.py").stdout)["bins"] == {"0": 18}
-    found = json.loads(here("explain", "--json", "plain.py").stdout)
-    assert found["functions"] == {} and found["modules"]["Linear"]["calls"] == 3
+    answer = json.loads(here("explain", "--json", "plain.py").stdout)
+    assert answer["functions"] == {} and answer["modules"]["Linear"]["calls"] == 3
 
 
 @pytest.mark.parametrize("command", ["explain", "gradients"])
@@ -145,11 +145,11 @@ def test_with_auto_a_plain_script_is_in_half(command, tmp_path):
     words = ("-m", "ampatch", command, "--auto", "--dtype", "bfloat16", "--loss-scale", "64")
     done = python(*words, "--json", "plain.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     if command == "explain":
-        assert found["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 9}
+        assert answer["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 9}
     else:
-        assert found["loss_scale"] == 64.0 and found["steps"] == 3
+        assert answer["loss_scale"] == 64.0 and answer["steps"] == 3
     assert "never called" not in done.stderr
 
 
@@ -175,18 +175,18 @@ def test_debug_of_a_healthy_run(tmp_path, here):
 
 
 @pytest.mark.parametrize(
-    "stop_at, steps, found",
+    "stop_at, steps, told",
     [("unabsorbed", 9, "step 8, in forward: made by aten.log"), ("any", 1, "step 0, in backward")],
 )
 def test_debug_passes_over_what_the_scale_absorbs_and_ends_the_script(
-    stop_at, steps, found, tmp_path, here
+    stop_at, steps, told, tmp_path, here
 ):
     write(tmp_path / "net.py", ABSORBED)
     done = here("run", "--debug", "--stop-at", stop_at, "net.py")
     assert (done.returncode, done.stdout.split()) == (1, [str(step) for step in range(steps)])
     *listed, last = done.stderr.splitlines()
     assert done.stderr.count("First non-finite value") == 1
-    assert found in last and "net.py:" in last
+    assert told in last and "net.py:" in last
     passed = [line.split(":")[0] for line in listed if line.startswith("  step")]
     scales = (f"  step {n}, loss scale {2.0 ** (16 - n):g}" for n in range(steps - 1))
     assert passed == list(scales)[:6]
@@ -196,22 +196,22 @@ def test_doctor_as_json_says_what_the_text_says(monkeypatch, here):
     measure_quickly(monkeypatch)
     monkeypatch.setenv("AMPATCH_DTYPE", "bfloat16")
     monkeypatch.setenv("AMPATCH_OPTLEVEL", "O1")  # misspelt: shown, so that it is seen
-    found = json.loads(here("doctor", "--json").stdout)
-    assert found["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
-    assert found["environment"]["AMPATCH_DTYPE"] == "bfloat16"
-    assert found["environment"]["AMPATCH_OPTLEVEL"] == "O1"
-    speeds = found["speed"]["cpu"]
+    facts = json.loads(here("doctor", "--json").stdout)
+    assert facts["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert facts["environment"]["AMPATCH_DTYPE"] == "bfloat16"
+    assert facts["environment"]["AMPATCH_OPTLEVEL"] == "O1"
+    speeds = facts["speed"]["cpu"]
     assert set(speeds) == {"float32", "float16", "bfloat16"}
     assert set(speeds["bfloat16"]) == {"matmul", "conv2d"}
     assert set(speeds["bfloat16"]["matmul"]) == {"ratio", "low", "high", "verdict"}
-    assert set(found["fast"]["cpu"]) <= {"float16", "bfloat16"}
-    assert found["extras"]["matplotlib"] and found["apex"] == "not installed"
-    assert found["missing_in_torch"] == content.missing()
+    assert set(facts["fast"]["cpu"]) <= {"float16", "bfloat16"}
+    assert facts["extras"]["matplotlib"] and facts["apex"] == "not installed"
+    assert facts["missing_in_torch"] == content.missing()
     lines = here("doctor").stdout.splitlines()
     rows = {line[:22].strip(): line[22:] for line in lines}
     assert rows["torch"].startswith(torch.__version__.partition("+")[0])
     assert rows["AMPATCH_DTYPE"] == "bfloat16" and "  Faster than FP32 on cpu: " in "\n".join(lines)
-    assert rows.keys() >= {*found["extras"], *found["environment"]}
+    assert rows.keys() >= {*facts["extras"], *facts["environment"]}
     timed = [line.split() for line in lines if "matmul" in line]
     assert [line[1] for line in timed] == ["float16", "bfloat16", "float32"]
     assert all(line[-1] in ("faster", "slower", "tie") for line in timed[:2])

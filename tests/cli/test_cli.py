@@ -162,8 +162,8 @@ WRONG = [
     ("sweep train.py --timeout soon", "argument --timeout: invalid float value: 'soon'"),
     ("sweep train.py --timeout -1", "--timeout -1.0: must be above 0"),
     ("sweep train.py --levels O0,O7", "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
-    ("sweep train.py --out train.py/x", "train.py/x: cannot be written: Not a directory"),
-    ("sweep train.py --out train.py", "train.py: cannot be written: File exists"),
+    ("sweep train.py --levels O0 --out train.py/x", "cannot be written: Not a directory"),
+    ("sweep train.py --levels O0 --out train.py", "train.py: cannot be written: File exists"),
     ("sweep train.py --out ''", "--out '': expected the name of a folder"),
     ("tune train.py --opt-level O1 --out=", "--out '': expected the name of a folder"),
     ("sweep train.py --resume --overwrite", "--resume and --overwrite: give one of them"),
@@ -260,10 +260,12 @@ def test_shtab_is_told_where_a_shell_completes_files(monkeypatch):
     added = []
 
     class Parser(argparse.ArgumentParser):
-        def add_argument(self, *names, **given):
-            added.append(super().add_argument(*names, **given))
+        def add_argument(self, *names, **options):
+            added.append(super().add_argument(*names, **options))
             return added[-1]
 
     monkeypatch.setitem(sys.modules, "shtab", types.SimpleNamespace(FILE="files"))
     add_program(Parser())
-    assert [one.dest for one in added if getattr(one, "complete", "") == "files"] == ["script"]
+    assert [action.dest for action in added if getattr(action, "complete", "") == "files"] == [
+        "script"
+    ]

@@ -71,7 +71,7 @@ def test_what_cannot_be_written_is_one_line_and_other_errors_stay(capsys):
 def test_a_command_that_is_ended_says_how_it_goes_on(own, signal, code, said, tmp_path):
     (tmp_path / "train.py").write_text("")
     own = own.split()
-    given = [*own, "--overwrite", "--", "--lr", "1", "--overwrite"]
+    words = [*own, "--overwrite", "--", "--lr", "1", "--overwrite"]
     program = f"""
 import os, signal, sys, time
 from ampatch.cli import main, native_first
@@ -83,8 +83,8 @@ def run(*rest):
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 Sweep.run, native_first.build = run, lambda: None
-sys.orig_argv = ["python", "/v/bin/ampatch", *{given}]
-sys.exit(main.main({given}))
+sys.orig_argv = ["python", "/v/bin/ampatch", *{words}]
+sys.exit(main.main({words}))
 """
     done = python("-c", program, cwd=tmp_path)
     goes_on = (

@@ -130,7 +130,7 @@ def test_a_sweep_builds_before_its_first_trial(tmp_path, monkeypatch, earlier):
 
     monkeypatch.setattr(ampatch.sweep, "Sweep", Sweep)
     monkeypatch.setattr(native_first, "build", lambda: events.append("build"))
-    monkeypatch.setattr("ampatch.cli.sweep.report", lambda *given: 0)
+    monkeypatch.setattr("ampatch.cli.sweep.report", lambda *args: 0)
     assert main.main(["sweep", str(write(tmp_path / "script.py", ""))]) == 0
     assert events == ["trials"] if earlier else ["build", "trials"]
 

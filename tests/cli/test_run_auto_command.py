@@ -86,7 +86,7 @@ DDP = """
         both = [torch.empty(4) for _ in range(world)]
         torch.distributed.all_gather(both, model.module.weight.detach().flatten())
         if rank == 0:
-            print(json.dumps([[one.tolist() for one in both], norm.item(), sorted(seen)]))
+            print(json.dumps([[weight.tolist() for weight in both], norm.item(), sorted(seen)]))
         torch.distributed.destroy_process_group()
 
     if __name__ == "__main__":
@@ -121,17 +121,17 @@ def results(tmp_path_factory):
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
         done = {name: pool.submit(run, folder, *words) for name, (run, *words) in calls.items()}
-        return {name: one.result() for name, one in done.items()}
+        return {name: future.result() for name, future in done.items()}
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_plain_script_trains_in_half(results, half):
-    found, expected = results[half], results["python"]
-    assert found["seen"] == [f"torch.{half}"]
+    in_half, expected = results[half], results["python"]
+    assert in_half["seen"] == [f"torch.{half}"]
     assert expected["losses"][-1] < 0.5 * expected["losses"][0]
-    assert found["losses"][-1] == pytest.approx(expected["losses"][-1], abs=0.1)
+    assert in_half["losses"][-1] == pytest.approx(expected["losses"][-1], abs=0.1)
     if half == "bfloat16":
-        assert found["losses"] == pytest.approx(expected["losses"], abs=0.05)
+        assert in_half["losses"] == pytest.approx(expected["losses"], abs=0.05)
 
 
 @pytest.mark.parametrize("way", ["spawn", "fork"])

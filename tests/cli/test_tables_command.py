@@ -48,13 +48,13 @@ def test_the_document_is_fresh_whatever_the_torch_at_hand(monkeypatch, here):
 
 
 def test_text_and_json_hold_every_row(here):
-    found = json.loads(here("tables", "--format", "json").stdout)
-    shown = {(row["where"], name, row["rule"]) for row in found["rows"] for name in row["names"]}
+    tables = json.loads(here("tables", "--format", "json").stdout)
+    shown = {(row["where"], name, row["rule"]) for row in tables["rows"] for name in row["names"]}
     rows = (*ROWS, *EVERY_LEVEL, *APEX)
     assert shown == {(r.where, name, r.rule.value) for r in rows for name in r.names}
-    assert found["torch"] == torch.__version__
-    assert found["missing"] == content.missing()
-    assert {(entry["where"], entry["name"]) for entry in found["beside"]} == set(content.PARTS)
+    assert tables["torch"] == torch.__version__
+    assert tables["missing"] == content.missing()
+    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(content.PARTS)
     assert set(content.RULES) == set(Rule)  # each has its legend
     text = " ".join(here("tables").stdout.split())
     for row in rows:
@@ -81,8 +81,8 @@ def test_what_is_patched_beside_the_tables_is_named():
 )
 def test_rows_are_asked_for_by_name(arguments, names, here):
     done = here("tables", "--format", "json", *arguments)
-    found = json.loads(done.stdout)["rows"] if names else []
-    assert {f"{row['where']}.{name}" for row in found for name in row["names"]} == names
+    rows = json.loads(done.stdout)["rows"] if names else []
+    assert {f"{row['where']}.{name}" for row in rows for name in row["names"]} == names
     assert done.returncode == (0 if names else 1)
     by_rule = f" with the rule {arguments[-1]!r}" if len(arguments) > 1 else ""
     said = f"No row{by_rule} names {arguments[0]!r}"
@@ -125,19 +125,19 @@ def mixtures(where: str, name: str) -> dict:
             "float, half": [torch.float32, torch.float16],
             "two halves": [torch.float16, torch.bfloat16],
         }
-    made = {}
+    calls = {}
     for kind, cycle in kinds.items():
         cast = list(leaves)
         for index, dtype in zip(floating, itertools.cycle(cycle)):
             cast[index] = leaves[index].to(dtype)
-        made[kind] = tree_unflatten(cast, spec)
+        calls[kind] = tree_unflatten(cast, spec)
     if name == "einsum":
-        made["products of elements"] = ("i,j->ij", [torch.ones(2), torch.ones(2)]), {}
+        calls["products of elements"] = ("i,j->ij", [torch.ones(2), torch.ones(2)]), {}
     if name == "matrix_power":
-        made["a negative power"] = (torch.eye(2), -2), {}
+        calls["a negative power"] = (torch.eye(2), -2), {}
     if name == "sum_to_size":
-        made["its own size"] = (torch.ones(2, 3, dtype=torch.float16), (2, 3)), {}
-    return made
+        calls["its own size"] = (torch.ones(2, 3, dtype=torch.float16), (2, 3)), {}
+    return calls
 
 
 def outcome(where: str, name: str, arguments) -> list | type:
@@ -181,11 +181,11 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
     assert differing == {
         (row.where, name) for row, name in places if differences.from_autocast(row, False)
     }
-    for (where, name, kind), found in theirs.items():  # and as we say
+    for (where, name, kind), autocasts in theirs.items():  # and as we say
         if kind in ("products of elements", "a negative power", "its own size"):
-            assert (found, ours[where, name, kind]) == ([torch.float16], [torch.float32])
-        elif (where, name) in differing and found != ours[where, name, kind]:
-            assert found is RuntimeError and ours[where, name, kind] is not RuntimeError
+            assert (autocasts, ours[where, name, kind]) == ([torch.float16], [torch.float32])
+        elif (where, name) in differing and autocasts != ours[where, name, kind]:
+            assert autocasts is RuntimeError and ours[where, name, kind] is not RuntimeError
 
 
 def test_native_rows_are_none_of_autocasts():

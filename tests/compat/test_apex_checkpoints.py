@@ -37,7 +37,7 @@ def trained():
 def in_fused_layout(state):
     """As `apex.optimizers.FusedAdam` saves: the step count is the group's, not the parameter's."""
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "bias_correction": True}
-    groups = [{**options, "step": 3, "params": one["params"]} for one in state["param_groups"]]
+    groups = [{**options, "step": 3, "params": group["params"]} for group in state["param_groups"]]
     entries = {
         key: {name: entry[name] for name in ("exp_avg", "exp_avg_sq")}
         for key, entry in state["state"].items()
@@ -95,8 +95,8 @@ def test_an_optimizers_state_loads(trained, layout, fused, opt_level):
     reference = adamw(seeded())
     reference.load_state_dict(state)
     kept = BF16 if opt_level == "O3" else torch.float32
-    for found, expected in zip(entries(optimizer), entries(reference), strict=True):
-        assert torch.equal(found, expected if expected.dim() == 0 else expected.to(kept))
+    for entry, expected in zip(entries(optimizer), entries(reference), strict=True):
+        assert torch.equal(entry, expected if expected.dim() == 0 else expected.to(kept))
     truth = model.state_dict() if layout.startswith("fp32") else halves
     for master, name in zip(ampatch.master_params(optimizer), truth, strict=True):
         assert torch.equal(master, truth[name].float().to(kept)), name
@@ -119,9 +119,9 @@ def test_masters_that_were_fewer_than_parameters():
     masters = [torch.full((4, 3), 0.1), torch.full((4,), 0.3)]
     inner = optimizer.state_dict()
     optimizer.load_state_dict({"optimizer_state_dict": inner, "fp32_from_fp16": [masters]})
-    found = list(ampatch.master_params(optimizer))
-    assert torch.equal(found[0], masters[0]) and torch.equal(found[1], masters[1])
-    assert found[0] is model[0].weight and torch.equal(model[1].weight, torch.ones(4))
+    loaded = list(ampatch.master_params(optimizer))
+    assert torch.equal(loaded[0], masters[0]) and torch.equal(loaded[1], masters[1])
+    assert loaded[0] is model[0].weight and torch.equal(model[1].weight, torch.ones(4))
 
 
 @pytest.mark.parametrize(

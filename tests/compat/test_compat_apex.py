@@ -89,7 +89,7 @@ def test_the_stash_on_the_optimizer(amp):
     assert stash.lazy_init_called is True
     assert stash.all_fp16_params == stash.all_fp32_from_fp16_params == []
     ours = zip(stash.all_fp32_from_fp32_params, model.parameters(), strict=True)
-    assert all(one is parameter for one, parameter in ours)  # FP32 in the model
+    assert all(stashed is parameter for stashed, parameter in ours)  # FP32 in the model
     ampatch.deactivate()
     assert not hasattr(optimizer, "_amp_stash")
 

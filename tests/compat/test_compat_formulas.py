@@ -48,8 +48,8 @@ def test_bias_correction_group_by_group():
 
 
 def test_sgd_with_weight_decay_after_momentum():
-    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
-    ours = run(lambda p: optimizers.FusedSGD(p, **given))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
+    ours = run(lambda p: optimizers.FusedSGD(p, **options))
     params = [value.double() for value in START]
     velocity = [torch.zeros_like(p) for p in params]
     for step in range(4):
@@ -168,8 +168,8 @@ NOVOGRAD = {
 
 @pytest.mark.parametrize("options", NOVOGRAD.values(), ids=NOVOGRAD)
 def test_novograd(options):
-    given = {"lr": 0.05, "betas": (0.95, 0.98), "weight_decay": 0.1, **options}
-    ours = run(lambda p: optimizers.FusedNovoGrad(p, **given))
+    settings = {"lr": 0.05, "betas": (0.95, 0.98), "weight_decay": 0.1, **options}
+    ours = run(lambda p: optimizers.FusedNovoGrad(p, **settings))
     close(ours, novograd_formula(0.05, 0.1, **options))
 
 
@@ -178,11 +178,11 @@ def test_larc(clip):
     from apex.parallel import LARC as by_module
 
     lr, decay, trust = 0.4, 0.1, 0.05
-    made = []
+    larcs = []
 
     def make(params):
-        made.append(LARC(torch.optim.SGD(params, lr=lr, weight_decay=decay), trust, clip))
-        return made[0]
+        larcs.append(LARC(torch.optim.SGD(params, lr=lr, weight_decay=decay), trust, clip))
+        return larcs[0]
 
     ours = run(make)
     params = [value.double() for value in START]
@@ -195,7 +195,7 @@ def test_larc(clip):
                 g = (g + decay * params[i]) * rate
             params[i] = params[i] - lr * g
     close(ours, params)
-    assert made[0].param_groups[0]["weight_decay"] == decay
+    assert larcs[0].param_groups[0]["weight_decay"] == decay
     assert isinstance(by_module(torch.optim.SGD(parameters(), lr=0.1)), LARC)
 
 

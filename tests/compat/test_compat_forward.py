@@ -46,8 +46,8 @@ def start(package, level, model=None, **options):
 def test_a_direct_call_is_a_call_of_the_model(amp, level, make, caplog):
     model, optimizer = start(amp, level, make())
     expected = model(X)
-    found = model.forward(X)
-    assert found.dtype is torch.float32 and torch.equal(found, expected)
+    output = model.forward(X)
+    assert output.dtype is torch.float32 and torch.equal(output, expected)
     gradients = []
     for call in (model, model.forward):
         optimizer.zero_grad()
@@ -80,14 +80,6 @@ class Again(Net):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_forward_that_calls_itself(amp, level):
     model, _ = start(amp, level, Again())
-    assert torch.equal(model.forward(X), model(X))
-
-
-def test_after_an_exception_the_next_direct_call_is_whole(amp):
-    model, _ = start(amp, "O2")
-    with pytest.raises(RuntimeError):
-        model.forward(torch.ones(2, 3))
-    assert model.weight.dtype is torch.float32
     assert torch.equal(model.forward(X), model(X))
 
 
@@ -129,16 +121,10 @@ def test_a_forward_that_the_script_puts_around_it_later_runs_once(amp, level):
 
 
 def test_two_models_that_have_exchanged_their_forwards(amp):
-    one, other = (start(amp, "O2", nn.Linear(8, 4))[0] for _ in range(2))
+    first, second = (start(amp, "O2", nn.Linear(8, 4))[0] for _ in range(2))
     with torch.no_grad():
-        other.weight.mul_(2)
-    expected = one(X), other(X)
-    one.forward, other.forward = other.forward, one.forward
-    assert torch.equal(one.forward(X), expected[1]) and torch.equal(other.forward(X), expected[0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_compiled_function_that_calls_the_model(amp, level):
-    model, _ = start(amp, level, nn.Linear(8, 4))
-    compiled = torch.compile(lambda x: model(x) * 1, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(X), model(X))
+        second.weight.mul_(2)
+    expected = first(X), second(X)
+    first.forward, second.forward = second.forward, first.forward
+    assert torch.equal(first.forward(X), expected[1])
+    assert torch.equal(second.forward(X), expected[0])

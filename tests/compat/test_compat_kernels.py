@@ -32,26 +32,26 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(one, other, dtype=torch.float32):
+def close(ours, theirs, dtype=torch.float32):
     size = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    assert one.shape == other.shape
-    torch.testing.assert_close(one.double(), other.double(), rtol=size, atol=size)
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=size, atol=size)
 
 
 # Which modules there are
 
 
-@pytest.mark.parametrize("module", kernels.HERE)
-def test_a_module_has_what_computes_and_no_other_name(module):
-    found = kernel(module)
-    assert found.__spec__.name == module and importlib.util.find_spec(module) is found.__spec__
-    functions, why = kernels.HERE[module]
-    assert why and {*found.__all__} == {*functions, *(MISSING if module == "amp_C" else ())}
-    assert all(getattr(found, name) is functions[name] for name in functions)
-    for name in ("no_such_kernel", *(() if module == "amp_C" else MISSING), "adam_undo"):
-        assert not hasattr(found, name)
+@pytest.mark.parametrize("name", kernels.HERE)
+def test_a_module_has_what_computes_and_no_other_name(name):
+    module = kernel(name)
+    assert module.__spec__.name == name and importlib.util.find_spec(name) is module.__spec__
+    functions, why = kernels.HERE[name]
+    assert why and {*module.__all__} == {*functions, *(MISSING if name == "amp_C" else ())}
+    assert all(getattr(module, key) is functions[key] for key in functions)
+    for other in ("no_such_kernel", *(() if name == "amp_C" else MISSING), "adam_undo"):
+        assert not hasattr(module, other)
         with pytest.raises(ImportError):
-            exec(f"from {module} import {name}")
+            exec(f"from {name} import {other}")
 
 
 @pytest.mark.parametrize("module", kernels.REFUSED)
@@ -81,7 +81,7 @@ def test_a_module_of_the_users_own_with_such_a_name_is_found_whenever_it_comes(
 
 def test_uninstall_takes_the_finders_out():
     compat.uninstall()
-    assert not any(type(one).__module__ == packages.__name__ for one in sys.meta_path)
+    assert not any(type(finder).__module__ == packages.__name__ for finder in sys.meta_path)
     for module in (*kernels.REFUSED, "fused_adam_cuda"):
         with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
             importlib.import_module(module)
@@ -112,17 +112,18 @@ def test_lookups_at_import_as_programs_have_them():
     assert scope["multi_tensor_scale"] is compat.kernels.amp_c.multi_tensor_scale
     with pytest.raises(ImportError):  # guarded by programs: contrib is not here
         exec("from apex.contrib.layer_norm import FastLayerNorm")
-    with pytest.raises(ImportError):
-        exec("from amp_C import no_such_kernel")
 
 
-def test_installed_kernels_are_not_hidden(monkeypatch):
+@pytest.mark.parametrize("name", ["amp_C", "fused_adam_cuda"])
+def test_installed_kernels_stay(name, monkeypatch):
     compat.uninstall()
-    assert "fused_adam_cuda" not in sys.modules
-    installed = types.ModuleType("fused_adam_cuda")
-    monkeypatch.setitem(sys.modules, "fused_adam_cuda", installed)
+    assert name not in sys.modules
+    installed = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, installed)
     compat.install()
-    assert importlib.import_module("fused_adam_cuda") is installed
+    assert importlib.import_module(name) is installed
+    compat.uninstall()
+    assert sys.modules[name] is installed
 
 
 # Adam
@@ -136,43 +137,11 @@ def steps_of_adam(call, dtype=torch.float32, count=4):
     return param, first, second
 
 
-def torchs_adam(kind, rates, decay, corrected=True, count=4):
-    """torch's parameter, with `rates(step)` for lr and eps."""
-    param = torch.nn.Parameter(numbers(3, 4))
-    optimizer = kind([param], weight_decay=decay)
-    for step in range(1, count + 1):
-        param.grad = numbers(3, 4, seed=step)
-        group = optimizer.param_groups[0]
-        group["lr"], group["eps"] = rates(step)
-        optimizer.step()
-    return param.detach()
-
-
-@pytest.mark.parametrize("scale", [1.0, 512.0])
-@pytest.mark.parametrize("corrected", [1, 0])
-def test_fused_adam_cuda_is_torchs_adam(scale, corrected):
-    """apex puts eps beside a root that is not corrected for the bias: torch with a larger eps."""
-    adam, lr, eps = kernel("fused_adam_cuda").adam, 0.05, 1e-3
-    copies = torch.empty(3, 4, dtype=torch.float16)
-
-    def call(param, first, second, grad, step):
-        options = (lr, 0.9, 0.999, eps, scale, step, 1, corrected, 0.0)
-        adam(param, copies, first, second, grad * scale, *options)
-
-    def rates(step):
-        root, first = (1 - 0.999**step) ** 0.5, 1 - 0.9**step
-        return (lr, eps / root) if corrected else (lr * first / root, eps / root)
-
-    ours, *_ = steps_of_adam(call)
-    close(ours, torchs_adam(torch.optim.Adam, rates, 0.0))
-    assert torch.equal(copies, ours.half())
-
-
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("corrected", [1, 0])
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_fused_adam_cuda_follows_its_formula(mode, corrected, grad_dtype):
-    """Modes, weight decay and half gradients; an empty copy, and one that is the weight itself."""
+    """Modes, weight decay, half gradients; a copy that is empty, in half, and the weight itself."""
     lr, beta1, beta2, eps, decay = 0.05, 0.9, 0.99, 1e-2, 0.1
     p = numbers(3, 4).double()
     m, v = torch.zeros_like(p), torch.zeros_like(p)
@@ -182,10 +151,13 @@ def test_fused_adam_cuda_follows_its_formula(mode, corrected, grad_dtype):
         size = lr * ((1 - beta2**step) ** 0.5 / (1 - beta1**step) if corrected else 1)
         p = p - size * (m / ((v + eps).sqrt() if mode == 0 else v.sqrt() + eps) + decay * p)
 
+    half = torch.empty(3, 4, dtype=torch.float16)
+
     def call(param, first, second, grad, step):
-        copied = torch.tensor([]) if step == 1 else param
+        copied = {1: torch.tensor([]), 2: param, 3: half}[step]
         options = (lr, beta1, beta2, eps, 8.0, step, mode, corrected, decay)
         kernel("fused_adam_cuda").adam(param, copied, first, second, grad.to(grad_dtype), *options)
+        assert step < 3 or torch.equal(half, param.half())
 
     for ours, expected in zip(steps_of_adam(call, count=3), (p, m, v), strict=True):
         close(ours, expected)
@@ -195,51 +167,44 @@ def test_fused_adam_cuda_follows_its_formula(mode, corrected, grad_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_multi_tensor_adam_is_torchs(mode, dtype):
     applier = kernel("apex.multi_tensor_apply").multi_tensor_applier
-    kind = torch.optim.AdamW if mode else torch.optim.Adam
+    theirs = torch.nn.Parameter(numbers(3, 4))
+    peer = (torch.optim.AdamW if mode else torch.optim.Adam)([theirs], lr=0.05, weight_decay=0.1)
 
     def call(param, first, second, grad, step):
         lists = [[grad], [param], [first], [second]]
         options = (0.05, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
         applier(kernel("amp_C").multi_tensor_adam, torch.zeros(1), lists, *options)
+        theirs.grad = grad.clone()
+        peer.step()
 
     ours, first, second = steps_of_adam(call, dtype)
     assert ours.dtype is dtype and first.dtype is second.dtype is torch.float32
-    close(ours, torchs_adam(kind, lambda step: (0.05, 1e-8), 0.1), dtype)
+    close(ours, theirs.detach(), dtype)
     kernel("amp_C").multi_tensor_adam(0, None, [[], [], [], []], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0)
 
 
-def fairseqs_adam():
-    """A class over FusedAdam that steps by the kernel, as fairseq's does."""
+def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
+    """As fairseq's."""
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
 
     class OwnAdam(FusedAdam):
         def step(self, closure=None):
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-                lists = [[], [], [], []]
-                for p in group["params"]:
-                    state = self.state[p]
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        state.setdefault(name, torch.zeros_like(p))
-                    tensors = (p.grad.data, p.data, state["exp_avg"], state["exp_avg_sq"])
-                    for held, tensor in zip(lists, tensors, strict=True):
-                        held.append(tensor)
-                options = (group["lr"], *group["betas"], group["eps"], group["step"])
-                options += (self.adam_w_mode, int(group["bias_correction"]), group["weight_decay"])
-                multi_tensor_applier(
-                    self.multi_tensor_adam, self._dummy_overflow_buf, lists, *options
-                )
+            [group] = self.param_groups
+            [param] = group["params"]
+            group["step"] = group.get("step", 0) + 1
+            state = self.state[param]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(param))
+            lists = [[param.grad.data], [param.data], [state["exp_avg"]], [state["exp_avg_sq"]]]
+            options = (group["lr"], *group["betas"], group["eps"], group["step"])
+            options += (self.adam_w_mode, int(group["bias_correction"]), group["weight_decay"])
+            buffer = self._dummy_overflow_buf
+            multi_tensor_applier(self.multi_tensor_adam, buffer, lists, *options)
 
-    assert multi_tensor_applier.available
-    return OwnAdam
-
-
-def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
-    kind = fairseqs_adam()
     theirs, ours = torch.nn.Parameter(numbers(5)), torch.nn.Parameter(numbers(5))
     peer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2)
-    optimizer = kind([ours], lr=0.1, weight_decay=0.2)
+    optimizer = OwnAdam([ours], lr=0.1, weight_decay=0.2)
     assert optimizer._dummy_overflow_buf.tolist() == [0]
     assert optimizer._dummy_overflow_buf.dtype is torch.int32
     for step in range(6):
@@ -248,7 +213,7 @@ def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
         optimizer.step()
         if step == 2:
             saved = copy.deepcopy(optimizer.state_dict())
-            optimizer = kind([ours], lr=0.1, weight_decay=0.2)
+            optimizer = OwnAdam([ours], lr=0.1, weight_decay=0.2)
             optimizer.load_state_dict(saved)
     close(ours.detach(), theirs.detach())
 
@@ -284,18 +249,18 @@ def test_norms_forward_and_backward_are_torchs(sizes, is_rms, is_affine, dtype, 
     close(out, expected.detach(), dtype)
     rows = x.double().reshape(stats[-1].numel(), -1)
     variance = rows.square().mean(1) if is_rms else rows.var(1, unbiased=False)
-    assert all(one.dtype is torch.float32 for one in stats) and len(stats) == 2 - is_rms
+    assert all(stat.dtype is torch.float32 for stat in stats) and len(stats) == 2 - is_rms
     close(stats[-1], (variance + eps).rsqrt())
     if not is_rms:
         close(stats[0], rows.mean(1))
     if has_output:
         stats = stats if is_rms else [None, stats[1]]
     last = (True,) if has_output else ()
-    found = getattr(module, f"{name}backward{end}")(
+    grads = getattr(module, f"{name}backward{end}")(
         grad, *stats, out if has_output else x, shape, *params, eps, *last
     )
-    found = found if is_affine else [found]
-    for ours, theirs in zip(found, wide, strict=True):
+    grads = grads if is_affine else [grads]
+    for ours, theirs in zip(grads, wide, strict=True):
         assert ours.dtype is dtype
         room = 4 if has_output and dtype is not torch.float32 else 1  # the output was rounded
         close(ours / room, theirs.grad / room, dtype)
@@ -325,8 +290,8 @@ def test_a_weight_of_zero_does_not_make_a_memory_efficient_backward_nan():
     weight, bias = torch.tensor([0.0, 1.0, -1.0, 2.0]), torch.zeros(4)
     out, _, invvar = module.forward_affine(x, (4,), weight, bias, 1e-5)
     options = (None, invvar, out, (4,), weight, bias, 1e-5, True)
-    found = module.backward_affine(torch.ones(2, 4), *options)
-    assert all(bool(one.isfinite().all()) for one in found)
+    grads = module.backward_affine(torch.ones(2, 4), *options)
+    assert all(bool(grad.isfinite().all()) for grad in grads)
 
 
 class OwnNorm(torch.autograd.Function):
@@ -403,13 +368,13 @@ def test_softmaxes_are_torchs(dtype, kind):
         scores = scores.masked_fill(mask.bool(), -torch.inf)
     expected = scores.softmax(-1)
     expected.backward(grad.double())
-    given = (mask,) if is_masked else ()
-    out = module.forward(x, *given, scale)
+    masks = (mask,) if is_masked else ()
+    out = module.forward(x, *masks, scale)
     assert out.dtype is dtype
     close(out, expected.detach(), dtype)
-    found = module.backward(grad.clone(), out, scale)
-    assert found.dtype is dtype
-    close(found, wide.grad, dtype)
+    of_input = module.backward(grad.clone(), out, scale)
+    assert of_input.dtype is dtype
+    close(of_input, wide.grad, dtype)
     assert hasattr(module, "get_batch_per_block") == (kind == "_masked")
 
 

@@ -36,8 +36,8 @@ def test_mlp_is_linear_layers_with_an_activation_after_each(name, activation, bi
     mlp(X).sum().backward()
     expected(X).sum().backward()
     assert torch.equal(mlp(X), expected(X))
-    for one, other in zip(mlp.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad) and one.dtype is torch.float32
+    for param, peer in zip(mlp.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param.grad, peer.grad) and param.dtype is torch.float32
 
 
 def test_names_order_and_start_of_the_parameters_of_an_mlp():
@@ -65,10 +65,10 @@ def test_they_compute_in_half_in_a_session(level):
         expected = model(X)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         compat.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        found = model(X)
-        assert not torch.equal(found.float(), expected)
-        torch.testing.assert_close(found.float(), expected, atol=5e-3, rtol=5e-3)
-        with compat.amp.scale_loss(found.float().sum(), optimizer) as scaled:
+        output = model(X)
+        assert not torch.equal(output.float(), expected)
+        torch.testing.assert_close(output.float(), expected, atol=5e-3, rtol=5e-3)
+        with compat.amp.scale_loss(output.float().sum(), optimizer) as scaled:
             scaled.backward()
         assert all(param.grad.any() for param in model.parameters())
         ampatch.deactivate()

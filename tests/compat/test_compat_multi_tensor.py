@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ampatch.compat import apex as compat
 from ampatch.compat.apex.parallel.distributed import flat_dist_call
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,8 +42,8 @@ def test_scale(amp_C, multi_tensor_applier, dtype, out):
     grads, noop = tensors(dtype), flag()
     outs = [torch.empty_like(grad, dtype=out) for grad in grads]
     multi_tensor_applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
-    for grad, made in zip(grads, outs, strict=True):
-        assert torch.equal(made, (grad.float() * (1 / 3)).to(out))
+    for grad, scaled in zip(grads, outs, strict=True):
+        assert torch.equal(scaled, (grad.float() * (1 / 3)).to(out))
     amp_C.multi_tensor_scale(CHUNK, noop, [grads, grads], 2.0)  # in place
     assert torch.equal(grads[1], tensors(dtype)[1] * 2)
     large, small = [torch.tensor([1e6])], [torch.empty(1, dtype=torch.float16)]
@@ -88,21 +85,21 @@ def test_they_are_the_same_within_a_session(amp, amp_C):
     """Functions in the tables do not cast what is in a list."""
     expected = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    found = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
-    assert all(map(torch.equal, found, expected))
+    norms = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
+    assert all(map(torch.equal, norms, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_flatten_and_unflatten(dtype):
     import apex_C
 
-    given = tensors(dtype)
-    given[0] = given[0].t()  # with gaps between its rows
-    flat = apex_C.flatten(given)
-    numbers = [number for one in given for number in one.flatten().tolist()]
+    values = tensors(dtype)
+    values[0] = values[0].t()  # with gaps between its rows
+    flat = apex_C.flatten(values)
+    numbers = [number for value in values for number in value.flatten().tolist()]
     assert flat.dtype is dtype and flat.tolist() == numbers
-    parts = apex_C.unflatten(flat, given)
-    assert all(map(torch.equal, parts, given))
+    parts = apex_C.unflatten(flat, values)
+    assert all(map(torch.equal, parts, values))
     flat.zero_()
     assert not any(part.any() for part in parts)  # they are views, as scripts rely on
 
@@ -117,10 +114,10 @@ def reduced(rank: int) -> dict:
 
 def test_flat_dist_call(ranks):
     """As in apex, what is reduced is averaged."""
-    for found in ranks(reduced):
-        assert [one.unique().tolist() for one in found["averaged"]] == [[1.5], [2.5]]
-        assert found["averaged"][1].dtype is torch.float16
-        assert found["sent"] == [[1.0, 1.0], [1]]
+    for result in ranks(reduced):
+        assert [value.unique().tolist() for value in result["averaged"]] == [[1.5], [2.5]]
+        assert result["averaged"][1].dtype is torch.float16
+        assert result["sent"] == [[1.0, 1.0], [1]]
 
 
 def test_asking_first_says_yes():
@@ -133,15 +130,3 @@ def test_asking_first_says_yes():
     assert MultiTensorApply(8)(lambda *args: args, "flag", ["lists"], 1, 2) == (
         *(8, "flag", ["lists"], 1, 2),
     )
-
-
-def test_installed_kernels_stay(monkeypatch):
-    compat.uninstall()
-    installed = types.ModuleType("amp_C")
-    monkeypatch.setitem(sys.modules, "amp_C", installed)
-    compat.install()
-    assert importlib.import_module("amp_C") is installed
-    compat.uninstall()
-    assert sys.modules["amp_C"] is installed
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("apex_C")

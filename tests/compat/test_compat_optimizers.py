@@ -42,8 +42,8 @@ def test_max_grad_norm_of_the_first_version_clips_each_group():
     optimizer = optimizers.FusedAdam(groups[0], lr=0.1, max_grad_norm=0.5)
     peer = torch.optim.AdamW(groups[1], lr=0.1, weight_decay=0)
     for step in range(3):
-        for one, other, grad in zip(ours, theirs, gradients(step), strict=True):
-            one.grad, other.grad = grad.clone(), grad * min(1, 0.5 / (grad.norm().item() + 1e-6))
+        for own, peers, grad in zip(ours, theirs, gradients(step), strict=True):
+            own.grad, peers.grad = grad.clone(), grad * min(1, 0.5 / (grad.norm().item() + 1e-6))
         optimizer.step(grads=None, scale=1.0)
         peer.step()
     close(ours, theirs)
@@ -172,11 +172,11 @@ def test_apexs_checkpoints_load(name):
     if name == "FusedNovoGrad":  # apex: norms of half tensors, norms of FP32 tensors
         norms = torch.stack([entry.pop("exp_avg_sq") for entry in saved["state"].values()])
         saved["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms]
-    found = copy.deepcopy(saved)
+    before = copy.deepcopy(saved)
     again = [nn.Parameter(param.detach().clone()) for param in params]
     resumed = make(again)
     resumed.load_state_dict(saved)
-    assert str(saved) == str(found)  # the caller's dict is left alone
+    assert str(saved) == str(before)  # the caller's dict is left alone
     advance(optimizer, params, range(3, 6))
     advance(resumed, again, range(3, 6))
     assert all(map(torch.equal, params, again))
@@ -193,9 +193,9 @@ def test_novograd_refuses_norms_it_cannot_place():
 def test_the_lamb_for_mixed_precision_is_lamb_of_fp32_parameters():
     from apex.optimizers import FusedMixedPrecisionLamb
 
-    given = {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 2.0}
-    ours = run(lambda p: FusedMixedPrecisionLamb(p, **given, reduced_precision_dtype=torch.half))
-    close(ours, run(lambda p: optimizers.FusedLAMB(p, **given)))
+    options = {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 2.0}
+    ours = run(lambda p: FusedMixedPrecisionLamb(p, **options, reduced_precision_dtype=torch.half))
+    close(ours, run(lambda p: optimizers.FusedLAMB(p, **options)))
     later = FusedMixedPrecisionLamb(parameters(), 0.05, 7)
     assert later.param_groups[0]["step"] == 7
     with pytest.raises(RuntimeError, match="half parameters.*Use FP32 parameters, and amp.init"):

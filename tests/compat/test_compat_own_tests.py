@@ -36,9 +36,9 @@ def weights(*models):
     return [p.detach().clone() for model in models for p in model.parameters()]
 
 
-def is_close(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), atol=4e-3, rtol=4e-3)
+def is_close(ours, expected):
+    for value, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(value.float(), other.float(), atol=4e-3, rtol=4e-3)
 
 
 SHAPES = {  # models of each optimizer; models of each loss

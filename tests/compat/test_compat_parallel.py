@@ -56,29 +56,29 @@ DDP = {
 
 def reduced(rank: int) -> dict:
     """The gradients of one backward under each way of reducing."""
-    found = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
+    grads = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
              for name, options in DDP.items()}  # fmt: skip
     parallel = DistributedDataParallel(network(rank))
     parallel.disable_allreduce()
-    found["local"] = gradients(parallel, rank)
+    grads["local"] = gradients(parallel, rank)
     half = DistributedDataParallel(network(rank).half(), allreduce_always_fp32=True)
     (half(batch(rank)[0][:1].half()).float().sum() * 40_000).backward()
-    found["half"] = [half.module[2].bias.grad]
+    grads["half"] = [half.module[2].bias.grad]
     model = network(rank)
     reducer = Reducer(model)
     gradients(model, rank)
     reducer.reduce()
-    found["reducer"] = [param.grad for param in model.parameters()]
+    grads["reducer"] = [param.grad for param in model.parameters()]
     values = torch.full((2,), float(rank))
     Reducer([values]).reduce()
-    found["list"] = [values]
+    grads["list"] = [values]
     alone = create_syncbn_process_group(1)
-    found["groups"] = [dist.get_world_size(alone), create_syncbn_process_group(0)]
+    grads["groups"] = [dist.get_world_size(alone), create_syncbn_process_group(0)]
     try:
         create_syncbn_process_group(3)
     except ValueError as error:
-        found["groups"].append(str(error))
-    return found
+        grads["groups"].append(str(error))
+    return grads
 
 
 def trained(rank: int, level: str) -> list[torch.Tensor]:
@@ -188,32 +188,32 @@ def both(ranks) -> list[dict]:
 def test_gradients_are_reduced_as_asked(both, name):
     model = network()  # rank 0's weights, which the broadcast gave to rank 1
     alone = [gradients(model, number) for number in range(RANKS)]
-    for found in both:
-        for grad, one, two in zip(found["reduced"][name], *alone, strict=True):
-            expected = one + two if name == "sum" else (one + two) / 2
+    for of_rank in both:
+        for grad, first, second in zip(of_rank["reduced"][name], *alone, strict=True):
+            expected = first + second if name == "sum" else (first + second) / 2
             torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_gradients_stay_local_while_reduction_is_off_and_wrong_arguments_are_refused(both):
-    for rank, found in enumerate(both):
+    for rank, of_rank in enumerate(both):
         expected = gradients(network(), rank)
-        assert all(map(torch.equal, found["reduced"]["local"], expected))
-        assert found["reduced"]["list"][0].tolist() == [0.5, 0.5]
-        size, everybody, error = found["reduced"]["groups"]
+        assert all(map(torch.equal, of_rank["reduced"]["local"], expected))
+        assert of_rank["reduced"]["list"][0].tolist() == [0.5, 0.5]
+        size, everybody, error = of_rank["reduced"]["groups"]
         assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
     with pytest.raises(ValueError, match="delay_allreduce=True"):
         DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
 def test_half_gradients_do_not_overflow_on_the_way_to_their_mean(both):
-    for found in both:  # 80000 is inf in FP16
-        assert found["reduced"]["half"][0].tolist() == [40_000.0] * 3
+    for of_rank in both:  # 80000 is inf in FP16
+        assert of_rank["reduced"]["half"][0].tolist() == [40_000.0] * 3
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_under_apexs_ddp(both, level):
-    one, two = (found["trained"][level] for found in both)
-    assert all(map(torch.equal, one, two))
+    first, second = (of_rank["trained"][level] for of_rank in both)
+    assert all(map(torch.equal, first, second))
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(5):
@@ -222,7 +222,7 @@ def test_training_under_apexs_ddp(both, level):
             inputs, targets = batch(10 * rank + number)
             (F.cross_entropy(model(inputs), targets) / RANKS).backward()
         optimizer.step()
-    for ours, expected in zip(one, model.parameters(), strict=True):
+    for ours, expected in zip(first, model.parameters(), strict=True):
         torch.testing.assert_close(ours, expected.detach(), atol=5e-3, rtol=2e-2)
 
 
@@ -234,16 +234,16 @@ def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
     output = norm(x)
     (output * weights).sum().backward()
     atol = 2e-2 if name == "half" else 2e-5
-    found = [rank[name] for rank in both]
+    norms = [rank[name] for rank in both]
     for key, expected in {"output": output.detach(), "x": x.grad}.items():
-        whole = torch.cat([one[key] for one in found]).float()
+        whole = torch.cat([of_rank[key] for of_rank in norms]).float()
         torch.testing.assert_close(whole, expected, atol=atol, rtol=1e-2)
-    for one in found:
-        for ours, param in zip(one["params"], norm.parameters(), strict=True):
+    for of_rank in norms:
+        for ours, param in zip(of_rank["params"], norm.parameters(), strict=True):
             torch.testing.assert_close(ours, param.grad, atol=10 * atol, rtol=1e-3)
         running = [norm.running_mean, norm.running_var]
-        torch.testing.assert_close(one["running"], running, atol=atol, rtol=1e-3)
-        assert one["count"] == 1
+        torch.testing.assert_close(of_rank["running"], running, atol=atol, rtol=1e-3)
+        assert of_rank["count"] == 1
 
 
 @pytest.mark.parametrize("name", ["apex's DDP", "torch's DDP"])
@@ -252,17 +252,17 @@ def test_batch_norm_over_the_ranks_in_ddp(both, name):
     output = model(images()[0])
     output.square().mean().backward()
     grads = [param.grad for param in model.parameters()]
-    outputs = torch.cat([found[name]["output"] for found in both])
+    outputs = torch.cat([of_rank[name]["output"] for of_rank in both])
     torch.testing.assert_close(outputs, output.detach(), atol=2e-5, rtol=1e-4)
-    for found in both:
-        torch.testing.assert_close(found[name]["grads"], grads, atol=2e-5, rtol=1e-3)
+    for of_rank in both:
+        torch.testing.assert_close(of_rank[name]["grads"], grads, atol=2e-5, rtol=1e-3)
         running = [model[1].running_mean, model[1].running_var]
-        torch.testing.assert_close(found[name]["running"], running, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(of_rank[name]["running"], running, atol=2e-5, rtol=1e-4)
 
 
 def test_apexs_ddp_sends_no_buffers(both):
     """So that one rank may validate alone; each keeps its own statistics."""
-    for rank, found in enumerate(both):
+    for rank, of_rank in enumerate(both):
         model = small_network()
         own = half_of(rank, images()[0])
         seen = []
@@ -271,8 +271,8 @@ def test_apexs_ddp_sends_no_buffers(both):
             seen.append(model.eval()(own).detach())
             model.train()
         running = [model[1].running_mean, model[1].running_var]
-        torch.testing.assert_close(found["validated"]["running"], running)
-        torch.testing.assert_close(found["validated"]["validated"], seen if rank == 0 else [])
+        torch.testing.assert_close(of_rank["validated"]["running"], running)
+        torch.testing.assert_close(of_rank["validated"]["validated"], seen if rank == 0 else [])
 
 
 # One process

@@ -69,7 +69,7 @@ def by_hand(amp, model, optimizer, buffer) -> bool:
 def test_the_recipe_moves_the_scale_once_a_step(amp, level, bad):
     """The overflow is in the first or in the last micro-batch."""
     model, optimizer = start(amp, level)
-    buffer, found = torch.zeros(1, dtype=torch.int), []
+    buffer, scales = torch.zeros(1, dtype=torch.int), []
     scaler_of(amp)._scale_seq_len = 3
     for step in range(8):
         before = weights(model)
@@ -82,29 +82,50 @@ def test_the_recipe_moves_the_scale_once_a_step(amp, level, bad):
         saved = amp.state_dict()["loss_scaler0"]
         assert saved["loss_scale"] == scaler.loss_scale() == scaler._loss_scale
         assert saved["unskipped"] == scaler._unskipped
-        found.append((scaler.loss_scale() / 2**16, scaler._unskipped))
+        scales.append((scaler.loss_scale() / 2**16, scaler._unskipped))
     #                 clean     clean   overflow, three clean: doubled,       again
-    assert found == [(1, 1), (1, 2), (0.5, 0), (0.5, 1), (0.5, 2), (1, 0), (1, 1), (1, 2)]
+    assert scales == [(1, 1), (1, 2), (0.5, 0), (0.5, 1), (0.5, 2), (1, 0), (1, 1), (1, 2)]
     assert ampatch.step_counts(optimizer) == (7, 0, 0)  # no step was skipped by ours
 
 
-def test_the_step_is_the_scripts_whatever_blocks_have_found(amp):
-    """Who mends gradients says so in the buffer; one that steps all the same, steps."""
-    model, optimizer = start(amp)
-    scaler, before = scaler_of(amp), weights(model)
-    block(amp, model, optimizer, INF, delay_overflow_check=True)
-    for param in model.parameters():
-        param.grad.nan_to_num_(0.5, 0.5, 0.5)
-    scaler._overflow_buf = torch.zeros(1, dtype=torch.int)
-    assert scaler.update_scale() is False
-    optimizer.step()
-    assert moved(model, before) and scaler.loss_scale() == 2.0**16
+INF_DELAYED = {"factor": INF, "delay_overflow_check": True}
+BEFORE_A_STEP = {  # blocks, "mend", "replace", or a buffer's value; its answers; moved; 2**scale
+    "never asked": ([INF_DELAYED], [], False, 15),
+    "asked after a usual block": ([{"factor": INF}, "ask"], [True], False, 14),  # as in apex
+    # who mends gradients says so in the buffer; who steps all the same, steps
+    "mended": ([INF_DELAYED, "mend", 0, "ask"], [False], True, 16),
+    "said to overflow": ([{"delay_overflow_check": True}, 1, "ask"], [True], True, 15),
+    "not asked again": (
+        [INF_DELAYED, "mend", "ask", {"delay_overflow_check": True}], [True], True, 15
+    ),
+    "replaced, and not overruled by a later block": (
+        ["replace", {"factor": INF}, {}], [], False, 15
+    ),
+}  # fmt: skip
 
-    before = weights(model)
-    scaler._overflow_buf.fill_(1)
-    assert scaler.update_scale() is True
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", BEFORE_A_STEP)
+def test_what_decides_a_step(amp, level, name):
+    calls, expected, has_moved, exponent = BEFORE_A_STEP[name]
+    model, optimizer = start(amp, level)
+    scaler, before, answers = scaler_of(amp), weights(model), []
+    own = scaler.update_scale
+    for call in calls:
+        if call == "mend":
+            for param in model.parameters():
+                param.grad.nan_to_num_(0.5, 0.5, 0.5)
+        elif call == "replace":
+            scaler.update_scale = lambda: own()
+        elif call == "ask":
+            answers.append(scaler.update_scale())
+        elif isinstance(call, int):
+            scaler._overflow_buf = torch.full((1,), call, dtype=torch.int)
+        else:
+            block(amp, model, optimizer, **call)
     optimizer.step()
-    assert moved(model, before) and scaler.loss_scale() == 2.0**15
+    assert answers == expected and moved(model, before) is has_moved
+    assert scaler.loss_scale() == 2.0**exponent
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -128,15 +149,6 @@ def test_without_a_buffer_of_its_own_update_scale_knows_what_blocks_found(amp, l
     assert not scaler._has_overflow and scaler._overflow_buf.item() == 0
     scaler._has_overflow = True
     assert scaler.update_scale() is True and scaler.loss_scale() == 2.0**13
-
-
-def test_a_script_that_never_asks_is_looked_after_by_the_step(amp):
-    model, optimizer = start(amp)
-    before = weights(model)
-    block(amp, model, optimizer, INF, delay_overflow_check=True)
-    assert scaler_of(amp).loss_scale() == 2.0**16
-    optimizer.step()
-    assert not moved(model, before) and scaler_of(amp).loss_scale() == 2.0**15
 
 
 def test_usual_blocks_show_their_overflow_until_the_next(amp):
@@ -248,23 +260,23 @@ def test_unscaling_by_hand(amp, kind):
 
         scaler = LossScaler("dynamic")
     assert scaler.has_fused_kernel and scaler.loss_scale() == 2.0**16
-    given = [torch.full((2,), 2.0**17), torch.full((), 2.0**16)]
+    grads = [torch.full((2,), 2.0**17), torch.full((), 2.0**16)]
     out = [torch.empty(2), torch.empty(())]
-    scaler.unscale(given, out, scaler.loss_scale())
-    assert [one.flatten().tolist() for one in out] == [[2.0, 2.0], [1.0]]
-    scaler.unscale(given, out, None, scale_override=2.0)
+    scaler.unscale(grads, out, scaler.loss_scale())
+    assert [grad.flatten().tolist() for grad in out] == [[2.0, 2.0], [1.0]]
+    scaler.unscale(grads, out, None, scale_override=2.0)
     assert out[1].item() == 2.0**15
     with pytest.raises(ampatch.AmpatchError, match=r"not available.*amp\.scale_loss adds"):
-        scaler.unscale_with_stashed(given, given, out)
+        scaler.unscale_with_stashed(grads, grads, out)
     assert scaler._overflow_buf.item() == 0
     scaler.unscale([torch.tensor([INF])], [torch.empty(1)])
     assert scaler._overflow_buf.item() == 1
     assert scaler.update_scale() and scaler._has_overflow and scaler.loss_scale() == 2.0**15
     before = out[1].clone()
-    scaler.unscale(given, out)  # nothing after an overflow
+    scaler.unscale(grads, out)  # nothing after an overflow
     assert torch.equal(out[1], before)
     scaler.clear_overflow_state()
-    scaler.unscale(given, out)
+    scaler.unscale(grads, out)
     assert out[1].item() == 2.0
 
 
@@ -417,59 +429,28 @@ def test_without_a_session_state_dict_says_so(amp):
 def test_a_buffer_that_is_given_back_shows_what_blocks_find(amp):
     model, optimizer = start(amp)
     scaler, own = scaler_of(amp), torch.zeros(1, dtype=torch.int)
-    found = scaler._overflow_buf
+    of_blocks = scaler._overflow_buf
     scaler._overflow_buf = own
     block(amp, model, optimizer, INF, delay_overflow_check=True)
     assert scaler._overflow_buf is own and own.item() == 0
     assert scaler.update_scale() is False
-    scaler._overflow_buf = found
+    scaler._overflow_buf = of_blocks
     block(amp, model, optimizer, INF, delay_overflow_check=True)
-    assert scaler._overflow_buf is found and found.item() == 1
+    assert scaler._overflow_buf is of_blocks and of_blocks.item() == 1
     assert scaler.update_scale() is True
-
-
-# Found from outside
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_replaced_update_scale_that_said_skip_once_is_not_overruled_by_a_later_block(amp, level):
-    model, optimizer = start(amp, level)
-    own = scaler_of(amp).update_scale
-    scaler_of(amp).update_scale = lambda: own()
-    before = weights(model)
-    block(amp, model, optimizer, INF)
-    block(amp, model, optimizer)
-    optimizer.step()
-    assert not moved(model, before)
-    assert scaler_of(amp).loss_scale() == 2.0**15
 
 
 @pytest.mark.parametrize("first", ["usual", "delayed"])
 def test_update_scale_forgets_what_delayed_blocks_of_its_scaler_left_and_nothing_else(amp, first):
     model, optimizer = start(amp, num_losses=2)
     before = weights(model)
-
-    def usual():
-        block(amp, model, optimizer, INF, loss_id=1)
-
-    def delayed():
-        block(amp, model, optimizer, delay_overflow_check=True)
-
-    for one in (usual, delayed) if first == "usual" else (delayed, usual):
-        one()
+    usual, delayed = {"factor": INF, "loss_id": 1}, {"delay_overflow_check": True}
+    for options in (usual, delayed) if first == "usual" else (delayed, usual):
+        block(amp, model, optimizer, **options)
     assert scaler_of(amp).update_scale() is False
     optimizer.step()
     assert not moved(model, before)  # loss 1 has decided
     assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [2.0**16, 2.0**15]
-
-
-def test_update_scale_after_a_usual_block_does_not_take_its_skip_back(amp):
-    model, optimizer = start(amp)
-    before = weights(model)
-    block(amp, model, optimizer, INF)
-    assert scaler_of(amp).update_scale() is True
-    optimizer.step()
-    assert not moved(model, before)
 
 
 @pytest.mark.parametrize("factor", [1.0, INF])
@@ -511,25 +492,12 @@ def test_a_pickled_scaler_goes_on(amp):
 
     from apex.amp.scaler import LossScaler
 
-    one = LossScaler("dynamic", init_scale=256.0, scale_factor=4.0, scale_window=2)
-    one.update_scale()
-    other = pickle.loads(pickle.dumps(one))
-    assert (one.update_scale(), other.update_scale()) == (False, False)
-    assert one.loss_scale() == other.loss_scale() == 1024.0
-    state = {name: value for name, value in one.__getstate__().items() if name != "scale_factor"}
+    scaler = LossScaler("dynamic", init_scale=256.0, scale_factor=4.0, scale_window=2)
+    scaler.update_scale()
+    unpickled = pickle.loads(pickle.dumps(scaler))
+    assert (scaler.update_scale(), unpickled.update_scale()) == (False, False)
+    assert scaler.loss_scale() == unpickled.loss_scale() == 1024.0
+    state = {name: value for name, value in scaler.__getstate__().items() if name != "scale_factor"}
     apexs = LossScaler.__new__(LossScaler)
     apexs.__setstate__({**state, "_has_overflow": False, "_overflow_buf": torch.zeros(1)})
     assert apexs.loss_scale() == 1024.0 and apexs._scale_seq_len == 2
-
-
-def test_what_update_scale_has_answered_is_not_asked_again(amp):
-    """The script mends its gradients, and steps; its next step has no such call."""
-    model, optimizer = start(amp)
-    block(amp, model, optimizer, INF, delay_overflow_check=True)
-    for param in model.parameters():
-        param.grad.nan_to_num_(0.5, 0.5, 0.5)
-    assert scaler_of(amp).update_scale() is True
-    block(amp, model, optimizer, delay_overflow_check=True)
-    before = weights(model)
-    optimizer.step()
-    assert moved(model, before) and not ampatch.step_was_skipped(optimizer)

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from small_training import managed
 from torch import nn
 
 import ampatch
@@ -102,9 +103,8 @@ def test_wrong_arguments():
 def debugged_steps(function, count, *, lr=0.0, stop_at="unabsorbed", **settings):
     """The debugger after `count` steps of a small model with `function` in its backward."""
     model = nn.Sequential(linear(0.5), Backward(function), linear(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    settings = {"opt_level": "O2", "init_scale": 2.0**10, **settings}
-    ampatch.initialize(model, optimizer, verbosity=0, **settings)
+    settings = {"level": "O2", "init_scale": 2.0**10, **settings}
+    model, optimizer = managed(model, dtype=torch.float16, lr=lr, **settings)
     with ampatch.debug(model, stop_at=stop_at) as debugger:
         for _ in range(count):
             optimizer.zero_grad()
@@ -118,14 +118,16 @@ def debugged_steps(function, count, *, lr=0.0, stop_at="unabsorbed", **settings)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_that_the_scale_absorbs_are_listed_and_no_finding(level):
     """float16 ends at 65504: 1000 times a gradient of 1 fits from scale 32 on."""
-    debugger = debugged_steps(lambda gradient: gradient * 1000, 8, opt_level=level)
+    debugger = debugged_steps(lambda gradient: gradient * 1000, 8, level=level)
     assert debugger.report is None
-    found = [(one.step, one.loss_scale, one.value, one.at_scale_1) for one in debugger.passed_over]
-    assert found == [(step, 2.0 ** (10 - step), "inf", 2000.0) for step in range(5)]
+    assert [
+        (report.step, report.loss_scale, report.value, report.at_scale_1)
+        for report in debugger.passed_over
+    ] == [(step, 2.0 ** (10 - step), "inf", 2000.0) for step in range(5)]
     assert debugger.passed_over[0].operator == "aten.mul"
     assert debugger.passed_over[0].parameters == ["0.weight"]
     ampatch.deactivate()
-    debugger = debugged_steps(lambda gradient: gradient * 1000, 1, opt_level=level, stop_at="any")
+    debugger = debugged_steps(lambda gradient: gradient * 1000, 1, level=level, stop_at="any")
     assert (debugger.report.phase, debugger.report.step, debugger.step) == ("backward", 0, 1)
     assert debugger.passed_over == [] and "0.weight" in debugger.report.parameters
 
@@ -154,14 +156,13 @@ def test_an_operator_that_cannot_be_computed_again_is_waited_for_until_scale_1()
         return gradient.clone().mul_(60000).mul_(60000)
 
     debugger = debugged_steps(overwriting, 6, init_scale=8.0)
-    assert [one.loss_scale for one in debugger.passed_over] == [8.0, 4.0, 2.0]
+    assert [report.loss_scale for report in debugger.passed_over] == [8.0, 4.0, 2.0]
     assert (debugger.report.step, debugger.report.loss_scale) == (3, 1.0)
 
 
 def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
     model = nn.Sequential(linear(0.5), Backward(lambda gradient: gradient * 60000), linear(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = managed(model, "O1", torch.float16)
     with ampatch.debug(model) as debugger:
         with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 1e-6, optimizer) as scaled:
             scaled.backward()
@@ -172,9 +173,7 @@ def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_hook_that_the_script_sets_later_is_seen(level):
-    model = linear(0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, init_scale=16.0)
+    model, optimizer = managed(linear(0.5), level, torch.float16, init_scale=16.0)
     with ampatch.debug(model) as debugger:
         model.weight.register_hook(lambda gradient: gradient * float("nan"))
         with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
@@ -183,9 +182,7 @@ def test_a_hook_that_the_script_sets_later_is_seen(level):
 
 
 def test_a_skip_that_no_backward_pass_explains_is_counted():
-    model = linear(0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0, init_scale=16.0)
+    model, optimizer = managed(linear(0.5), "O1", torch.float16, lr=0.0, init_scale=16.0)
     with ampatch.debug(model) as debugger:
         for factor in (1.0, float("inf"), 1.0):
             with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
@@ -214,9 +211,7 @@ def test_a_step_that_breaks_the_weights_is_reported_after_absorbed_overflows():
 )
 def test_a_weight_is_named_by_the_first_operator_that_reads_it(level, weight, operator, value):
     """At O1 and O2 that is the cast of the weights; a NaN has come from outside."""
-    model = linear(weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, _ = managed(linear(weight), level, torch.float16)
     with ampatch.debug(model) as debugger:
         model(torch.ones(1, 4))
     report = debugger.report
@@ -229,10 +224,7 @@ def test_a_weight_is_named_by_the_first_operator_that_reads_it(level, weight, op
 def test_complex_gradients(scale, at_1):
     """The loss passes at this scale, the gradient of the complex weight does not."""
     model = nn.ParameterList([torch.full((2,), 1e-30 + 0j, dtype=torch.complex64)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(
-        model, optimizer, opt_level="O1", loss_scale=scale, init_scale=2.0, verbosity=0
-    )
+    model, optimizer = managed(model, "O1", torch.float16, loss_scale=scale, init_scale=2.0)
     with ampatch.debug(model) as debugger:
         with ampatch.scale_loss((model[0] * 2e38).real.sum(), optimizer) as scaled:
             scaled.backward()

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed
+from small_training import managed
 from torch import nn
 
 import ampatch
@@ -27,7 +28,7 @@ class Steps(nn.Module):
         return self.function(self, x)
 
 
-def found(forward, x, *, level=None, backward=False):
+def report_of(forward, x, *, level=None, backward=False):
     model = Steps(forward)
     if level is not None:
         ampatch.initialize(model, opt_level=level, verbosity=0)
@@ -75,10 +76,10 @@ FOUND = {  # forward, input, level, operator with its value and dtype, largest i
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("forward, x, level, made, largest, line", FOUND.values(), ids=FOUND)
-def test_the_operator_dtype_input_and_line(forward, x, level, made, largest, line):
-    report = found(forward, x, level=level)
-    operator, value, dtype = made.split()
+@pytest.mark.parametrize("forward, x, level, expected, largest, line", FOUND.values(), ids=FOUND)
+def test_the_operator_dtype_input_and_line(forward, x, level, expected, largest, line):
+    report = report_of(forward, x, level=level)
+    operator, value, dtype = expected.split()
     assert (report.operator, report.value) == (f"aten.{operator}", value)
     assert report.dtype is getattr(torch, dtype)
     module = "linear" if operator == "_to_copy" else ""
@@ -104,17 +105,17 @@ MASK = torch.tensor([[True, False, False, False]])
     ],
 )
 def test_what_the_code_writes_itself_and_what_never_comes_out_is_no_finding(forward):
-    assert found(forward, ONE) is None
+    assert report_of(forward, ONE) is None
 
 
 def test_memory_that_was_never_written_is_named():
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     try:
-        report = found(lambda m, x: torch.empty(4).add_(x), torch.ones(2, 4)[0])
+        report = report_of(lambda m, x: torch.empty(4).add_(x), torch.ones(2, 4)[0])
         assert report.operator == "aten.empty" and "torch.empty(4)" in report.location
-        assert found(lambda m, x: torch.empty(4).copy_(x) * 2, torch.ones(4)) is None
-        report = found(lambda m, x: torch.empty(4).copy_(x).exp_(), torch.full((4,), 100.0))
+        assert report_of(lambda m, x: torch.empty(4).copy_(x) * 2, torch.ones(4)) is None
+        report = report_of(lambda m, x: torch.empty(4).copy_(x).exp_(), torch.full((4,), 100.0))
         assert report.operator == "aten.exp_" and report.input_is_finite
     finally:
         torch.use_deterministic_algorithms(before)
@@ -126,7 +127,7 @@ def test_backward_names_the_line_of_the_forward(numbers_nodes, monkeypatch):
     if not numbers_nodes:
         monkeypatch.setattr(dispatch_modes, "running_backward_node", lambda: (False, -1))
         monkeypatch.setattr(dispatch_modes, "newest_node", lambda: -1)
-        report = found(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
+        report = report_of(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
         assert report.operator == "aten.exp"
 
     def forward(module, x):
@@ -134,7 +135,7 @@ def test_backward_names_the_line_of_the_forward(numbers_nodes, monkeypatch):
         root = torch.sqrt(h)  # finite; its gradient is not
         return root + 1
 
-    report = found(forward, torch.ones(2, 4), backward=True)
+    report = report_of(forward, torch.ones(2, 4), backward=True)
     assert report.operator == "aten.div"
     assert set(report.parameters) == {"linear.weight", "linear.bias"}
     if numbers_nodes:
@@ -143,9 +144,7 @@ def test_backward_names_the_line_of_the_forward(numbers_nodes, monkeypatch):
 
 
 def test_the_loss_outside_of_the_model():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = managed(nn.Linear(2, 1), "O1", torch.float16)
     with ampatch.debug(model) as debugger:
         loss = torch.log(model(torch.ones(1, 2)).sum() * 0)
         with ampatch.scale_loss(loss, optimizer) as scaled:
@@ -198,7 +197,7 @@ def test_what_runs_inside_a_checkpoint_is_forward():
             lambda y: torch.exp(module.linear(y).abs() * 1e3), x, use_reentrant=False
         )
 
-    report = found(forward, torch.full((2, 4), 1e3), backward=True)
+    report = report_of(forward, torch.full((2, 4), 1e3), backward=True)
     assert report.operator == "aten.exp" and report.phase == "forward"
 
 
@@ -207,7 +206,7 @@ def test_the_rank_is_named(tmp_path):
         "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
     )
     try:
-        report = found(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
+        report = report_of(lambda m, x: torch.exp(x), torch.full((2, 4), 100.0))
     finally:
         torch.distributed.destroy_process_group()
     assert report.rank == 0 and "on rank 0" in str(report)

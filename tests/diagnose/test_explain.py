@@ -25,20 +25,20 @@ def test_a_linear_at_o1_in_numbers_text_and_json():
     """First forward: input, weight and bias are cast; in the second the input alone."""
     model = initialized(nn.Linear(4, 8))
     x = torch.ones(2, 4)
-    with ampatch.report(model) as found:
+    with ampatch.report(model) as report:
         model(x)
         model(x)
-    calls = found.functions["torch.nn.functional.linear"]
+    calls = report.functions["torch.nn.functional.linear"]
     assert (calls.calls, calls.casts, calls.cached) == (2, 4, 2)
     assert calls.bytes == 2 * (2 * (2 * 4) + 4 * 8 + 8)  # 2 bytes: x twice, weight, bias once
     assert calls.to == {HALF: 6}
-    batches = found.batches
+    batches = report.batches
     assert (batches.batches, batches.weights, batches.bytes) == (1, 2, 2 * (4 * 8 + 8))
-    text = str(found)
+    text = str(report)
     line = next(line for line in text.splitlines() if line.startswith("torch.nn.functional.linear"))
     assert line.split()[1:5] == ["2", "4", "2", str(calls.bytes)]
     assert "Nothing to speed up was found" in text
-    as_json = json.loads(json.dumps(found.as_dict()))
+    as_json = json.loads(json.dumps(report.as_dict()))
     assert as_json["functions"]["torch.nn.functional.linear"]["to"] == {"bfloat16": 6}
     assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
 
@@ -88,9 +88,9 @@ COUNTED = {  # the model, what is called, the function, and its calls, casts, ca
 @pytest.mark.parametrize("make, call, name, counts", COUNTED.values(), ids=COUNTED)
 def test_calls_casts_and_bytes(make, call, name, counts):
     model = initialized(make())
-    with ampatch.report(model) as found:
+    with ampatch.report(model) as report:
         call(model)
-    [calls] = [calls for key, calls in found.functions.items() if key.endswith(name)]
+    [calls] = [calls for key, calls in report.functions.items() if key.endswith(name)]
     assert (calls.calls, calls.casts, calls.cached, calls.bytes) == counts
 
 
@@ -105,28 +105,28 @@ def test_the_numbers_agree_with_the_cache_and_the_dtypes_on_the_way():
 
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
     before = ampatch.cache_info()
-    with ampatch.report(model) as found, Counting() as mode, torch.no_grad():
+    with ampatch.report(model) as report, Counting() as mode, torch.no_grad():
         for _ in range(3):
             model(torch.ones(2, 8)).softmax(-1)
     after = ampatch.cache_info()
-    assert sum(calls.casts for calls in found.functions.values()) == mode.casts
-    cached = sum(calls.cached for calls in found.functions.values())
-    assert found.batches.batches == 2  # the second forward begins with one, and the third
+    assert sum(calls.casts for calls in report.functions.values()) == mode.casts
+    cached = sum(calls.cached for calls in report.functions.values())
+    assert report.batches.batches == 2  # the second forward begins with one, and the third
     assert cached == after.hits - before.hits == 8
 
 
 def test_a_bounce_is_found_also_through_a_view():
     initialized(nn.Linear(1, 1))
     x = torch.ones(4, 4)
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         weights = torch.mm(x, x).softmax(-1)
         torch.mm(weights.view(2, 2, 4).reshape(4, 4), x)
         torch.mm(x, x)  # FP32 from outside: no bounce
         torch.mm(x.softmax(-1), x)  # its input was FP32: no bounce
-    (pair,) = found.bounces
+    (pair,) = report.bounces
     assert pair == ("torch.Tensor.softmax", "torch.mm")
-    assert (found.bounces[pair].times, found.bounces[pair].bytes) == (1, 32)
-    (tip,) = [tip for tip in found.advice() if "casts its result back" in tip]
+    assert (report.bounces[pair].times, report.bounces[pair].bytes) == (1, 32)
+    (tip,) = [tip for tip in report.advice() if "casts its result back" in tip]
     assert "torch.Tensor.softmax" in tip and "torch.mm" in tip
 
 
@@ -141,33 +141,33 @@ def test_a_bounce_is_found_also_through_a_view():
 )
 def test_dtypes_of_modules(level, takes, gives):
     model = initialized(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), level)
-    with ampatch.report(model) as found:
+    with ampatch.report(model) as report:
         model(torch.ones(4, 8))
-    use = found.modules["0"]
+    use = report.modules["0"]
     assert (use.kind, use.calls, use.takes, use.gives) == ("Linear", 1, {takes}, {gives})
-    assert set(found.modules) == {"", "0", "1"}
+    assert set(report.modules) == {"", "0", "1"}
     # On the CPU batch_norm has a row at each of these levels: with half weights it sums in half.
-    casting = {name for name, use in found.functions.items() if use.casts}
-    rest = set(found.functions) - {"torch.batch_norm"}
+    casting = {name for name, use in report.functions.items() if use.casts}
+    rest = set(report.functions) - {"torch.batch_norm"}
     assert (bool(casting), bool(rest)) == ((True, True) if level == "O1" else (False, False))
 
 
 def test_other_models_are_left_out_and_none_takes_all():
     mine, other = initialized(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
-    with ampatch.report(mine) as found:
+    with ampatch.report(mine) as report:
         other(mine(torch.ones(1, 2)).float())
-    assert set(found.modules) == {"", "0"}
-    with ampatch.report() as found:
+    assert set(report.modules) == {"", "0"}
+    with ampatch.report() as report:
         other(mine(torch.ones(1, 2)).float())
-    assert set(found.modules) == {"Sequential", "Sequential.0", "Linear"}
+    assert set(report.modules) == {"Sequential", "Sequential.0", "Linear"}
 
 
 def test_nothing_in_half_is_said():
     model = nn.Linear(8, 8)
-    with ampatch.report(model) as found:
+    with ampatch.report(model) as report:
         model(torch.ones(1, 8))
-    assert len(found.advice()) == 1 and "Nothing ran in half precision" in found.advice()[0]
-    assert "No function that ampatch casts was called" in str(found)
+    assert len(report.advice()) == 1 and "Nothing ran in half precision" in report.advice()[0]
+    assert "No function that ampatch casts was called" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -182,24 +182,24 @@ def test_nothing_in_half_is_said():
 def test_why_nothing_was_in_half(settings, why):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         if settings is not None:
             ampatch.initialize(model, optimizer, verbosity=0, **settings)
         with ampatch.disable_casts():
             model(torch.ones(1, 8))
         ampatch.deactivate()
-    assert len(found.advice()) == 1 and why in found.advice()[0]
+    assert len(report.advice()) == 1 and why in report.advice()[0]
 
 
 def test_an_exception_in_a_call_does_not_shift_the_counts():
     initialized(nn.Linear(1, 1))
     x = torch.ones(2, 3)
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         with pytest.raises(RuntimeError):
             torch.mm(x, x)
         torch.exp(torch.ones(2, dtype=HALF))
-    assert found.functions["torch.mm"].casts == 2
-    assert found.functions["torch.exp"].casts == 1
+    assert report.functions["torch.mm"].casts == 2
+    assert report.functions["torch.exp"].casts == 1
 
 
 def test_threads_that_begin_earlier_and_later_are_counted():
@@ -212,13 +212,13 @@ def test_threads_that_begin_earlier_and_later_are_counted():
 
     earlier = threading.Thread(target=multiply)
     earlier.start()
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         later = threading.Thread(target=multiply)
         later.start()
         may_go_on.set()
         earlier.join()
         later.join()
-    assert (found.functions["torch.mm"].calls, found.functions["torch.mm"].casts) == (2, 4)
+    assert (report.functions["torch.mm"].calls, report.functions["torch.mm"].casts) == (2, 4)
 
 
 def test_two_reports_beside_a_profiler_see_the_same():
@@ -245,18 +245,18 @@ def test_code_that_is_compiled_under_a_report_runs_as_without():
         return doubled(torch.matrix_power(F.linear(x, x).softmax(-1), 2)), F.l1_loss(x, x)
 
     expected = function(x)
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         compiled = torch.compile(function, backend="eager", fullgraph=True)(x)
     assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
-    assert not [name for name in found.functions if name.endswith("doubled")]
+    assert not [name for name in report.functions if name.endswith("doubled")]
 
 
 def test_two_models_of_one_class_are_counted_apart():
     """A GAN's; modules without weights, made anew in each step, are one."""
     generator, critic = (initialized(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(2))
-    with ampatch.report() as found:
+    with ampatch.report() as report:
         for _ in range(3):
             nn.MSELoss()(critic(generator(torch.ones(2, 4))).float(), torch.ones(2, 4))
-    calls = {name: use.calls for name, use in found.modules.items()}
+    calls = {name: use.calls for name, use in report.modules.items()}
     both = {f"Sequential{n}{part}": 3 for n in ("", "#2") for part in ("", ".0", ".1")}
     assert calls == {**both, "MSELoss": 3}

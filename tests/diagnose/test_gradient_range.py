@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import managed, step
 from torch import nn
 
 import ampatch
@@ -28,19 +29,19 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=20), st.integers(0, 30))
 def test_counts_are_what_casts_to_float16_give(numbers, exponent):
-    found = counted(numbers, 2.0**exponent)
+    counts = counted(numbers, 2.0**exponent)
     tensor = torch.tensor(numbers, dtype=torch.float32)
     nonzero = tensor[tensor != 0]
-    assert found.counted == len(nonzero) and found.kinds["zero"] == int((tensor == 0).sum())
-    assert found.kinds["flushed"] == int((nonzero.half() == 0).sum())
-    assert found.kinds["flushed now"] == int(((nonzero * 2.0**exponent).half() == 0).sum())
+    assert counts.counted == len(nonzero) and counts.kinds["zero"] == int((tensor == 0).sum())
+    assert counts.kinds["flushed"] == int((nonzero.half() == 0).sum())
+    assert counts.kinds["flushed now"] == int(((nonzero * 2.0**exponent).half() == 0).sum())
     if len(nonzero):
-        by_bins = found.flushed_at(exponent) * found.counted
-        assert round(by_bins) == found.kinds["flushed now"]
+        by_bins = counts.flushed_at(exponent) * counts.counted
+        assert round(by_bins) == counts.kinds["flushed now"]
         half = nonzero.half().abs()
         normal = torch.finfo(torch.float16).smallest_normal
-        assert found.kinds["subnormal"] == int(((half > 0) & (half < normal)).sum())
-        assert found.largest == nonzero.abs().max().item()
+        assert counts.kinds["subnormal"] == int(((half > 0) & (half < normal)).sum())
+        assert counts.largest == nonzero.abs().max().item()
 
 
 @given(FLOATS.filter(bool))
@@ -53,23 +54,23 @@ def test_the_bin_holds_the_number(number):
 def test_the_edges_of_float16():
     """2**-25 rounds to zero, what is just above it does not."""
     above = float(torch.nextafter(torch.tensor(2.0**-25), torch.tensor(1.0)))
-    found = counted([2.0**-25, above, 2.0**-14, 65504.0, 65520.0, 0.0, math.inf, math.nan])
-    assert found.kinds == {
+    counts = counted([2.0**-25, above, 2.0**-14, 65504.0, 65520.0, 0.0, math.inf, math.nan])
+    assert counts.kinds == {
         "zero": 1, "not finite": 2, "flushed": 1, "subnormal": 1,
         "flushed now": 1, "subnormal now": 1, "over now": 1,
     }  # fmt: skip
 
 
 def test_the_static_scale_and_a_range_too_wide_for_any():
-    found = counted([2.0**-30] * 10 + [1.0] * 990)
-    kept = found.static_scale(0.0)
+    counts = counted([2.0**-30] * 10 + [1.0] * 990)
+    kept = counts.static_scale(0.0)
     assert (kept.scale, kept.lost, kept.fits) == (2.0**6, 0.0, True)
     assert (torch.tensor(2.0**-30) * kept.scale).half() > 0
     assert (torch.tensor(2.0**-30) * kept.scale / 2).half() == 0
-    assert found.static_scale(0.01).scale == 1.0
+    assert counts.static_scale(0.01).scale == 1.0
     assert "(limit: " in str(kept)
-    found = counted([2.0**-40, 1000.0])
-    best = found.static_scale(0.0)
+    counts = counted([2.0**-40, 1000.0])
+    best = counts.static_scale(0.0)
     assert (best.scale, best.lost, best.fits) == (64.0, 0.5, False)
     assert 1000.0 * best.scale < 65504 <= 1000.0 * best.scale * 2
     assert "No static loss scale" in str(best) and "bfloat16" in str(best)
@@ -190,8 +191,8 @@ def test_a_key_bias_that_the_softmax_cancels_is_left_out(settings, left_out):
     if settings.get("bias", True):
         key = seen[0][8:16]
         assert (key.abs().max().item() < 1e-5) == left_out
-        found = report.by_parameter[name]
-        assert found.counted + found.kinds["zero"] == (16 if left_out else 24)
+        counts = report.by_parameter[name]
+        assert counts.counted + counts.kinds["zero"] == (16 if left_out else 24)
 
 
 class Fused(nn.Module):
@@ -239,17 +240,17 @@ HALVES = [{}] + [
 ]
 
 
-@pytest.mark.parametrize("settings", HALVES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("settings", HALVES, ids=lambda values: "-".join(map(str, values.values())))
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D", "adds"])
 def test_the_keys_of_a_fused_projection_are_left_out_by_their_values(kind, settings):
     torch.manual_seed(1)
     projection = Conv1D(16) if kind == "Conv1D" else nn.Linear(16, 48)
     report = counted_steps(Fused(16, projection, kind == "adds"), 3, squares, **settings)
-    found = report.by_parameter["qkv.bias"]
+    counts = report.by_parameter["qkv.bias"]
     left_out = kind != "adds"
     assert report.left_out == (["qkv.bias"] if left_out else [])
     expected = 3 * (32 if left_out else 48)  # a neighbour may be small by chance
-    assert expected - 2 * left_out <= found.counted + found.kinds["zero"] <= expected
+    assert expected - 2 * left_out <= counts.counted + counts.kinds["zero"] <= expected
 
 
 def test_a_bias_of_keys_alone_is_noise_in_fp32():
@@ -272,7 +273,7 @@ def test_a_bias_before_a_batch_norm_is_left_out():
     assert report.left_out == ["0.bias"] and not report.by_parameter["0.bias"].counted
 
 
-@pytest.mark.parametrize("settings", HALVES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("settings", HALVES, ids=lambda values: "-".join(map(str, values.values())))
 @pytest.mark.parametrize("size", [1e-4, 1.0, 255.0])
 def test_gradients_that_are_no_noise_are_counted(size, settings):
     """Whatever the size of the inputs, layers with dead units and a convolution among them."""
@@ -309,11 +310,11 @@ def test_the_text_names_float16s_limits_and_json_has_the_same():
         assert ("zero in float16" in line) == (upper < -24)
         assert ("subnormal in float16" in line) == (-24 <= upper <= -14)
     assert sum(float(line.split("%")[0].split()[-1]) for line in zones) == pytest.approx(100, abs=1)
-    found = json.loads(json.dumps(report.as_dict()))
-    assert found["counted"] == 40 and found["bins"]["-39"] == 1
-    assert found["flushed_share"] == 15 / 40
-    assert found["suggestion"]["fits"] and found["suggestion"]["scale"] == 2.0**15
-    assert list(found["parameters"]) == ["weight"]
+    as_json = json.loads(json.dumps(report.as_dict()))
+    assert as_json["counted"] == 40 and as_json["bins"]["-39"] == 1
+    assert as_json["flushed_share"] == 15 / 40
+    assert as_json["suggestion"]["fits"] and as_json["suggestion"]["scale"] == 2.0**15
+    assert list(as_json["parameters"]) == ["weight"]
 
 
 def test_nothing_counted():
@@ -331,15 +332,10 @@ def test_shares_are_never_rounded_away():
 
 
 def test_gradients_that_hooks_have_changed_suggest_no_scale():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampatch.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = managed(nn.Linear(4, 4), "O1", torch.float16)
     handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     with ampatch.gradient_range(model) as counting:
-        loss = model(torch.ones(2, 4)).float().sum() * 0.01
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(model(torch.ones(2, 4)).float().sum() * 0.01, optimizer)
     report = counting.report()
     assert report.hooked == ["weight"] and report.as_dict()["suggestion"] is None
     assert "No static loss scale is suggested: hooks on weight" in str(report)

@@ -35,7 +35,7 @@ def machine(monkeypatch):
 
 
 def verdicts() -> dict[torch.dtype, str]:
-    return {one.dtype: one.verdict for one in speed.measure("cpu")}
+    return {timed.dtype: timed.verdict for timed in speed.measure("cpu")}
 
 
 @pytest.mark.parametrize("stalled", [0.0, 0.6])
@@ -51,9 +51,9 @@ def verdicts() -> dict[torch.dtype, str]:
 def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalled, machine):
     seconds = dict(zip((torch.float32, *speed.HALF_TYPES), (1e-3, *(1e-3 * t for t in times))))
     machine(seconds, stalled)
-    found = verdicts()
-    assert (found[FLOAT16], found[BFLOAT16]) == expected
-    assert found[torch.float32] == "tie"
+    of_types = verdicts()
+    assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
+    assert of_types[torch.float32] == "tie"
     types = speed.half_types("cpu")
     assert types.fast == fast and types.lowest == types.highest  # there is one operation
     assert types.lowest == pytest.approx(
@@ -71,10 +71,10 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     ],
 )
 def test_verdicts_and_figures(ratio, low, high, verdict, figure):
-    one = speed.Speed("matmul", BFLOAT16, ratio, low, high)
-    assert (one.verdict, one.figure()) == (verdict, figure)
+    timed = speed.Speed("matmul", BFLOAT16, ratio, low, high)
+    assert (timed.verdict, timed.figure()) == (verdict, figure)
     fast = speed.Speed("conv2d", BFLOAT16, 3.0, 3.0, 3.0)
-    assert speed.fast([one, fast]) == (("bfloat16",) if verdict == "tie" else ())
+    assert speed.fast([timed, fast]) == (("bfloat16",) if verdict == "tie" else ())
 
 
 def test_torch_is_measured_and_not_the_casts(monkeypatch):

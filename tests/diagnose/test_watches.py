@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from engine import registry
+from small_training import managed
 from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -54,9 +55,9 @@ def test_nothing_is_left_behind(kind, end):
     copy.deepcopy(model)(torch.randn(3, 2))
     (watch.remove if end == "remove" else ampatch.deactivate)()
     assert in_place(model) == before
-    found = WATCHES[kind](watch)
+    result = WATCHES[kind](watch)
     step(model, float("inf"))
-    assert WATCHES[kind](watch) == found
+    assert WATCHES[kind](watch) == result
     watch.remove()
 
 
@@ -76,20 +77,19 @@ def test_training_is_the_same_with_it(kind):
     def losses(watches: bool) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        ampatch.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+        model, optimizer = managed(model, "O2", kind=torch.optim.Adam, lr=0.01)
         watch = getattr(ampatch, kind)(model) if watches else None
-        found = []
+        values = []
         for _ in range(5):
             loss = model(torch.ones(4, 8)).pow(2).mean()
             with ampatch.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
+            values.append(loss.item())
         assert kind != "debug" or watch is None or watch.report is None
         ampatch.deactivate()
-        return found
+        return values
 
     assert losses(True) == losses(False)
 

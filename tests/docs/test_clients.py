@@ -38,16 +38,16 @@ COMMAND = _the_command()
 
 def pins(path: Path) -> dict[str, str]:
     """What a requirements file asks for, with the files that it names."""
-    found = {}
+    versions = {}
     for line in path.read_text().splitlines():
         line = line.partition("#")[0].strip()
         if line.startswith("-r "):
-            found.update(pins(path.parent / line.removeprefix("-r ")))
+            versions.update(pins(path.parent / line.removeprefix("-r ")))
         elif line:
             name, equals, version = line.partition("==")
             assert equals, f"{path.name} does not pin {line}"
-            found[name.lower()] = version
-    return found
+            versions[name.lower()] = version
+    return versions
 
 
 @pytest.mark.parametrize("name", TESTED)
@@ -73,14 +73,14 @@ def test_there_are_clients_and_each_framework_of_the_law_has_an_environment():
 
 @pytest.mark.parametrize("name", COMMAND.NAMES)
 def test_a_client_has_pins_for_the_tested_torch_and_the_docs_name_its_version(name):
-    found = pins(CLIENTS / "requirements" / f"{name}.txt")
+    own = pins(CLIENTS / "requirements" / f"{name}.txt")
     tested = pins(ROOT / "constraints.txt")
     for package in ("torch", "wrapt", "pytest"):
-        assert found[package] == tested[package]
+        assert own[package] == tested[package]
     page = (ROOT / "docs" / "clients.md").read_text()
     with_apex = re.findall(r"^\| (\w+) ([\d.]+) \|", page, re.M)
     of_today = re.findall(r"^\| [\w, ]+ \| ([\d.]+) \| `(\w+)` \|$", page, re.M)
-    pinned = found.get(PACKAGES.get(name, name))
+    pinned = own.get(PACKAGES.get(name, name))
     if name in WITH_APEX:
         assert {title.lower(): version for title, version in with_apex}[name] == pinned
     if name in COMMAND.INTEGRATED:
@@ -112,7 +112,7 @@ def test_the_tests_of_integrations_run_for_the_frameworks_that_are_there():
     """With setup.cfg's settings, where a warning is an error, but for warnings."""
     [arguments] = COMMAND.commands("lightning2")
     assert "lightning or fabric" in arguments
-    assert not [one for one in arguments if "ignite" in one]
+    assert not [argument for argument in arguments if "ignite" in argument]
     with_apex, integrated = COMMAND.commands("ignite")
     assert with_apex == ["test_ignite.py"]
     assert str(ROOT / "tests" / "integrations" / "test_ignite_steps.py") in integrated

@@ -13,9 +13,9 @@ import ampatch
 from ampatch.cli.main import main
 
 PAGE = snippets(DOCS / "diagnose.md")
-FILES = {one.title: one.text for one in PAGE if one.title}
-[SHOWN] = [one.text for one in PAGE if not one.language]
-CONSOLE = {commands(one)[0]: one for one in PAGE if one.language == "console"}
+FILES = {part.title: part.text for part in PAGE if part.title}
+[SHOWN] = [part.text for part in PAGE if not part.language]
+CONSOLE = {commands(part)[0]: part for part in PAGE if part.language == "console"}
 
 
 def run(name: str, folder: Path) -> None:
@@ -37,7 +37,7 @@ def test_each_file_and_command_has_a_test_here():
     """`ampatch doctor` times products for seconds; tests/cli/ runs it with quicker ones."""
     here = Path(__file__).read_text(encoding="utf-8")
     assert all(f'"{name}"' in here for name in FILES.keys() | CONSOLE.keys() - {"ampatch doctor"})
-    assert all(one.title for one in PAGE if one.language == "python")
+    assert all(part.title for part in PAGE if part.language == "python")
 
 
 def test_the_overflow(tmp_path, capsys):

@@ -25,7 +25,7 @@ import ampatch
 from ampatch.compat import apex as compat
 
 PAGE = snippets(DOCS / "from_apex.md")
-INSTALL, *PAIRS, CONVERT = [one.text for one in PAGE if one.language == "python"]
+INSTALL, *PAIRS, CONVERT = [part.text for part in PAGE if part.language == "python"]
 PATTERNS = dict(enumerate(zip(PAIRS[::2], PAIRS[1::2], strict=True), 1))
 
 
@@ -169,7 +169,7 @@ def said(code: str, names: dict[str, Any]) -> str:
             error = f"{type(raised).__name__}: {raised}"
         finally:
             torch.set_warn_always(before)
-    return "\n".join([error, *(f"{one.category.__name__}: {one.message}" for one in caught)])
+    return "\n".join([error, *(f"{told.category.__name__}: {told.message}" for told in caught)])
 
 
 @pytest.mark.parametrize("script", TRIED)

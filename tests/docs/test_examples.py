@@ -82,8 +82,8 @@ def train(frameworks, tmp_path, monkeypatch):
         if example in PACKAGES:
             pytest.importorskip(PACKAGES[example])
             warnings.simplefilter("ignore")  # theirs, about few batches; pytest restores the filter
-        given = ["--opt-level", level, "--dtype", dtype, "--device", "cpu", "--seed", "0"]
-        monkeypatch.setattr(sys, "argv", [example, *given, *arguments])
+        options = ["--opt-level", level, "--dtype", dtype, "--device", "cpu", "--seed", "0"]
+        monkeypatch.setattr(sys, "argv", [example, *options, *arguments])
         watcher = Watcher()
         end = ampatch.observe(watcher)
         try:
@@ -107,10 +107,10 @@ EVERYWHERE = pytest.mark.parametrize(
 
 @EVERYWHERE
 def test_digits_learns_everywhere(train, level, dtype):
-    found = train("digits", level, dtype, *SMALL["digits"])
-    assert len(found.losses) == 92
-    assert found.losses[-1] < 0.5 < 2 < found.losses[0]
-    assert found.metrics["test_accuracy"] > 0.85
+    watcher = train("digits", level, dtype, *SMALL["digits"])
+    assert len(watcher.losses) == 92
+    assert watcher.losses[-1] < 0.5 < 2 < watcher.losses[0]
+    assert watcher.metrics["test_accuracy"] > 0.85
 
 
 @EVERYWHERE
@@ -119,13 +119,13 @@ def test_char_lm_learns_wherever_it_can(train, level, dtype):
 
     Not at O3 in float16: Adam's eps of 1e-8 is zero there, and 0 / 0 follows.
     """
-    found = train("char_lm", level, dtype, *SMALL["char_lm"])
-    assert len(found.losses) == 60
-    assert found.losses[0] == pytest.approx(math.log(128), rel=0.25)
+    watcher = train("char_lm", level, dtype, *SMALL["char_lm"])
+    assert len(watcher.losses) == 60
+    assert watcher.losses[0] == pytest.approx(math.log(128), rel=0.25)
     if (level, dtype) == ("O3", "float16"):
-        assert math.isnan(found.losses[2])
+        assert math.isnan(watcher.losses[2])
     else:
-        assert found.metrics["heldout_loss"] < 3.0
+        assert watcher.metrics["heldout_loss"] < 3.0
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_char_lm_learns_wherever_it_can(train, level, dtype):
 def test_a_short_example_trains_everywhere(train, example, level, dtype):
     """One epoch, beside the same in FP32."""
     in_float32 = train(example, "O0", dtype, "--epochs", "1")
-    found = train(example, level, dtype, "--epochs", "1")
-    assert len(found.losses) == len(in_float32.losses) > 10
-    assert found.losses != in_float32.losses
-    last, reference = (sum(run.losses[-6:]) for run in (found, in_float32))
+    watcher = train(example, level, dtype, "--epochs", "1")
+    assert len(watcher.losses) == len(in_float32.losses) > 10
+    assert watcher.losses != in_float32.losses
+    last, reference = (sum(run.losses[-6:]) for run in (watcher, in_float32))
     if level == "O3":  # may well be lower
         assert 0 < last < 1.4 * reference
     else:
         assert last == pytest.approx(reference, rel=0.15)
-    assert all(map(math.isfinite, found.metrics.values()))
+    assert all(map(math.isfinite, watcher.metrics.values()))
 
 
 @pytest.mark.slow

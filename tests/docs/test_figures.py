@@ -24,8 +24,8 @@ NAME = re.compile(r"\b[a-z][0-9a-f]{10}\b")  # of a shape, from the last bits of
 
 def about(svg: str, word: str) -> str:
     """What a picture says of itself."""
-    [found] = ElementTree.fromstring(svg).iter(f"{{http://purl.org/dc/elements/1.1/}}{word}")
-    return "".join(found.itertext()).strip()
+    [element] = ElementTree.fromstring(svg).iter(f"{{http://purl.org/dc/elements/1.1/}}{word}")
+    return "".join(element.itertext()).strip()
 
 
 def test_a_figure_shows_the_committed_results_as_the_script_draws_them():
@@ -39,7 +39,7 @@ def test_a_figure_shows_the_committed_results_as_the_script_draws_them():
         if about(before, "creator") != f"matplotlib {matplotlib.__version__}":
             pytest.skip(f"{name} was drawn by {about(before, 'creator')}")
         assert NUMBER.sub("", now) == NUMBER.sub("", before), AGAIN
-        drawn, kept = ([float(one) for one in NUMBER.findall(text)] for text in (now, before))
+        drawn, kept = ([float(number) for number in NUMBER.findall(text)] for text in (now, before))
         assert drawn == pytest.approx(kept, abs=0.01), AGAIN
 
 
@@ -58,7 +58,7 @@ def test_values_are_those_of_the_file():
     [path] = (ROOT / "benchmarks/results").glob("*-native.md")
     text = path.read_text(encoding="utf-8")
     cell = re.search(r"^\| GAN (?:\|[^|]*){4}\| ([^|]*) \|", text, re.MULTILINE)[1]
-    assert list(speeds["O1"]) == [float(one) for one in NUMBER.findall(cell)]
+    assert list(speeds["O1"]) == [float(number) for number in NUMBER.findall(cell)]
     digits, cancer, *_ = figures.accuracy().panels
     page = (DOCS / "accuracy.md").read_text(encoding="utf-8")
     assert f"| {digits.rows['O2']['float16'].middle:+.2f} (" in page
@@ -76,7 +76,7 @@ def test_the_means_that_the_page_and_initialize_repeat_are_those_of_the_files():
     assert len(repeated) == 7
     for row in repeated:
         means = {name: cell for name, cell in row.items() if name and cell}
-        assert any(means.items() <= found.items() for found in last), row
+        assert any(means.items() <= of_file.items() for of_file in last), row
     means = files[0]["Training, ordinary optimizer, dispatch-bound"][-1]
     assert native.GIVES == f"{float(means['O1 native']) / float(means['O1']):.2f}"
 

@@ -35,13 +35,13 @@ def places(page: Path) -> set[str]:
 
 def in_repository(page: Path) -> list[tuple[Path, str]]:
     """The file and the place of each link, relative or absolute, that stays in the repository."""
-    found = []
+    links = []
     for link, place in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if absolute := IN_REPOSITORY.fullmatch(link):
-            found.append((ROOT / absolute[1], place))
+            links.append((ROOT / absolute[1], place))
         elif "://" not in link:
-            found.append((page.parent / link if link else page, place))
-    return found
+            links.append((page.parent / link if link else page, place))
+    return links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -90,7 +90,7 @@ def where_to_look(room: Path) -> set[str]:
     docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
     bullets = BULLET.findall(ASIDE.sub("", docstring or ""))
     clauses = [clause for bullet in bullets for clause in bullet.split(";")]
-    return {name for one in clauses for name in re.findall(r"`(\w+)`", one.rpartition(":")[2])}
+    return {name for part in clauses for name in re.findall(r"`(\w+)`", part.rpartition(":")[2])}
 
 
 @pytest.mark.parametrize("room", GUIDED, ids=lambda room: room.name)

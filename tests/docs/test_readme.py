@@ -17,7 +17,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SNIPPETS = [snippet for snippet in pages.snippets(ROOT / "README.md") if snippet.language == "bash"]
-COMMANDS = [command.split() for one in SNIPPETS for command in pages.commands(one)]
+COMMANDS = [command.split() for part in SNIPPETS for command in pages.commands(part)]
 
 
 def commands(program: str) -> list[list[str]]:

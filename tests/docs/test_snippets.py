@@ -72,10 +72,10 @@ def is_run(command: str) -> bool:
 
 def commands_of(page: Path) -> list[str]:
     """Those that run, each once."""
-    found = [
+    every = [
         command for each in snippets(page) if each.language in SHELL for command in commands(each)
     ]
-    return [command for command in dict.fromkeys(found) if is_run(command)]
+    return [command for command in dict.fromkeys(every) if is_run(command)]
 
 
 def python_of(page: Path) -> list[Snippet]:
@@ -90,12 +90,12 @@ def python_of(page: Path) -> list[Snippet]:
 
 OWN = [page for page in PAGES if not {page.name, page.parent.name} & RUN_ELSEWHERE.keys()]
 PROGRAMS = [pytest.param(page, parts, id=page.stem) for page in OWN if (parts := python_of(page))]
-QUICK = [(page, one) for page in OWN for one in commands_of(page) if not is_slow(one)]
+QUICK = [(page, line) for page in OWN for line in commands_of(page) if not is_slow(line)]
 SLOW = dict.fromkeys(
-    one
+    line
     for page in OWN
-    for one in commands_of(page)
-    if is_slow(one) or one.startswith(tuple(SHORTER))
+    for line in commands_of(page)
+    if is_slow(line) or line.startswith(tuple(SHORTER))
 )
 
 
@@ -138,9 +138,9 @@ def test_the_python_of_a_page_runs(page, parts, folder, request):
     if page.parent.name == ON_RANKS:
         texts = [part.text for part in parts]
         ranks = request.getfixturevalue("ranks")
-        one, other = ranks(run_on_rank, texts, str(folder))
-        assert one == other
-        assert all(losses[-1] < losses[0] for losses, _ in one)
+        first, second = ranks(run_on_rank, texts, str(folder))
+        assert first == second
+        assert all(losses[-1] < losses[0] for losses, _ in first)
     else:
         torch.compiler.reset()
         for name in ("train", "train-2"):
@@ -164,13 +164,13 @@ def run_command(command: str, folder: Path, more: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-[TUTORIAL] = [one for one in QUICK if "train_half.py --seeds" in one[1]]
+[TUTORIAL] = [row for row in QUICK if "train_half.py --seeds" in row[1]]
 """Its results are looked at, in a test of its own."""
 
 
 @pytest.mark.parametrize(
     "page, command",
-    [pytest.param(*one, id=one[1]) for one in QUICK if one != TUTORIAL],
+    [pytest.param(*row, id=row[1]) for row in QUICK if row != TUTORIAL],
 )
 def test_a_command_runs(page, command, folder, capsys):
     [more] = [more for name, more in SHORTER.items() if command.startswith(name)] or [()]
@@ -246,7 +246,7 @@ def test_the_lists_of_exceptions_are_short():
     """What they name is there."""
     every = [command for part in EVERY if part.language in SHELL for command in commands(part)]
     for first in NOT_RUN:
-        assert any(one.startswith(first) for one in every), first
+        assert any(command.startswith(first) for command in every), first
     for page, test in RUN_ELSEWHERE.items():
         assert page in (TESTS / test).read_text(encoding="utf-8")
 

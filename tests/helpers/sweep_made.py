@@ -2,6 +2,8 @@
 
 import math
 
+from ampatch.sweep.execution.directory import RunFiles
+from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.record import Measured, Run, Series
 from ampatch.sweep.report.provenance import machine_state
@@ -58,6 +60,21 @@ def trained(trial, losses=(), steps=40, ms=1.0, accuracy=None, **fields):
         **fields,
     )
     return Run(trial, int(bool(measured.error)), 1.0, measured)
+
+
+def stand_in(monkeypatch, run_of):
+    """Each trial is `run_of(runner, trial, place)`, which is written down, in no time.
+
+    No pictures are drawn of them.
+    """
+
+    def run(runner, trial, watch, place):
+        run = run_of(runner, trial, place)
+        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
+        return run
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr("ampatch.sweep.report.render.pictures", lambda *_: [])
 
 
 def made_sweep(directory, runs=None, script="train & <test>.py", notes=()):

@@ -30,6 +30,19 @@ TRAINING = """
         optimizer.step()
         return loss.item()
 """
+PLAIN = """
+    import sys
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(15):
+        loss = model(torch.randn(16, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
 INITIALIZE = """
     model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
 """

@@ -86,11 +86,11 @@ def test_messages_are_shown_where_the_program_shows_none(setup, verbosity, shown
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
     for line in LINES:
-        [*found] = [one for one in said if line in one]
-        assert len(found) == (shown != "none")
-        assert all(one.startswith("own: ") == (shown == "own") for one in found)
+        [*lines] = [told for told in said if line in told]
+        assert len(lines) == (shown != "none")
+        assert all(told.startswith("own: ") == (shown == "own") for told in lines)
     assert "lacks" not in done.stderr and not done.stdout
-    assert any("Initialized:" in one for one in said) == (shown != "none")
+    assert any("Initialized:" in told for told in said) == (shown != "none")
 
 
 def test_the_package_shows_messages_and_ends_it(capsys, monkeypatch):

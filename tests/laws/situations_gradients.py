@@ -184,6 +184,18 @@ def sparse_embedding_gradients(amp):
 
 
 @situation("O1 O2")
+def sparse_embedding_with_a_hook_and_asked_for_alone(amp):
+    model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
+    weight = model[0].weight
+    for number, (x, y) in enumerate(batches(4)):
+        if number == 2:
+            weight.register_hook(lambda grad: grad * 1)
+        words = (x[:, 0].abs() * 3).long().clamp(max=9)
+        amp.step(mse(model(words), y), optimizer)
+        amp.record(torch.autograd.grad(mse(model(words), y), weight)[0].to_dense())
+
+
+@situation("O1 O2")
 def gradients_in_one_flat_buffer(amp):
     """As hand-written data parallelism has it: `p.grad` are views, and the buffer is reduced."""
     model, optimizer = amp.start(mlp(), PLAIN)

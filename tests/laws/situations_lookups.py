@@ -120,6 +120,10 @@ def by_a_forward_of_the_scripts(model, hidden):
     return hidden
 
 
+def by_a_sparse_function(model, hidden):
+    return F.embedding(IDS, model.embed.weight, sparse=True)
+
+
 class Projected(nn.Embedding):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -145,6 +149,7 @@ READERS = {
     "a_forward_of_the_scripts": partial(Reading, by_a_forward_of_the_scripts),
     "a_limit_of_norms": partial(Reading, lambda model, hidden: hidden, max_norm=0.5),
     "sparse_gradients": partial(Reading, lambda model, hidden: hidden, sparse=True),
+    "a_sparse_function": partial(Reading, by_a_sparse_function, sparse=True),
     **{f"a_copy_by_{how}": partial(Reading, partial(copied, how=how)) for how in COPIES},
     "another_parameter_beside_it": partial(
         Reading, lambda model, hidden: hidden @ model.embed.out, Projected

@@ -33,7 +33,8 @@ ampatch.initialize(model, optimizer)
 x = torch.randn(64, 4, device=device)
 for _ in range(12):
     optimizer.zero_grad()
-    pass_back((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer)
+    with ampatch.scale_loss((model(x) - x.sum(1, keepdim=True)).square().mean(), optimizer) as loss:
+        loss.backward()
     optimizer.step()
 """
 

@@ -102,9 +102,9 @@ def test_doctor_and_report_say_which_is_in_force(status, monkeypatch, capsys):
     measure_quickly(monkeypatch)
     assert doctor.facts()["native_part"] == status.reason
     assert main.main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["native_part"] == status.reason
-    assert {"AMPATCH_NATIVE", "AMPATCH_CACHE"} <= set(found["environment"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["native_part"] == status.reason
+    assert {"AMPATCH_NATIVE", "AMPATCH_CACHE"} <= set(facts["environment"])
     with ampatch.report() as casts:
         torch.nn.Linear(1, 1)(torch.ones(1, 1))
     assert f"Native part: {status.reason}" in str(casts).splitlines()

@@ -83,10 +83,10 @@ def test_clean_counts_builds_and_removes_what_was_left(cache):
 
 def test_those_who_begin_at_once_build_once(monkeypatch):
     """And who asks for another build gets another."""
-    made = []
+    folders = []
 
     def compiled(folder: Path, verbose: bool) -> Path:
-        made.append(folder)
+        folders.append(folder)
         time.sleep(0.3)
         (folder / "library").write_text("a library")
         return folder / "library"
@@ -94,10 +94,10 @@ def test_those_who_begin_at_once_build_once(monkeypatch):
     monkeypatch.setattr(building, "missing", lambda: None)
     monkeypatch.setattr(building, "_compile", compiled)
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: building.build(again=False), range(3)))
-    assert found == [loading.built_file()] * 3 and len(made) == 1
+        files_built = list(pool.map(lambda _: building.build(again=False), range(3)))
+    assert files_built == [loading.built_file()] * 3 and len(folders) == 1
     building.build()
-    assert len(made) == 2
+    assert len(folders) == 2
 
 
 def test_a_file_system_without_locks_builds_all_the_same(monkeypatch):

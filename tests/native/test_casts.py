@@ -138,8 +138,8 @@ def test_training_has_the_bits_of_the_python_way(same_bits_with_native):
 
 
 def test_calls_and_writes_have_them_too(same_bits_with_native):
-    found = same_bits_with_native(CALLS)
-    calls = found["calls_of_every_kind torch.bfloat16"]
+    results = same_bits_with_native(CALLS)
+    calls = results["calls_of_every_kind torch.bfloat16"]
     assert calls["wrong"].startswith("RuntimeError") and calls["double"].dtype.is_floating_point
     assert calls["keywords"].dtype == calls["tuples"].dtype == calls["ten lists"].dtype
     assert calls["a list that holds itself"] == "RecursionError"
@@ -148,7 +148,7 @@ def test_calls_and_writes_have_them_too(same_bits_with_native):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype):
     """All bfloat16 and a share of all FP32 numbers, infinities and NaN among them."""
-    found = same_bits_with_native(
+    results = same_bits_with_native(
         f"""
         from ampatch.casting.half_copies import half_copies
         dtype = torch.{dtype}
@@ -165,16 +165,16 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
         torch.autograd.backward(half_copies(leaves, dtype), halves)
         every = torch.arange(2**16).short().view(dtype).split(4096)
         up = [torch.zeros(4096, requires_grad=True) for _ in every]
-        torch.autograd.backward(half_copies(up, dtype), [one.clone() for one in every])
+        torch.autograd.backward(half_copies(up, dtype), [half.clone() for half in every])
         torch.save({{"down": list(halves), "up": [leaf.grad for leaf in (*leaves, *up)]}},
                    sys.argv[1])
         """
     )
-    assert all(half.dtype != grad.dtype for half, grad in zip(found["down"], found["up"]))
+    assert all(half.dtype != grad.dtype for half, grad in zip(results["down"], results["up"]))
 
 
 def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
-    found = same_bits_with_native(
+    results = same_bits_with_native(
         """
         from torch import nn
         from ampatch.casting.half_copies import Buckets
@@ -183,47 +183,47 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
             return [nn.Parameter(torch.ones(2)) for _ in range(3)]
 
         def hooked(which, how, drop=False):
-            made = weights()
-            handle = getattr(made[which], how)(lambda tensor: None)
+            bucket = weights()
+            handle = getattr(bucket[which], how)(lambda tensor: None)
             if drop:
                 handle.remove()
-            return made
+            return bucket
 
         def changed(which, change):
-            made = weights()
-            made[which] = change(made[which])
-            return made
+            bucket = weights()
+            bucket[which] = change(bucket[which])
+            return bucket
 
-        frozen = lambda one: one.requires_grad_(False)
+        frozen = lambda weight: weight.requires_grad_(False)
         early, late = "register_hook", "register_post_accumulate_grad_hook"
         buckets = {
             "plain": weights(), "early": hooked(1, early), "late": hooked(2, late),
             "own early": hooked(0, early), "own late": hooked(0, late),
             "early gone": hooked(1, early, True), "late gone": hooked(0, late, True),
             "frozen": changed(1, frozen), "own frozen": changed(0, frozen),
-            "own half": changed(0, lambda one: nn.Parameter(one.detach().half())),
-            "half": changed(1, lambda one: nn.Parameter(one.detach().half())),
-            "own computed": changed(0, lambda one: one * 1),
-            "own tensor": changed(0, lambda one: one.detach().requires_grad_()),
+            "own half": changed(0, lambda weight: nn.Parameter(weight.detach().half())),
+            "half": changed(1, lambda weight: nn.Parameter(weight.detach().half())),
+            "own computed": changed(0, lambda weight: weight * 1),
+            "own tensor": changed(0, lambda weight: weight.detach().requires_grad_()),
             "own buffer": changed(0, nn.Buffer),
         }
         every = {}
         for name, bucket in buckets.items():
             parts = Buckets(bucket, nn.Module(), nn.Module()).to_cast()
-            part_of = {id(one): place for place, part in enumerate(parts) for one in part}
-            every[name] = [part_of.get(id(one)) for one in bucket]
+            part_of = {id(param): place for place, part in enumerate(parts) for param in part}
+            every[name] = [part_of.get(id(param)) for param in bucket]
         torch.save(every, sys.argv[1])
         """
     )
     whole = ["plain", "early gone", "late gone", "half"]
-    assert [name for name, parts in found.items() if parts == [0, 0, 0]] == whole
-    assert found["early"] == [0, None, 0]
-    assert found["frozen"] == [1, 0, 1] and found["own frozen"] == [0, 1, 1]
-    assert found["own late"] == found["own computed"] == found["own half"] == [None, 0, 0]
+    assert [name for name, parts in results.items() if parts == [0, 0, 0]] == whole
+    assert results["early"] == [0, None, 0]
+    assert results["frozen"] == [1, 0, 1] and results["own frozen"] == [0, 1, 1]
+    assert results["own late"] == results["own computed"] == results["own half"] == [None, 0, 0]
 
 
 def test_entries_are_exchanged_all_or_none(same_bits_with_native):
-    found = same_bits_with_native(
+    results = same_bits_with_native(
         """
         from ampatch.models import half_copy_slots
         found = {}
@@ -234,6 +234,6 @@ def test_entries_are_exchanged_all_or_none(same_bits_with_native):
         torch.save(found, sys.argv[1])
         """
     )
-    assert found["other"] == [False, [{"a": 1}, {"a": 3}]]
-    assert found["gone"] == [False, [{"a": 1}, {}]]
-    assert found["same"] == [True, [{"a": 4}, {"a": 5}]]
+    assert results["other"] == [False, [{"a": 1}, {"a": 3}]]
+    assert results["gone"] == [False, [{"a": 1}, {}]]
+    assert results["same"] == [True, [{"a": 4}, {"a": 5}]]

@@ -35,9 +35,9 @@ def test_small_inputs_within_the_limit_are_cast_in_one_call():
 
     for shape in [(), (0,), (3, 5), (64, 64)]:
         tensor = torch.randn(shape)
-        made = copy_of(tensor)
-        assert made.dtype is torch.bfloat16 and torch.equal(made, tensor.to(torch.bfloat16))
-        assert made.stride() == tensor.to(torch.bfloat16).stride()
+        half = copy_of(tensor)
+        assert half.dtype is torch.bfloat16 and torch.equal(half, tensor.to(torch.bfloat16))
+        assert half.stride() == tensor.to(torch.bfloat16).stride()
     for value in (256.0, -256.0, math.inf, -math.inf, math.nan):
         assert copy_of(torch.tensor([1.0, value])) is None
     assert copy_of(torch.tensor([255.9])) is not None

@@ -27,10 +27,10 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 def numbers(shape: tuple, *, odd: bool = False) -> Tensor:
     """FP32 numbers, some of them where rounding has special cases."""
-    made = torch.randn(shape)
-    if odd and made.numel() >= len(ODD):
-        made.view(-1)[: len(ODD)] = torch.tensor(ODD)
-    return made
+    values = torch.randn(shape)
+    if odd and values.numel() >= len(ODD):
+        values.view(-1)[: len(ODD)] = torch.tensor(ODD)
+    return values
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -41,8 +41,8 @@ def test_gradients_are_unscaled_alike(
     def unscaled() -> tuple[list[Tensor], bool]:
         torch.manual_seed(0)
         grads = [numbers(shape, odd=odd) for shape in SHAPES] + [numbers((8, 8))[:, ::2]]
-        found = unscaling.unscale_(grads, torch.tensor(scale), at_once=True)
-        return grads, found
+        has_inf = unscaling.unscale_(grads, torch.tensor(scale), at_once=True)
+        return grads, has_inf
 
     natively = unscaled()
     assert natively[1] is odd

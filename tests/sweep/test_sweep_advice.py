@@ -9,15 +9,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from sweep_made import trained
+from sweep_made import stand_in, trained
 
 from ampatch.cli import main
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import read_results
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.json_files import plain, write_json
+from ampatch.sweep.json_files import plain
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.output_metrics import hint, read_metrics
 from ampatch.sweep.measure.record import Series
@@ -34,32 +33,29 @@ class Machine:
         self.slower = 0.0  # seconds by which each run takes longer than the one before
         self.clock = 0.0  # at which runs begin
 
-    def run(self, runner, trial, watch, place):
+    def run(self, runner, trial, place):
         self.ran.append((trial, runner.script_arguments(trial)))
         is_base, seed = trial.case == BASE, trial.seed
         ms = (self.noise if trial.again else 1.0) * (150.0 if is_base else 100.0)
-        taken = min(filter(None, (runner.steps, 40)))
-        made = trained(trial, [1.0] * taken, steps=taken, ms=ms, kind=Kind(self.kind))
+        steps = min(filter(None, (runner.steps, 40)))
+        run = trained(trial, [1.0] * steps, steps=steps, ms=ms, kind=Kind(self.kind))
         value = 0.9 + (0 if is_base else SCATTER[seed % 5])
         if not trial.short and self.metric:
-            made.measured.metrics = {self.metric: Series([taken], [value + 0.01 * seed])}
-        made.measured.machine["began"] = self.clock
+            run.measured.metrics = {self.metric: Series([steps], [value + 0.01 * seed])}
+        run.measured.machine["began"] = self.clock
         log = RunFiles.of(runner.directory, trial).log
         log.write_text(f"acc {value}\n")
-        made.measured.metrics |= read_metrics(log, runner.metrics or {})
-        taken = 4.0 + taken * ms / 1000 + self.slower * len(self.ran)
-        run = dataclasses.replace(made, seconds=taken, alone=place.alone)
-        write_json(RunFiles.of(runner.directory, trial).run, run.to_json())
-        return run
+        run.measured.metrics |= read_metrics(log, runner.metrics or {})
+        seconds = 4.0 + steps * ms / 1000 + self.slower * len(self.ran)
+        return dataclasses.replace(run, seconds=seconds, alone=place.alone)
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     machine = Machine()
-    monkeypatch.setattr(Runner, "run", lambda self, *rest: machine.run(self, *rest))
+    stand_in(monkeypatch, machine.run)
     half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
     monkeypatch.setattr(planning, "measured", lambda: half)
-    monkeypatch.setattr("ampatch.sweep.report.render.pictures", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return machine
@@ -73,51 +69,46 @@ def sweep(*words):
 
 def advice(results):
     said = " ".join([results.recommendation, *results.notes])
-    return [shlex.split(one) for one in re.findall(r"--resume --\w+ (?:'[^']*'|[^\s,;:.]+)", said)]
+    lines = re.findall(r"--resume --\w+ (?:'[^']*'|[^\s,;:.]+)", said)
+    return [shlex.split(line) for line in lines]
 
 
+SHORT = ("--levels", "O0,O1", "--no-autocast")  # each run is summed up with those before
 KINDS = {
     "auto": (NO_AMP, ["--rounds", "1"]),
-    "with rows": (AMPATCH, ["--rounds", "1", "--with", "O2 loss_scale=128", "--no-autocast"]),
-    "with a budget": (AMPATCH, ["--budget", "0.8"]),
+    "with rows": (AMPATCH, [*SHORT, "--rounds", "1", "--with", "O2 loss_scale=128"]),
+    "with a budget": (AMPATCH, [*SHORT, "--budget", "0.4"]),
     "with levels": (AMPATCH, ["--levels", "O0,O2", "--dtypes", "float16", "--seeds", "1"]),
-    "side by side": (AMPATCH, ["--jobs", "2", "--rounds", "1", "--margin", "2%"]),
+    "side by side": (AMPATCH, [*SHORT, "--jobs", "2", "--rounds", "1", "--margin", "2%"]),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_advice_does_what_it_says(kind, machine, capsys):
-    machine.kind, words = KINDS[kind]
+@pytest.mark.parametrize(("kind", "words"), KINDS.values(), ids=KINDS)
+def test_each_advice_does_what_it_says(kind, words, machine, capsys):
+    machine.kind = kind
     results = sweep(*words, "--", "--lr", "1")
     followed, rows = [], results.settings["rows"]
-    while todo := [one for one in advice(results) if one not in followed]:
+    while todo := [advised for advised in advice(results) if advised not in followed]:
         machine.ran.clear()
-        before, seen = results, {row.label: row for row in results.rows}
+        before, seeds = results, {row.label: row.seeds for row in results.rows}
         capsys.readouterr()
         results = sweep(*todo[0])
         followed.append(todo[0])
         _, flag, value = todo[0]
         assert results.settings["rows"] == rows and results.arguments == ["--lr", "1"]
-        assert all(given == ["--lr", "1"] for _, given in machine.ran) and machine.ran
+        assert all(arguments == ["--lr", "1"] for _, arguments in machine.ran) and machine.ran
         kept = capsys.readouterr().err.partition("keeps its settings: ")[2].partition("\n")[0]
         own = [word for word in words if word.startswith("--") and word not in (flag, "--rounds")]
         assert all(word in kept for word in own if word != "--budget" or flag == "--budget")
         if flag == "--rounds":
             assert min(row.speeds.n for row in results.rows if row.speeds) >= int(value)
-            assert {row.label: row.seeds for row in results.rows} == {
-                label: row.seeds for label, row in seen.items()
-            }
+            assert {row.label: row.seeds for row in results.rows} == seeds
         elif flag == "--seeds":
             assert {row.seeds for row in results.rows} == {int(value)}
         else:
             assert flag == "--budget" and results.settings["seeds"] == 5
-            before_it = " ".join([before.recommendation, *before.notes])
-            has_all = f"--budget {value} has all" in before_it
-            assert (
-                {row.seeds for row in results.rows} == {5}
-                if has_all
-                else min(row.seeds for row in results.rows) >= 3
-            )
+            has_all = any(f"--budget {value} has all" in note for note in before.notes)
+            assert min(row.seeds for row in results.rows) >= (5 if has_all else 3)
         assert before.options.keys() - {"budget"} <= results.options.keys()
     assert followed, results.recommendation
 
@@ -127,7 +118,7 @@ def test_rounds_that_are_advised_on_a_noisy_machine_are_added_to_a_sweep_with_a_
     machine.noise = 1.6
     options = ("--budget", "3", "--levels", "O0,O1", "--margin", "5%")  # accuracy is shown
     results = sweep(*options)
-    [words] = [one for one in advice(results) if one[1] == "--rounds"]
+    [words] = [advised for advised in advice(results) if advised[1] == "--rounds"]
     assert int(words[2]) == results.rows[0].speeds.n + 3
     more = sweep(*options, *words)
     assert {row.speeds.n for row in more.rows} == {int(words[2])}
@@ -149,7 +140,7 @@ def test_terminal_page_and_summary_name_the_same_budget(machine, capsys):
     """Also where the last run has changed what all of it would take."""
     machine.slower = 0.7
     results = sweep("--budget", "2")
-    [note] = [one for one in results.notes if "--resume --budget" in one]
+    [note] = [told for told in results.notes if "--resume --budget" in told]
     said = capsys.readouterr()
     lines = [line for line in (said.err + said.out).splitlines() if line.startswith("Note: ")]
     assert [line for line in lines if "--resume --budget" in line][-1].endswith(note)
@@ -180,15 +171,15 @@ def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, 
     machine.metric = None
     results = sweep("--levels", "O0,O1", "--seeds", "2")
     assert capsys.readouterr().err.count('The output has "acc 0.9"') == 1
-    [words] = [one for one in advice(results) if one[1] == "--metric"]
+    [words] = [advised for advised in advice(results) if advised[1] == "--metric"]
     machine.ran.clear()
     results = sweep(*words)
     assert results.rows[1].comparisons[0].name == "acc" and not machine.ran
-    assert not [one for one in advice(results) if one[1] == "--metric"]
+    assert not [advised for advised in advice(results) if advised[1] == "--metric"]
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("epoch 3 loss 0.5 val_acc: 0.93, 4 s", r"val_acc=val_acc: ([\d.]+)"),
         ("Accuracy = 93.1%", r"Accuracy=Accuracy = ([\d.]+)"),
@@ -210,13 +201,13 @@ def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, 
         ("", None),
     ],
 )
-def test_what_looks_like_a_metric(text, found, tmp_path):
+def test_what_looks_like_a_metric(text, expected, tmp_path):
     log = tmp_path / "run.log"
     log.write_text(text + "\n")
     told = hint(log, len(text))
-    assert (told and told[1]) == found
-    if found:
-        name, _, pattern = found.partition("=")
+    assert (told and told[1]) == expected
+    if expected:
+        name, _, pattern = expected.partition("=")
         assert 0.9 < read_metrics(log, {name: pattern})[name].values[0] < 94
 
 
@@ -250,9 +241,3 @@ def test_a_quiet_sweep_shows_its_results_alone_and_all_of_them(machine, capsys):
     said = capsys.readouterr()
     assert "seed 0" not in said.err and "Note" not in said.err
     assert "Recommendation: " in said.out and "Note: train.py has no mixed" in said.out
-
-
-def test_going_on_and_beginning_anew_exclude_each_other(machine, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        sweep("--resume", "--overwrite")
-    assert "--resume and --overwrite: give one of them" in capsys.readouterr().err

@@ -3,16 +3,13 @@
 import dataclasses
 
 import pytest
-from sweep_made import trained
+from sweep_made import stand_in, trained
 from sweep_runs import planned
 
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.budget import FEWEST_STEPS
-from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.options import SweepOptions
@@ -42,9 +39,10 @@ class Machine:
 
     def run(self, trial, steps):
         ms = MS if trial.case == BASE else self.ms
-        taken = min(filter(None, (steps, self.steps)))
-        made = trained(trial, steps=taken, ms=ms)
-        return dataclasses.replace(made, seconds=START + taken * ms / 1000)
+        steps = min(filter(None, (steps, self.steps)))
+        return dataclasses.replace(
+            trained(trial, steps=steps, ms=ms), seconds=START + steps * ms / 1000
+        )
 
     def sweep(self, plan, runs=(), most=999):
         """The runs of the whole plan, which is made anew after each; `most` of them."""
@@ -116,20 +114,13 @@ def test_a_first_run_that_started_cold_is_no_guess_for_the_others(monkeypatch):
     machine = Machine(monkeypatch, FAST, 50)
     plan = machine.plan(budget=4)
     cold = dataclasses.replace(machine.run(plan.trials[0], None), seconds=40 + START)
-    plan.fit([cold])
+    plan.fit([dataclasses.replace(cold, imports=40)])
+    assert plan.amounts.answers_all(plan.wish) and "longer" not in plan.in_words()
+    plan.fit([cold])  # which says nothing of its imports
     assert not plan.amounts.answers_all(plan.wish)
     runs = machine.sweep(plan, [cold])
     assert set(whole(runs).values()) == {3} and len(whole(runs)) == 5
     assert seconds(runs) <= 4 * 60 * 1.25
-
-
-def test_the_first_plan_counts_no_imports_that_the_other_trials_find_done(monkeypatch):
-    machine = Machine(monkeypatch, FAST, 50)
-    plan = machine.plan(budget=4)
-    plan.fit(
-        [dataclasses.replace(machine.run(plan.trials[0], None), seconds=40 + START, imports=40)]
-    )
-    assert plan.amounts.answers_all(plan.wish) and "longer" not in plan.in_words()
 
 
 def test_o3_is_left_out_only_where_it_is_a_row_that_would_run(monkeypatch):
@@ -153,9 +144,9 @@ def test_no_second_o0_is_run_of_a_round_that_is_over(monkeypatch):
     machine = Machine(monkeypatch, FAST, 260)  # a wrong guess: the plan begins without it
     runs = machine.sweep(machine.plan(budget=3.2))
     order = [run.trial for run in runs]
-    for trial in (one for one in order if one.again):
-        before = order[: order.index(trial)]
-        assert all(one.round <= trial.round for one in before if one.case != BASE)
+    for again in (trial for trial in order if trial.again):
+        before = order[: order.index(again)]
+        assert all(trial.round <= again.round for trial in before if trial.case != BASE)
 
 
 def test_seeds_are_interleaved_and_come_before_all_else(monkeypatch):
@@ -182,8 +173,8 @@ def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, m
     for minutes in (0.1, 3, 10, 40, 200):
         plan = machine.plan(budget=minutes)
         runs = machine.sweep(plan)
-        said, one = plan.in_words(), START + STEPS * ms / 1000
-        assert seconds(runs) <= 60 * minutes + one or "takes longer than its budget" in said
+        said, of_one = plan.in_words(), START + STEPS * ms / 1000
+        assert seconds(runs) <= 60 * minutes + of_one or "takes longer than its budget" in said
         assert {"O0", "O1", "O2", "autocast"} <= whole(runs).keys()
         assert sum(whole(runs).values()) >= before
         before = sum(whole(runs).values())
@@ -293,15 +284,14 @@ def test_a_budget_that_nothing_can_be_planned_by_is_refused(options, said, monke
 def test_a_sweep_for_a_budget_is_gone_on_with(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, SLOW, 1200)
 
-    def run(runner, trial, watch, place):
-        done = machine.run(trial, runner.steps)
-        done.measured.kind = Kind(AMPATCH)
-        if len(done.measured.skipped) == STEPS:
-            done.measured.metrics = {"accuracy": Series([STEPS], [0.5 + trial.seed / 10])}
-        write_json(RunFiles.of(runner.directory, trial).run, done.to_json())
-        return done
+    def run_of(runner, trial, place):
+        run = machine.run(trial, runner.steps)
+        run.measured.kind = Kind(AMPATCH)
+        if len(run.measured.skipped) == STEPS:
+            run.measured.metrics = {"accuracy": Series([STEPS], [0.5 + trial.seed / 10])}
+        return run
 
-    monkeypatch.setattr(Runner, "run", run)
+    stand_in(monkeypatch, run_of)
     options = {"levels": ["O0", "O2"], "autocast": False, "dtypes": None, "rounds": None}
     results = planned(tmp_path, "", budget=1e-3, **options).run().results
     base, row = results.rows

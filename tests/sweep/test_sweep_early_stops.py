@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sweep_runs import INITIALIZE, TRAINING, Said, log_of, planned
+from sweep_runs import INITIALIZE, PLAIN, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
@@ -11,16 +11,6 @@ from ampatch.sweep.measure.record import Measured
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
-PLAIN = """
-    import torch
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(100):
-        model(torch.ones(8, 4)).pow(2).mean().backward()
-        print("before", step)
-        optimizer.step()
-        print("after", step)
-"""
 RESUMING = f"""
     {TRAINING}
     from pathlib import Path
@@ -41,11 +31,12 @@ def stopped(plan):
 
 
 def test_without_o0_a_script_without_initialize_ends_at_its_first_step(tmp_path):
-    plan = planned(tmp_path, PLAIN, levels=["O1", "O2"], autocast=False)
+    script = PLAIN.replace("loss.backward()", "loss.backward(), print('before the step')")
+    plan = planned(tmp_path, script, levels=["O1", "O2"], autocast=False)
     said = stopped(plan)
     reason, line = "never calls ampatch.initialize", "model, optimizer = ampatch.initialize("
     assert said.index(reason) < said.index(line) < said.index("With O0 among --levels")
-    assert log_of(plan, "O1-bfloat16") == "before 0\n"
+    assert log_of(plan, "O1-bfloat16") == "before the step\n"
     assert len(plan.runs) == 1
     assert plan.results.recommendation.startswith("Nothing to compare yet")
 
@@ -82,9 +73,9 @@ def test_an_o0_that_does_not_end_well_ends_the_sweep_whatever_steps_it_took(
 ):
     script = f"{TRAINING}{INITIALIZE}    step(), step()\n    {ending}\n"
     plan = planned(tmp_path, script, **OF_TWO, **options)
-    found = stopped(plan)
-    assert f"{said} seed 0, after 2 steps" in found and "are compared with O0" in found
-    assert ("--resume --timeout" in found) == bool(options)
+    message = stopped(plan)
+    assert f"{said} seed 0, after 2 steps" in message and "are compared with O0" in message
+    assert ("--resume --timeout" in message) == bool(options)
     assert len(plan.runs) == 1
     assert plan.results.recommendation == f"Nothing to compare yet: {said}."
 
@@ -102,7 +93,7 @@ def test_what_does_not_fit_at_o0_may_fit_in_half(tmp_path):
 def test_a_script_that_goes_on_from_its_own_file_is_recognised(tmp_path):
     plan = planned(tmp_path, RESUMING, repr(str(tmp_path)), **OF_TWO)
     plan.run(shown := Said())
-    [said] = [one for one in shown.events if "O1-bfloat16 seed 0 took no step" in one]
+    [said] = [event for event in shown.events if "O1-bfloat16 seed 0 took no step" in event]
     assert "The script may resume from a file that was there before" in said
     assert "{trial_dir}" in said and "AMPATCH_TRIAL_DIR" in said
     assert not any("several machines" in note for note in plan.results.notes)
@@ -128,7 +119,7 @@ def test_a_row_that_swallows_its_errors_is_marked_and_the_others_run(tmp_path):
     base, row, autocast = plan.rows
     assert (base.status, autocast.status, autocast.steps) == ("ok", "ok", 9)
     assert row.status.startswith("took no step") and (row.outcome, row.runs) == ("failed", 1)
-    [said] = [one for one in shown.events if "took no step" in one]
+    [said] = [event for event in shown.events if "took no step" in event]
     assert (
         "The script may catch its errors." in said and "skipped: a batch that is too large" in said
     )

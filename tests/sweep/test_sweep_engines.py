@@ -100,10 +100,10 @@ def test_the_autocast_row_is_plain_pytorch(ran):
 
 
 def test_the_rows_ran_to_their_end_at_what_was_asked(ran):
-    found = {row.label: (row.status, row.steps, row.skipped) for row in ran.rows}
+    rows = {row.label: (row.status, row.steps, row.skipped) for row in ran.rows}
     own = "O2-float16-growth_interval=500"
-    assert list(found) == ["O0", "O1-float16", "autocast-float16", own]
-    assert found["O1-float16"] == found[own] == found["autocast-float16"] == ("ok", STEPS, 1)
+    assert list(rows) == ["O0", "O1-float16", "autocast-float16", own]
+    assert rows["O1-float16"] == rows[own] == rows["autocast-float16"] == ("ok", STEPS, 1)
     assert "torch.float16 torch.float32" in log_of(ran, own)  # weights in the forward, BatchNorm's
     assert "torch.float32 torch.float32" in log_of(ran, "O1-float16")
     assert "ended after 12 steps" in ran.results.notes[0]

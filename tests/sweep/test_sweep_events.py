@@ -123,15 +123,15 @@ def test_wandb_offline_has_each_run_once(sweep_of_two):
     assert "Weights & Biases: project ampatch-sweep, group train & <test>" in done.stdout
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
     records = list(wandb_records(file.read_bytes()))
-    (about,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
+    (about,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
     assert about.display_name == run.trial.label and about.run_group.startswith("train & <test>")
     config = {item.key: json.loads(item.value_json) for item in about.config.update}
     assert config["dtype"] == "float16" and config["from"]["git"].startswith("0123abc")
     losses = [
         float(json.loads(item.value_json))
-        for one in records
-        if one.WhichOneof("record_type") == "history"
-        for item in one.history.item
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
         if "loss" in (item.key, *item.nested_key)
     ]
     assert losses == pytest.approx(run.measured.losses["0"].values, nan_ok=True)

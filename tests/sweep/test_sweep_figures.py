@@ -32,8 +32,8 @@ def losses(*values):
 def test_an_overflow_that_was_skipped_is_no_divergence():
     inf = math.inf
     assert status(run_of(skipped=[False, True, False], losses=losses(1.0, inf, 0.5))) == "ok"
-    taken = run_of(skipped=[False, False, False], losses=losses(1.0, inf, 0.5))
-    assert status(taken) == "diverged at step 2: loss inf"
+    not_skipped = run_of(skipped=[False, False, False], losses=losses(1.0, inf, 0.5))
+    assert status(not_skipped) == "diverged at step 2: loss inf"
     to_the_end = run_of(skipped=[False, True], losses=losses(1.0, math.nan))
     assert status(to_the_end) == "diverged at step 2: loss nan"
 
@@ -152,19 +152,19 @@ def test_scatter_decides_the_decimals(mean, sd, text):
 
 def test_a_speed_far_from_1_shows_its_digits():
     speeds = (1.256, 0.104, 0.0152, 1.5e-4, 34.56, 591.6)
-    assert [ratio(one) for one in speeds] == ["1.26", "0.10", "0.015", "1.5e-04", "34.6", "592"]
+    assert [ratio(speed) for speed in speeds] == ["1.26", "0.10", "0.015", "1.5e-04", "34.6", "592"]
 
 
 def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeypatch):
-    made, behind = [], []
+    events, behind = [], []
 
     def moment(device):
-        made.append((made[-1] if made else 0.0) + (0.002 if len(made) % 2 else 0.004))
-        return made[-1]
+        events.append((events[-1] if events else 0.0) + (0.002 if len(events) % 2 else 0.004))
+        return events[-1]
 
     def seconds_between(moments):
-        behind.append(len(made) - 1 - made.index(moments[-1]))
-        return [later - one for one, later in itertools.pairwise(moments)]
+        behind.append(len(events) - 1 - events.index(moments[-1]))
+        return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
     monkeypatch.setattr(step_times, "moment", moment)
     monkeypatch.setattr(step_times, "seconds_between", seconds_between)
@@ -173,10 +173,10 @@ def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeyp
         assert times.step_ends(7, torch.device("cuda", 0), pauses=step // 100) == step + 1
     assert len(behind) > 3 and min(behind) >= BATCH  # so the host waits for no recent work
 
-    found = times.of_main_optimizer()
+    figures = times.of_main_optimizer()
 
-    seconds = found["step_seconds"]
-    assert len(seconds) == 6 * BATCH and found["cpu_seconds"] == []
+    seconds = figures["step_seconds"]
+    assert len(seconds) == 6 * BATCH and figures["cpu_seconds"] == []
     paused = [step for step, value in enumerate(seconds) if value is None]
     assert paused == list(range(0, 6 * BATCH, 100))
     assert seconds[1:100] == pytest.approx([0.002, *[0.004, 0.002] * 49])

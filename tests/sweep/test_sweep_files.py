@@ -45,7 +45,7 @@ def test_files_that_o0_has_written_are_named_once(folder):
 
 def test_a_script_elsewhere_and_one_that_writes_nothing(folder, tmp_path_factory):
     quiet = planned(folder, TRAINING + INITIALIZE + "    step()", levels=["O0"]).run()
-    assert quiet.runs[0].wrote == [] and not any("written" in one for one in quiet.results.notes)
+    assert quiet.runs[0].wrote == [] and not any("written" in note for note in quiet.results.notes)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     beside = "open(os.path.join(os.path.dirname(__file__), 'beside.txt'), 'w')"
     script = written(elsewhere, TRAINING, INITIALIZE, "step()\n", beside)
@@ -62,7 +62,7 @@ def test_in_a_copy_the_folder_stays_as_it_is(folder):
     assert Path("best.pt").read_text() == "the user's own"
     for label, level in (("O0", "O0"), ("O1-bfloat16", "O1")):
         copy = sweep.directory / f"runs/{label}.seed0.repeat0.copy"
-        names = sorted(str(one.relative_to(copy)) for one in copy.rglob("*") if one.is_file())
+        names = sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())
         assert names == ["best.pt", "runs/a/log.txt", "runs/log.txt"]
         assert (copy / "runs/log.txt").read_text() == level
     [note] = [note for note in sweep.results.notes if "in a copy" in note]

@@ -43,10 +43,10 @@ def test_accuracy_is_within_noise_worse_or_better():
     ):
         first, row = rows_of(base, ours)
         assert (first.outcome, row.outcome) == ("baseline", outcome)
-        one = row.comparisons[0]
-        assert (one.name, one.n, one.better) == ("accuracy", 3, "higher")
-        assert one.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
-        assert one.low < one.difference < one.high
+        metric = row.comparisons[0]
+        assert (metric.name, metric.n, metric.better) == ("accuracy", 3, "higher")
+        assert metric.difference == pytest.approx(statistics.mean(ours) - statistics.mean(base))
+        assert metric.low < metric.difference < metric.high
         assert row.verdict.startswith("2.00 times as fast as O0 (2.00 to 2.00); ")
     assert rows_of(base, [0.8, 0.81, 0.821], better={"accuracy": "lower"})[1].outcome == "better"
 
@@ -72,8 +72,8 @@ def test_repeats_of_a_seed_are_one_value():
         for seed in range(2)
         for repeat in range(5)
     ]
-    one = summarize(runs)[1].comparisons[0]
-    assert (one.n, one.mean, one.p) == (2, pytest.approx(0.907), 1.0)
+    metric = summarize(runs)[1].comparisons[0]
+    assert (metric.n, metric.mean, metric.p) == (2, pytest.approx(0.907), 1.0)
 
 
 def test_nothing_is_tested_with_one_seed_or_seeds_without_effect():
@@ -132,12 +132,15 @@ def test_accuracy_is_what_rows_of_unequal_length_are_judged_by():
     accuracies = {"O0": (0.97, 0.98, 0.975), "O2": (0.9702, 0.9797, 0.9751)}
     _, row = fixed_time({"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}, accuracies)
     assert row.outcome == "within" and not_shown(row) == ("", "")
-    assert [one.outcome for one in row.comparisons] == ["within", "untested"]
+    assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
     _, row = fixed_time({"O0": (100, 98, 99), "O2": (99, 98, 100)}, accuracies)
-    assert [one.outcome for one in row.comparisons] == ["within", "within"]  # 1 % is no difference
+    assert [metric.outcome for metric in row.comparisons] == [
+        "within",
+        "within",
+    ]  # 1 % is no difference
     assert "steps" not in table([row]).columns
     _, row = fixed_time({"O0": (100, 80, 90), "O2": (80, 100, 90)}, accuracies)  # ended early
-    assert [one.outcome for one in row.comparisons] == ["within", "untested"]
+    assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
 
 
 def test_rows_share_one_level_of_significance():
@@ -148,7 +151,7 @@ def test_rows_share_one_level_of_significance():
     [alone] = summarize([*base, *first])[1].comparisons[:1]
     assert alone.p == alone.corrected_p < 0.05 and alone.outcome == "better"
     both = [row.comparisons[0] for row in summarize([*base, *first, *second])[1:]]
-    assert [one.outcome for one in both] == ["within", "within"]
+    assert [metric.outcome for metric in both] == ["within", "within"]
     assert (both[0].p, both[0].corrected_p) == (alone.p, pytest.approx(2 * alone.p))
     assert both[0].smallest > alone.smallest
 
@@ -156,8 +159,12 @@ def test_rows_share_one_level_of_significance():
 def test_a_row_is_compared_over_the_seeds_that_it_shares_with_o0():
     base = [run_of("O0", seed, 0.5 + seed / 10, loss=seed) for seed in (0, 1, 2)]
     ours = [run_of("O1", seed, 0.6 + seed / 10) for seed in (1, 2, 3)]
-    one = summarize([*base, *ours])[1].comparisons[0]
-    assert (one.n, one.mean, one.base_mean) == (2, pytest.approx(0.75), pytest.approx(0.65))
+    metric = summarize([*base, *ours])[1].comparisons[0]
+    assert (metric.n, metric.mean, metric.base_mean) == (
+        2,
+        pytest.approx(0.75),
+        pytest.approx(0.65),
+    )
 
 
 def test_values_that_are_one_number_have_no_interval():
@@ -198,7 +205,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
 
 
 def test_rows_beside_the_levels():
-    found = cases(
+    chosen = cases(
         ["O0", "O2", "O0"],
         ["float16", "bfloat16"],
         ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
@@ -206,7 +213,7 @@ def test_rows_beside_the_levels():
         tf32=True,
     )
     own = "keep_batchnorm_fp32=False-loss_scale=dynamic"
-    assert [case.label for case in found] == [
+    assert [case.label for case in chosen] == [
         "O0",
         "O0+tf32",
         "O2-float16",
@@ -216,7 +223,7 @@ def test_rows_beside_the_levels():
         f"O2-float16-{own}",
         f"O2-bfloat16-{own}",
     ]
-    assert dict(found[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
+    assert dict(chosen[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
     assert "autocast" not in [case.opt_level for case in cases(["O0"], ["float16"], autocast=True)]
 
 
@@ -232,8 +239,8 @@ def test_metrics_are_found_in_the_output(tmp_path):
     expected = Series([0, 1, 2], [0.1, 0.5, 0.1])
     assert read_metrics(log, patterns) == {"acc": expected, "mantissa": expected}
     log.write_text("acc 77.539%\nacc (88.5),\nacc 90;\nacc -1e-1%\n")
-    found = read_metrics(log, {"acc": r"acc (\S+)"})["acc"].values
-    assert found == [77.539, 88.5, 90.0, -0.1]
+    values = read_metrics(log, {"acc": r"acc (\S+)"})["acc"].values
+    assert values == [77.539, 88.5, 90.0, -0.1]
     log.write_text("between\n")
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"})

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sweep_runs import Said, log_of, planned
+from sweep_runs import PLAIN, Said, log_of, planned
 from warm_python import python
 
 from ampatch.sweep import SweepError
@@ -19,19 +19,6 @@ from ampatch.sweep.plan import cases
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
-PLAIN = """
-    import sys
-    import torch
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(15):
-        loss = model(torch.randn(16, 8)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
-"""
 # The third step meets an overflow; the region is entered after a step in FP32.
 TORCH_AMP_SCRIPT = """
     import sys
@@ -58,10 +45,6 @@ TORCH_AMP_SCRIPT = """
 """
 
 
-def by_label(plan):
-    return {run.trial.case.label: run for run in plan.runs}
-
-
 def printed(plan, label):
     return list(map(float, log_of(plan, label).split()))
 
@@ -69,14 +52,13 @@ def printed(plan, label):
 def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
     """The losses are those that it prints; O0 is what plain Python trains, to the bit."""
     plan, said = planned(tmp_path, PLAIN), Said()
-    runs = by_label(plan.run(said))
+    runs = {run.case.label: run for run in plan.run(said).runs}
     assert list(runs) == ["O0", "O1-bfloat16"]
-    [why] = [one for one in said.events if "which module is the model" in one]
-    assert (
-        "it can run O0 and O1, but not O2, O3 or the row autocast. " in why
-        and why in plan.results.notes
-    )
-    assert "model, optimizer = ampatch.initialize(model, optimizer)" in why
+    [why] = [event for event in said.events if "which module is the model" in event]
+    assert "it can run O0 and O1, but not O2, O3 or the row autocast. " in why
+    assert why in plan.results.notes
+    assert "ampatch.initialize(model, optimizer); and instead of loss.backward(): with " in why
+    assert "ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()" in why
     plain = python("train.py", cwd=tmp_path).stdout.split()
     assert printed(plan, "O0") == list(map(float, plain))
     for label, run in runs.items():
@@ -94,14 +76,13 @@ def test_a_script_without_amp_code_needs_no_flag_and_its_kind_is_kept(tmp_path):
 def test_torch_amp_is_a_row_as_it_is_and_off_in_the_others(tmp_path):
     """Also where it begins after steps; and a region that is off is off at O1, too."""
     plan = planned(tmp_path, TORCH_AMP_SCRIPT, dtypes=["float16"]).run()
-    runs = by_label(plan)
-    assert list(runs) == ["O0", "O1-float16", "autocast-float16"]
-    assert [row.status for row in plan.rows] == ["ok", "ok", "ok"]
+    rows = [("O0", "ok"), ("O1-float16", "ok"), ("autocast-float16", "ok")]
+    assert [(row.label, row.status) for row in plan.rows] == rows
     own = python("train.py", cwd=tmp_path).stdout.split()
     in_fp32 = python("train.py", "fp32", cwd=tmp_path).stdout.split()
     assert log_of(plan, "autocast-float16").split() == own != in_fp32
     assert log_of(plan, "O0").split() == in_fp32 != log_of(plan, "O1-float16").split()
-    as_it_is = runs["autocast-float16"].measured
+    as_it_is = plan.runs[-1].measured
     losses, scales = (list(map(float, own[column::2])) for column in (0, 1))
     assert as_it_is.losses["0"].values == pytest.approx(losses, rel=1e-6, nan_ok=True)  # not scaled
     assert as_it_is.skipped == [scale < before for before, scale in pairwise([65536.0, *scales])]
@@ -130,8 +111,8 @@ def test_losses_are_those_before_scaling_however_they_are_scaled(monkeypatch):
         for kind in (list, tuple):
             scaled = scaler.scale(kind([weight * 3, weight * 4]))
             assert type(scaled) is kind
-            for one in scaled:
-                one.backward()
+            for scaled_loss in scaled:
+                scaled_loss.backward()
         (scaler.scale(weight * 6) / 2).backward()
         (weight * 7).backward()
     finally:
@@ -254,7 +235,7 @@ SLOW = ("fabric", "lightning", "transformers")
 
 @pytest.mark.parametrize(
     "framework",
-    [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in LOOPS],
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOOPS],
 )
 def test_a_framework_trains_through_its_integration(framework, tmp_path):
     """Its own mixed precision is off at O0 and beside ampatch."""
@@ -311,17 +292,8 @@ def test_losses_of_a_plain_backward_beside_initialize_are_recorded(tmp_path):
     line = "    model, optimizer = ampatch.initialize(model, optimizer)\n"
     script = PLAIN.replace("    for _", f"    import ampatch\n{line}    for _", 1)
     swept = planned(tmp_path, script, levels=["O0", "O1", "O2"]).run()
-    printed = {}
     for run in swept.runs:
-        printed[run.case.opt_level] = [*map(float, log_of(swept, run.case.label).split())]
         recorded = run.measured.losses["0"].values
-        assert recorded == pytest.approx(printed[run.case.opt_level], rel=0.01)
-    assert {*printed} == {"O0", "O1", "O2", "autocast"}
+        assert recorded == pytest.approx(printed(swept, run.case.label), rel=0.01)
+    assert [run.case.opt_level for run in swept.runs] == ["O0", "O1", "O2", "autocast"]
     assert not any("no loss was recorded" in note for note in swept.results.notes)
-
-
-def test_what_is_to_be_added_has_both_lines(tmp_path):
-    swept = planned(tmp_path, PLAIN).run()
-    [note] = [note for note in swept.results.notes if "has no mixed precision" in note]
-    assert "ampatch.initialize(model, optimizer); and instead of loss.backward(): with " in note
-    assert "ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()" in note

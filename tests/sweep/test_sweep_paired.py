@@ -31,11 +31,11 @@ def test_the_test_is_students_integral_of_the_differences():
         ours = [value + chance.gauss(0.5, 1) for value in base]
         differences = [a - b for a, b in zip(ours, base)]
         error = statistics.stdev(differences) / math.sqrt(n)
-        found = paired(ours, base)
-        assert found.difference == pytest.approx(statistics.mean(differences))
-        assert found.p == pytest.approx(1 - within(abs(found.difference) / error, n - 1), abs=1e-9)
-        assert within((found.high - found.difference) / error, n - 1) == pytest.approx(0.95)
-        assert found.high - found.difference == pytest.approx(found.difference - found.low)
+        test = paired(ours, base)
+        assert test.difference == pytest.approx(statistics.mean(differences))
+        assert test.p == pytest.approx(1 - within(abs(test.difference) / error, n - 1), abs=1e-9)
+        assert within((test.high - test.difference) / error, n - 1) == pytest.approx(0.95)
+        assert test.high - test.difference == pytest.approx(test.difference - test.low)
 
 
 def test_one_number_as_each_difference_is_compared_as_unpaired():
@@ -43,12 +43,12 @@ def test_one_number_as_each_difference_is_compared_as_unpaired():
 
     p and the quantile 2.776 are those of the tables; four degrees have a closed form.
     """
-    found = paired([1, 2, 3], [4, 5, 6])
+    test = paired([1, 2, 3], [4, 5, 6])
     t = 3 / (2 / 3) ** 0.5
     x = t / (4 + t * t) ** 0.5
-    assert found.p == pytest.approx(1 - x * (3 - x * x) / 2)
-    assert found.high - found.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
-    assert found.sd == 0
+    assert test.p == pytest.approx(1 - x * (3 - x * x) / 2)
+    assert test.high - test.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
+    assert test.sd == 0
     almost = paired([0.51, 0.71], [0.5, 0.7])  # one number but for its last digit
     assert almost.p > 0.9 and almost.sd == 0
 
@@ -81,5 +81,5 @@ def test_the_smallest_difference_is_found_with_the_power_it_claims(n, rows):
     )
     error = draws.std(axis=1, ddof=1) / math.sqrt(n)
     t = numpy.abs(draws.mean(axis=1)) / error
-    found = (t > stats.t.ppf(1 - LEVEL / rows / 2, n - 1)).mean()
-    assert found == pytest.approx(POWER, abs=4 * math.sqrt(POWER * (1 - POWER) / samples))
+    share = (t > stats.t.ppf(1 - LEVEL / rows / 2, n - 1)).mean()
+    assert share == pytest.approx(POWER, abs=4 * math.sqrt(POWER * (1 - POWER) / samples))

@@ -71,7 +71,7 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sweep")
     results = made_sweep(directory, notes=["Few seeds."])
     write_report(directory)
@@ -79,8 +79,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def source(made):
-    return (made[0] / "report.html").read_text(encoding="utf-8")
+def source(written):
+    return (written[0] / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def page(source):
 # The page
 
 
-def test_the_page_holds_everything(made, page):
-    results = made[1]
+def test_the_page_holds_everything(written, page):
+    results = written[1]
     assert page.text.count("train & <test>.py at several opt levels") == 2  # title and headline
     assert "'a <b> c'" in page.text
     assert results.recommendation in page.text and "Few seeds." in page.text
@@ -103,8 +103,8 @@ def test_the_page_holds_everything(made, page):
     assert not page.all("b")
 
 
-def test_the_order_of_the_page_and_settings_are_folded(made, page, source):
-    verdict = html.escape(made[1].rows[0].verdict)
+def test_the_order_of_the_page_and_settings_are_folded(written, page, source):
+    verdict = html.escape(written[1].rows[0].verdict)
     table = 'aria-label="Figures per row"'
     order = ["Recommendation.", "Few seeds.", table, verdict, "Pictures</h2>", "<details>"]
     assert [source.count(text) for text in order] == [1] * len(order)
@@ -144,12 +144,12 @@ def test_no_table_has_an_empty_column(tmp_path):
             assert set(cells[number :: len(titles)]) != {"-"}, title
 
 
-def test_every_picture_says_what_it_shows(made, page):
+def test_every_picture_says_what_it_shows(written, page):
     images = page.all("img")
     assert len(images) == len(NAMES)
     for name, image in zip(NAMES, images):
         data = base64.b64decode(image["src"].partition("base64,")[2])
-        assert data == (made[0] / "plots" / f"{name}.svg").read_bytes()
+        assert data == (written[0] / "plots" / f"{name}.svg").read_bytes()
         assert image["alt"] in page.text
     assert len(page.all("figcaption")) == len(NAMES) and page.text.count(LOOKS) == 1
 
@@ -192,8 +192,8 @@ def test_the_table_is_explained_in_three_lines_at_most_and_only_what_it_shows(tm
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pictures_are_not_blank(made, name):
-    with Image.open(made[0] / "plots" / f"{name}.png") as image:
+def test_pictures_are_not_blank(written, name):
+    with Image.open(written[0] / "plots" / f"{name}.png") as image:
         assert image.width == 1104 and image.height > 400
         seen = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
     by_level = {"O1": COLOURS[1], "O2": COLOURS[2], "autocast": COLOURS[3]}
@@ -219,7 +219,7 @@ def test_time_begins_at_the_first_loss():
 
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    names = [one.name for one in pictures(made_sweep(tmp_path, runs), runs)]
+    names = [picture.name for picture in pictures(made_sweep(tmp_path, runs), runs)]
     assert names == ["loss-by-step", "speed"]  # one line says the same by time
 
 
@@ -249,7 +249,7 @@ def test_bars_have_the_speeds_and_the_marks_of_the_table(tmp_path, monkeypatch):
     for run in runs[4:6]:
         run.measured.metrics["accuracy"].values[-1] /= 2
     results = made_sweep(tmp_path, runs)
-    assert [one.name for one in pictures(results, runs)][-1] == "speed"
+    assert [picture.name for picture in pictures(results, runs)][-1] == "speed"
     [axes] = figures[-1].axes
     *bars, own = axes.patches
     assert own.get_x() + own.get_width() == results.rows[0].reach  # O0's own speed, as a band
@@ -262,11 +262,12 @@ def test_bars_have_the_speeds_and_the_marks_of_the_table(tmp_path, monkeypatch):
     assert light > dark
 
 
-def test_many_rows_keep_apart(tmp_path):
+def test_many_rows_keep_apart(tmp_path, monkeypatch):
     """Colours go round, and long names of rows stay on the picture."""
+    monkeypatch.setattr("ampatch.sweep.report.pictures.FORMATS", ("png",))  # of nine files three
     cases = [Case("O0"), *(Case("O2", "float16", settings=(("number", n),)) for n in range(12))]
     runs = [made_run(case) for case in cases]
-    drawn = {one.name: one for one in pictures(made_sweep(tmp_path, runs), runs)}
+    drawn = {picture.name: picture for picture in pictures(made_sweep(tmp_path, runs), runs)}
     with Image.open(io.BytesIO(drawn["loss-by-step"].files["png"])) as image:
         assert image.width == 1104 and image.height > 900
 
@@ -299,9 +300,9 @@ def text_of(path):
     return path.read_bytes().decode("utf-8", "replace").replace("\\(", "(").replace("\\)", ")")
 
 
-def test_every_file_says_where_it_comes_from(made):
-    files = [made[0] / "report.html", *sorted(made[0].glob("summary.*"))]
-    files += [made[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+def test_every_file_says_where_it_comes_from(written):
+    files = [written[0] / "report.html", *sorted(written[0].glob("summary.*"))]
+    files += [written[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
     assert len(files) == 1 + 4 + 9
     for path in files:
         text = text_of(path)
@@ -336,7 +337,7 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
 
 def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
-    options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out"}
+    options = {"script": str(tmp_path / "train.py"), "out": tmp_path / "out", "levels": ["O0"]}
     monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python", "/v/bin/ampatch", "sweep", "a b.py"])
     Sweep(**options).close()
     monkeypatch.setattr(sys, "orig_argv", ["/v/bin/python3", "-m", "ampatch", "sweep"])
@@ -349,8 +350,8 @@ def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path
 # The command, and what can be read back
 
 
-def test_report_makes_again_what_was_lost(made, capsys):
-    directory, results = made
+def test_report_makes_again_what_was_lost(written, capsys):
+    directory, results = written
     names = ("report.html", "summary.md", "summary.csv", "summary.tex")
     paths = [directory / name for name in names]
     paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
@@ -370,7 +371,7 @@ def test_report_wants_a_sweep(tmp_path, capsys):
     for wrong, message in [
         (None, "there are no results of a sweep in this directory"),
         ('{"format": 1}', "in format 1. This version reads"),
-        *((one, "is damaged, or no sweep wrote it") for one in ("{", "[1]", '{"loss": 1}')),
+        *((text, "is damaged, or no sweep wrote it") for text in ("{", "[1]", '{"loss": 1}')),
     ]:
         if wrong is not None:
             (tmp_path / "summary.json").write_text(wrong)
@@ -380,8 +381,8 @@ def test_report_wants_a_sweep(tmp_path, capsys):
         assert not (tmp_path / "report.html").exists()
 
 
-def test_json_csv_and_markdown_say_the_same(made):
-    directory, results = made
+def test_json_csv_and_markdown_say_the_same(written):
+    directory, results = written
     assert read_results(directory) == results
     with (directory / "summary.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))

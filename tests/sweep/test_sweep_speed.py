@@ -7,16 +7,13 @@ import types
 
 import pytest
 import torch
-from sweep_made import trained
+from sweep_made import stand_in, trained
 
 from ampatch import native
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Sweep, read_results
 from ampatch.sweep.execution import half_types, runner
 from ampatch.sweep.execution.budget import LEAST_STEPS, is_due, short_steps
-from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure import machine
 from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.provenance import machine_state
@@ -48,13 +45,13 @@ def swept(o0, again, o1, seeds=1, cpu=None):
 @pytest.mark.parametrize(("seeds", "whole", "short"), [(1, 2, 7), (2, 4, 5), (3, 6, 3), (4, 8, 4)])
 def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
     plan = trials(ROWS, seeds)
-    assert (len([one for one in plan if not one.short]), len(plan)) == (whole, whole + short)
+    assert (len([trial for trial in plan if not trial.short]), len(plan)) == (whole, whole + short)
     rounds = {}
-    for one in plan:
-        rounds.setdefault(one.round, []).append(one)
+    for trial in plan:
+        rounds.setdefault(trial.round, []).append(trial)
     assert len(rounds) == max(3, seeds)
-    for number, one in enumerate(rounds.values()):
-        forwards = one if number % 2 == 0 else one[::-1]
+    for number, its_trials in enumerate(rounds.values()):
+        forwards = its_trials if number % 2 == 0 else its_trials[::-1]
         if number == 1 and seeds > 1:  # its O0 has run at once after the first
             assert forwards[-1] == plan[1] == Trial(BASE, 1)
             forwards = [forwards[-1], *forwards[:-1]]
@@ -62,7 +59,8 @@ def test_there_are_three_rounds_with_any_number_of_seeds(seeds, whole, short):
         assert [trial.again for trial in forwards] == [False, False, True]
         assert forwards[-1].short
     assert not plan[0].short and plan[0].case == BASE  # it says how long a short run is
-    assert len({trial.file_stem for trial in plan}) == len({one.label for one in plan}) == len(plan)
+    for name in ("file_stem", "label"):
+        assert len({getattr(trial, name) for trial in plan}) == len(plan)
 
 
 def test_without_anything_to_compare_there_are_no_rounds():
@@ -183,14 +181,14 @@ def test_a_row_that_trains_the_same_as_another_and_is_slower_says_so():
     """Of a pair: the slower one, and beside O0."""
     rows = cases(["O0", "O1", "O2"], ["bfloat16"])
     times = {rows[0]: 10.0, rows[1]: 20.0, rows[2]: 30.0}
-    runs = [run_of(one, times[one.case], losses=[1.0, 0.5]) for one in trials(rows, 1)]
+    planned = trials(rows, 1)
+    runs = [run_of(trial, times[trial.case], losses=[1.0, 0.5]) for trial in planned]
     base, faster, slower = summarize(runs)
     assert "trains the same" not in base.verdict
     assert faster.verdict.endswith("; trains the same as O0 float32, and is slower")
     assert slower.verdict.endswith("the same as O0 float32 and O1 bfloat16, and is slower")
-    runs = [
-        run_of(one, times[one.case], losses=[1.0, len(one.case.label)]) for one in trials(rows, 1)
-    ]
+    for run in runs:
+        run.measured.losses["0"].values[1] = len(run.case.label)
     assert not any("trains the same" in row.verdict for row in summarize(runs)[:2])
 
 
@@ -234,7 +232,8 @@ def test_short_runs_count_for_times_alone():
     assert (base.speed, base.steps, base.last_loss) == (1.0, 100, 1.0)
     assert (row.step_ms, row.cpu_ms, row.steps, row.memory_bytes) == (10.0, 20.0, 40, 7)
     assert (row.last_loss, row.metrics) == (1.0, {"accuracy": 0.9})
-    assert {one.name: one.base_mean for one in row.comparisons} == {"last loss": 1, "accuracy": 0.9}
+    means = {metric.name: metric.base_mean for metric in row.comparisons}
+    assert means == {"last loss": 1, "accuracy": 0.9}
     same = [run_of(Trial(BASE, seed), losses=[1.0]) for seed in (0, 1)]
     assert not seeds_matter([*same, *runs[2:]])
 
@@ -244,14 +243,12 @@ def ran(monkeypatch):
     """Stands for the processes; the trials that ran, and after how many steps they end."""
     ran = []
 
-    def run(runner, trial, watch, place):
+    def run(runner, trial, place):
         ran.append((trial.label, runner.steps))
-        made = run_of(trial, 10.0 if trial.case == BASE else 5.0)
-        made.measured.error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""
-        write_json(RunFiles.of(runner.directory, trial).run, made.to_json())
-        return made
+        error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""
+        return trained(trial, ms=10.0 if trial.case == BASE else 5.0, error=error)
 
-    monkeypatch.setattr(Runner, "run", run)
+    stand_in(monkeypatch, run)
     return ran
 
 
@@ -281,9 +278,7 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         "O0 seed 0 repeat 3 (timing)",
     ]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
-    with pytest.raises(
-        ValueError, match="rounds before: 4, now: 3"
-    ):  # would leave out measured rounds
+    with pytest.raises(ValueError, match="rounds before: 4, now: 3"):  # some would be left out
         make(tmp_path, resume=True, rounds=3)
     make(tmp_path, resume=True).close()  # without a number it has those that it had
     ran.clear()
@@ -292,7 +287,7 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
 
 
 @pytest.mark.parametrize(
-    "found, said",
+    "states, said",
     [
         ([True, True], "active"),
         ([False], "not active"),
@@ -300,11 +295,11 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
         ([None], None),  # as an older ampatch wrote it
     ],
 )
-def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, found, said):
+def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said):
     """As the trials found it: a cluster's machines may have no build."""
     monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0, 0))
     runs = []
-    for active in found:
+    for active in states:
         status = native.Status(active, "")
         monkeypatch.setattr(native, "status", lambda status=status: status)
         state = machine.state_of_the_machine()
@@ -333,14 +328,14 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
 
 
 def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
-    found = HalfTypes(["float16"], {"float16": 2.0}, {"float16": 3.0})
-    ends = [(1, "", "RuntimeError: CUDA error"), (0, json.dumps(dataclasses.asdict(found)), "")]
+    answer = HalfTypes(["float16"], {"float16": 2.0}, {"float16": 3.0})
+    ends = [(1, "", "RuntimeError: CUDA error"), (0, json.dumps(dataclasses.asdict(answer)), "")]
     processes = types.SimpleNamespace(
         run=lambda command, **_: subprocess.CompletedProcess(command, *ends.pop())
     )
     monkeypatch.setattr(half_types, "accelerator", lambda: "cuda")
     monkeypatch.setattr(half_types, "subprocess", processes)
-    assert half_types.measured() == found
+    assert half_types.measured() == answer
     with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
         half_types.measured()
 

@@ -44,14 +44,14 @@ def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
 def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
     """A GPU that was not used has no peak."""
     used, least = [False], [0]
-    made = {
+    answers = {
         "is_initialized": lambda: used[0],
         "device_count": lambda: 2,
         "max_memory_allocated": lambda index: least[0] and least[0] + index,
         "get_device_name": lambda device: "A GPU",
         "get_device_capability": lambda device: (9, 0),
     }
-    for name, value in made.items():
+    for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device_figures, "accelerator", lambda: "cuda")
     assert device_figures.peak_memory() is None

@@ -34,9 +34,9 @@ def test_one_by_one_is_torchs_own(name):
         getattr(torch, f"_foreach_{name}"),
         lambda *a, **k: foreach.one_by_one(name, *a, **k),
     ):
-        given = tensors([4.0, 9.0])
-        returned = call(given, *others, **kwargs)
-        results.append(given if name.endswith("_") else list(returned))
+        inputs = tensors([4.0, 9.0])
+        returned = call(inputs, *others, **kwargs)
+        results.append(inputs if name.endswith("_") else list(returned))
     assert all(map(torch.equal, *results))
 
 

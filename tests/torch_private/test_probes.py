@@ -39,15 +39,15 @@ RECORDINGS = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_traces_and_transforms_record_and_plain_calls_do_not(name):
-    found: list[bool] = []
+    answers: list[bool] = []
 
     def asking(x: Tensor) -> Tensor:
-        found.append(probes.is_recording())
+        answers.append(probes.is_recording())
         return x + 1
 
     record, expected = RECORDINGS[name]
     record(asking, torch.ones(2))
-    assert found == [expected]
+    assert answers == [expected]
 
 
 def test_the_flag_of_a_compiler(monkeypatch):
@@ -78,9 +78,9 @@ def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
 
 @pytest.mark.parametrize("expected", ["xpu", None])
 def test_kinds_of_devices(expected, monkeypatch):
-    found = expected and torch.device(expected)
+    device = expected and torch.device(expected)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: expected is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     assert devices.accelerator() == expected
     assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))
     assert devices.devices_to_start_from() == (None if expected is None else {"meta"})

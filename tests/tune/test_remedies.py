@@ -22,7 +22,7 @@ from ampatch.tune.shadow import Sample
 PATHS = ["stem", "body", "body.0", "body.0.norm", "body.1", "body.1.norm", "head"]
 
 
-def found(eps=(1e-8,), **errors):
+def findings(eps=(1e-8,), **errors):
     modules = [
         Sensitivity(path, "Linear", (Sample(error, 0.0, 0.0, 0.0),))
         for path, error in errors.items()
@@ -33,7 +33,7 @@ def found(eps=(1e-8,), **errors):
 def names(level, half, eps=(1e-8,), **settings):
     properties = dataclasses.asdict(properties_for(level, half, **settings))
     properties = {name: str(value) for name, value in properties.items()}
-    return [str(one) for one in possible(found(eps, stem=0.1, head=0.5), properties, half)]
+    return [str(remedy) for remedy in possible(findings(eps, stem=0.1, head=0.5), properties, half)]
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,7 @@ def test_globs_match_what_was_chosen_and_nothing_outside_it():
         matched = set().union(*(named(glob, PLACES) for glob in globs))
         assert matched >= set(chosen)
         for path in matched:
-            assert any(path == one or path.startswith(f"{one}.") for one in chosen), (chosen, globs)
+            assert any(path == root or path.startswith(f"{root}.") for root in chosen), (
+                chosen,
+                globs,
+            )

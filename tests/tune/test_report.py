@@ -19,8 +19,8 @@ def answer():
     modules = [Sensitivity(path, "Linear", (SAMPLE,)) for path in ("head", "stem")]
     refused = Sensitivity("layers.0.attention", "Cell", (), "it does not run in half: no", True)
     once = Sensitivity("layers.1.attention", "Cell", (), "it does not run a second time: no")
-    found = {"needed": ["head"], "line": "initialize(...)", "modules": [refused, once, *modules]}
-    return Answer("train.py", "O3", "float16", "cured", **found)
+    fields = {"needed": ["head"], "line": "initialize(...)", "modules": [refused, once, *modules]}
+    return Answer("train.py", "O3", "float16", "cured", **fields)
 
 
 def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
@@ -40,12 +40,9 @@ def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
     ],
 )
 def test_shares_are_percents_that_can_be_read(share, text):
-    sample = Sample(1e-3, 1e-2, share, share)
-    one = Sensitivity("head", "Linear", (sample,))
-    assert next(cells(Answer("t.py", "O2", "float16", "passes", modules=[one])))[4:6] == (
-        text,
-        text,
-    )
+    head = Sensitivity("head", "Linear", (Sample(1e-3, 1e-2, share, share),))
+    row = next(cells(Answer("t.py", "O2", "float16", "passes", modules=[head])))
+    assert row[4:6] == (text, text)
 
 
 def test_a_module_that_half_refuses_is_not_called_unmeasured(answer):

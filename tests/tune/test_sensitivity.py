@@ -82,7 +82,7 @@ class Net(nn.Module):
 OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # the script's torch.autocast
 
 
-def trained(folder, steps=30, taken=None, probe=True, writes=True, **asked):
+def trained(folder, steps=30, last=None, probe=True, writes=True, **asked):
     """A training at O0, and what the probe found in it."""
     file = folder / "sensitivity.json"
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
@@ -96,7 +96,7 @@ def trained(folder, steps=30, taken=None, probe=True, writes=True, **asked):
         stop = ampatch.observe(Probe(ProbeOptions(str(file), steps, **asked), OFF, writes))
     model, optimizer = ampatch.initialize(model, optimizer, opt_level="O0", verbosity=0)
     losses = []
-    for _ in range(taken or steps + 2):
+    for _ in range(last or steps + 2):
         loss = F.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 3, (32,)))
         optimizer.zero_grad()
         with ampatch.scale_loss(loss, optimizer) as scaled:
@@ -112,10 +112,15 @@ def trained(folder, steps=30, taken=None, probe=True, writes=True, **asked):
     return seen, Findings.read(file)
 
 
+def found_in(folder, **options):
+    """What the probe found of each module, by its path."""
+    _, findings = trained(folder, **options)
+    return {module.path: module for module in findings.modules}
+
+
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
-    _, found = trained(tmp_path_factory.mktemp("probe"))
-    return {one.path: one for one in found.modules}
+    return found_in(tmp_path_factory.mktemp("probe"))
 
 
 class Named(nn.Module):
@@ -151,8 +156,8 @@ class Winding(Net):
             x = block(x)
         for _ in range(3):
             x = torch.tanh(checkpoint(self.mixing, self.drop(x), use_reentrant=False))
-        found = self.named(self.holder(self.coder.encode(self.deep["er"][0](x))))
-        return self.body(found["hidden"] + found["more"][0])
+        named = self.named(self.holder(self.coder.encode(self.deep["er"][0](x))))
+        return self.body(named["hidden"] + named["more"][0])
 
 
 @pytest.mark.parametrize("kind", (Net, Winding))
@@ -160,8 +165,8 @@ def test_the_run_does_not_notice_the_probe(kind, tmp_path, monkeypatch):
     """Also where modules are repeated, recomputed, frozen, without gradients, of random numbers."""
     monkeypatch.setitem(globals(), "Net", kind)
     plain, _ = trained(tmp_path, probe=False)
-    probed, found = trained(tmp_path)
-    assert found.modules and probed[:3] == plain[:3]
+    probed, findings = trained(tmp_path)
+    assert findings.modules and probed[:3] == plain[:3]
     for name, value in plain[3].items():
         assert torch.equal(probed[3][name], value), name
 
@@ -171,16 +176,16 @@ def test_every_module_that_computes_has_its_samples(findings):
     computing |= {"holder", "holder.hot", "vanishing", "vanishing.linear"}
     computing |= {f"body.{n}" for n in range(3)}
     assert set(findings) == computing  # not Sequential, nor what attention reads without a call
-    for one in findings.values():
-        assert SAMPLES <= len(one.samples) <= SAMPLES + 2 and not one.trouble, one
+    for module in findings.values():
+        assert SAMPLES <= len(module.samples) <= SAMPLES + 2 and not module.trouble, module
 
 
 def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
     """A module may wait for the other ranks; a file that two write at once is an error in one."""
     compared, compare = [], Call.compare
     monkeypatch.setattr(Call, "compare", lambda *of: compared.append(of) or compare(*of))
-    _, found = trained(tmp_path, writes=False)
-    assert found is None and len(compared) > 30 and not list(tmp_path.iterdir())
+    _, findings = trained(tmp_path, writes=False)
+    assert findings is None and len(compared) > 30 and not list(tmp_path.iterdir())
 
 
 def test_copies_are_kept_of_the_modules_whose_turn_it_is_alone(tmp_path, monkeypatch):
@@ -207,24 +212,21 @@ def test_overflow_ranks_first_and_ordinary_modules_are_within_rounding(findings)
 
 
 def test_gradients_that_vanish_depend_on_the_loss_scale(tmp_path, findings):
-    _, static = trained(tmp_path, scale=1.0)
-    at_1 = {one.path: one for one in static.modules}
+    at_1 = found_in(tmp_path, scale=1.0)
     assert at_1["vanishing.linear"].vanish > 0.2
     assert findings["vanishing.linear"].vanish < 0.05  # dynamic
 
 
 def test_o1_follows_its_lists_of_functions(tmp_path):
-    _, found = trained(tmp_path, opt_level="O1")
-    errors = {one.path: one.error for one in found.modules}
-    assert errors["holder.hot"] == errors["norm"] == 0.0  # softmax and norms are in FP32
-    assert 0 < errors["first"] < 2e-3
+    at_o1 = found_in(tmp_path, opt_level="O1")
+    assert at_o1["holder.hot"].error == at_o1["norm"].error == 0.0  # in FP32 there
+    assert 0 < at_o1["first"].error < 2e-3
 
 
 def test_bfloat16_has_the_range_and_fewer_bits(tmp_path, findings):
-    _, found = trained(tmp_path, dtype="bfloat16")
-    errors = {one.path: one.error for one in found.modules}
-    assert math.isfinite(errors["holder.hot"])
-    assert errors["first"] > 4 * findings["first"].error
+    in_bfloat16 = found_in(tmp_path, dtype="bfloat16")
+    assert math.isfinite(in_bfloat16["holder.hot"].error)
+    assert in_bfloat16["first"].error > 4 * findings["first"].error
 
 
 def test_gradients_arrive_in_a_reentrant_checkpoint_too():
@@ -240,14 +242,13 @@ def test_gradients_arrive_in_a_reentrant_checkpoint_too():
 
 def test_what_nothing_calls_is_no_candidate(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "Net", Winding)
-    _, found = trained(tmp_path)
-    by_path = {one.path: one for one in found.modules}
+    by_path = found_in(tmp_path)
     computing = {"first", "norm", "drop", "mixing", "mixing.q", "mixing.k", "holder", "holder.hot"}
     computing |= {"blocks.0.0", "blocks.0.1", "deep.er.0", "named", "named.linear", "coder.linear"}
     computing |= {f"body.{n}" for n in range(3)}  # but neither `attention` nor `vanishing`
     assert set(by_path) == computing | {"idle"}
     assert "without gradients" in by_path.pop("idle").trouble
-    assert all(one.samples for one in by_path.values())
+    assert all(module.samples for module in by_path.values())
 
 
 def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):
@@ -255,8 +256,7 @@ def test_a_module_that_cannot_be_copied_says_so(tmp_path, monkeypatch):
         raise RuntimeError("no copies of me")
 
     monkeypatch.setattr(Hot, "__deepcopy__", refuse, raising=False)
-    _, found = trained(tmp_path)
-    hot = next(one for one in found.modules if one.path == "holder.hot")
+    hot = found_in(tmp_path)["holder.hot"]
     assert not hot.samples and "no copies of me" in hot.trouble
 
 
@@ -277,8 +277,8 @@ def test_a_module_that_half_refuses_ranks_first_and_one_without_room_for_a_copy_
         return x * 2
 
     monkeypatch.setattr(Mixing, "forward", forward)
-    _, found = trained(tmp_path)
-    first, second, *_, last = ranked(found.modules)
+    _, findings = trained(tmp_path)
+    first, second, *_, last = ranked(findings.modules)
     mixing = first if is_refused else last
     assert (mixing.path, mixing.is_refused, mixing.samples) == ("mixing", is_refused, ())
     assert f"{error}" in mixing.trouble and said in mixing.trouble
@@ -313,8 +313,10 @@ def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
 def test_modules_whose_turn_did_not_come_are_candidates_too(tmp_path):
     """Or "every module in FP32" would leave them out."""
     _, whole = trained(tmp_path, steps=30)
-    _, found = trained(tmp_path, steps=300, taken=6)
-    late = [one for one in found.modules if "its turn did not come in 6 steps" in one.trouble]
-    assert {one.path for one in found.modules} >= {one.path for one in whole.modules}
-    assert len(late) > 5 and not any(one.samples for one in late)
-    assert ranked(found.modules)[-len(late) :] == ranked(late)
+    _, few = trained(tmp_path, steps=300, last=6)
+    late = [
+        module for module in few.modules if "its turn did not come in 6 steps" in module.trouble
+    ]
+    assert {module.path for module in few.modules} >= {module.path for module in whole.modules}
+    assert len(late) > 5 and not any(module.samples for module in late)
+    assert ranked(few.modules)[-len(late) :] == ranked(late)

@@ -34,9 +34,11 @@ def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, m
     assert 'overrides={"weigh": "float"}' in out and answer.line in out
     assert json.loads((folder / "overrides.json").read_text()) == {"weigh": "float"}
     assert {"cure"} == set(answer.speeds)  # the level has failed
-    found = "O2 in float16 trains as O0 does with 1 module in FP32: weigh."
-    assert found in out and found in (folder / "report.html").read_text()  # one answer
-    assert read_results(folder).recommendation.startswith(found)
+    recommendation = "O2 in float16 trains as O0 does with 1 module in FP32: weigh."
+    assert (
+        recommendation in out and recommendation in (folder / "report.html").read_text()
+    )  # one answer
+    assert read_results(folder).recommendation.startswith(recommendation)
     assert [line.split()[:3] for line in out.splitlines() if line.split()[-1:] == ["needed"]] == [
         ["weigh", "Weigh", "inf"]
     ]

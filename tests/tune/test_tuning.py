@@ -55,8 +55,8 @@ class Trials:
             self.probed.append(asked)
             sample = Sample(0.1, 0.1, 0.0, 0.0)
             modules = [Sensitivity(path, "Linear", (sample,)) for path in MODULES]
-            found = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
-            found.write(Path(asked.file))
+            findings = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
+            findings.write(Path(asked.file))
         every = range(self.last.seeds or 1)
         tried = [(case, n) for case in rows for n in every[: self.last.fewer_seeds.get(case)]]
         self.runs = [self.run_of(case, seed) for case, seed in tried]
@@ -89,14 +89,14 @@ def tuned(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
 
-    def made(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
+    def tune(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
         monkeypatch.setattr("ampatch.tune.trials.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 
-    return made
+    return tune
 
 
 def test_one_module_is_the_answer_which_has_all_seeds(tuned, tmp_path):
@@ -219,7 +219,7 @@ def test_a_tuning_that_goes_on_keeps_its_own_options_and_says_so(tuned, tmp_path
     words = "--dtype bfloat16 --probe-steps 7 --rounds 5 --seeds 6"
     assert said[0] == f"Goes on with the tuning in its folder, and keeps its settings: {words}."
     assert answer.needed == ["head"] and answer.dtype == "bfloat16" and answer.candidates > 1
-    assert [(one.steps, one.dtype) for one in trials.probed] == [(7, "bfloat16")]
+    assert [(options.steps, options.dtype) for options in trials.probed] == [(7, "bfloat16")]
     assert trials.last.rounds == 5  # the timing is its last sweep
 
 

@@ -75,12 +75,12 @@ CONTENTS = {f"apex.{name}": source for source, names in _SOURCES for name in nam
 def install(force: bool = False) -> None:
     """Register `apex` and its modules in `sys.modules`; a second call changes nothing.
 
-    `importlib.metadata.version("apex")` works then, too.
+    Then `importlib.metadata.version("apex")` works, too.
 
-    If an apex with an amp, or your own module apex, can be imported, it raises `AmpatchError`; with
-    `force` that module is hidden until `uninstall`.  An apex without amp, and a folder without
-    `__init__.py`, are hidden with a message; modules that ampatch's package lacks are still found
-    there.
+    If Python finds another `apex` that has `apex.amp`, or your own module `apex`, the call raises
+    `AmpatchError`.  With `force=True` it hides that module until `uninstall` instead.  An `apex`
+    without `apex.amp`, or a folder without `__init__.py`, is hidden with a message.  Its modules
+    can still be imported if ampatch's package has none of that name.
     """
     if is_installed():
         return

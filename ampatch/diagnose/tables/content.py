@@ -18,15 +18,16 @@ TITLES = {
     "PROMOTE": "Cast to the widest floating dtype among the inputs.",
     "BANNED": "Unsafe in half: run in FP32 with a warning, or refused (`allow_banned=False`).",
     "BEYOND": "PyTorch refuses them in half or in mixed dtypes.",
-    "EVERY_LEVEL": "PyTorch computes them wrongly in half: at every level they run in FP32 "
-    "internally and return half; if only the gradient is wrong, only in graphs. Most are "
-    "sums: a bfloat16 sum stops growing at 256 times an addend.",
+    "EVERY_LEVEL": "PyTorch computes them wrongly in half. So at every level they run in FP32 "
+    "internally and return half. If only the gradient is wrong, they do so only in calls that "
+    "autograd records. Most are sums: a bfloat16 sum of ones stops growing at 256.",
     "APEX": "Added by `ampatch.init()` and the `apex` package only.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs, and inputs of the other half dtype, are cast to the half dtype.",
-    Rule.CONTRACTION: "As half if each operand shares a summed label with another operand; as "
-    "float if there are other sums; else as promote.",
+    Rule.CONTRACTION: "As half if each operand shares a summed label with another operand "
+    "(`ij,jk->ik`). Otherwise as float if a label is summed (`ij->i`), and as promote if none is "
+    "(`i,i->i`).",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless `sparse=True`.",
@@ -50,9 +51,9 @@ PARTS = {
     ("torch.backends.mha", "get_fastpath_enabled"): "It returns False where calls are cast: "
     "MultiheadAttention and TransformerEncoderLayer then skip their fused kernels.",
     ("torch.nn.functional", "multi_head_attention_forward"): "torch.compile records it as one "
-    "call, which keeps the casts of its forward.",
+    "call, and this call has the casts of the forward that made it.",
     ("torch.utils.checkpoint", "checkpoint"): "The recomputation in backward may run in another "
-    "thread, and keeps the casts of its forward.",
+    "thread, and must have the casts of its forward.",
 }
 """What is replaced in addition to the functions of the tables, and why."""
 

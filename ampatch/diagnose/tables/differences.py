@@ -20,7 +20,7 @@ AUTOCAST = {
 AUTOCAST_OF_ROWS = {
     "torch.corrcoef": "half for the product inside.",
     "torch.Tensor.corrcoef": "half for the product inside.",
-    "torch.Tensor.sum_to_size": "leaves a tensor of that size alone.",
+    "torch.Tensor.sum_to_size": "no cast if the tensor has that size already.",
     "torch.grid_sampler": "promotes on CUDA and raises RuntimeError for inputs of the other half "
     "dtype; FP32 on the CPU.",
     "torch.sparse.addmm": "half for the addmm inside; a backward pass outside the region then "
