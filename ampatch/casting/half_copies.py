@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import native
 from ..torch_private import foreach
-from ..torch_private.devices import copies_lists_at_once, place_of
+from ..torch_private.devices import copies_lists_at_once, device_and_stream
 from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_TABLES,
@@ -187,10 +187,10 @@ class Buckets:
         self.all: list[list[Tensor]] = []
         latest: dict[Any, list[Tensor]] = {}
         for weight in weights:
-            place = place_of(weight)
-            bucket = latest.get(place)
+            key = device_and_stream(weight)
+            bucket = latest.get(key)
             if bucket is None or not _has_room(bucket, weight):
-                bucket = latest[place] = []
+                bucket = latest[key] = []
                 self.all.append(bucket)
             bucket.append(weight)
 

@@ -275,7 +275,7 @@ def first(args: tuple, kwargs: dict) -> Any:
     return args[0] if args else kwargs.get("input")
 
 
-def _single(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+def _float32(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 even under `precision("half")`, for functions without a kernel for half."""
     return torch.float32
 
@@ -363,5 +363,5 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.PROMOTE: _promote,
     Rule.LIKE_FIRST: _like_first,
 }
-BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _single}
-OVERRIDES: dict[str, Choose] = {"float": _single, "half": choose_half}
+BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _float32}
+OVERRIDES: dict[str, Choose] = {"float": _float32, "half": choose_half}

@@ -77,7 +77,7 @@ class WeightUseOrder:
 
 
 class ForwardCopies:
-    """The half copies of one forward, by their place in the graph.
+    """The half copies of one forward, by grad mode and `requires_grad`.
 
     Copies in `graphed` lead back to their weights.  Copies in `frozen` require no gradient, as
     their weights.  Copies in `plain` were made under `no_grad`; all of them require a gradient:
@@ -92,9 +92,9 @@ class ForwardCopies:
         self.graphed: Copies = {}
         self.frozen: Copies = {}
         self.plain: Copies = {}
-        self.kept: list[object] = []  # weights with copies: while they live, no other has their id
+        self.kept: list[object] = []  # weights with copies, kept alive: ids are not reused
         self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order
-        self.touched: set[int] = set()  # weights whose `.data` the user's code may be writing into
+        self.touched: set[int] = set()  # ids of weights that may be written through `.data`
 
     def copies_for(self, wants_grad: bool) -> Copies:
         """The copies for the current grad mode."""

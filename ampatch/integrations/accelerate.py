@@ -167,7 +167,7 @@ class AmpatchAccelerator(Accelerator):
 
 
 class SkippingOptimizer(AcceleratedOptimizer):
-    """Tells accelerate, and so its schedulers, which steps ampatch has skipped."""
+    """Reports skipped steps to accelerate, and so to its schedulers."""
 
     _is_accelerate_prepared = True  # so that accelerate wraps no other around it
 

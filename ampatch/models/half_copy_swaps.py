@@ -202,10 +202,10 @@ class HalfCopySwapper:
         self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
         self.wants_own_nodes = False  # the next forward makes a node for each weight
         self.has_own_nodes = False  # the last forward did
-        self._ids: set[int] = set()  # of the weights of the whole model, when it was last looked at
+        self._ids: set[int] = set()  # of the weights of the root, from its latest `Tree`
         self.writes = ForwardWrites(model)
         self.swaps: list[Swap] = []  # the innermost last
-        self.thread: dict[str, int] = {}  # that of `swaps`: an entry, which one thread can make
+        self.thread: dict[str, int] = {}  # "in": ident of the thread of `swaps`
 
     def open(self) -> None:
         """Until `close` forwards of the model have half copies of what is FP32 now."""

@@ -17,8 +17,8 @@ from .half_copy_slots import StaysFloat
 
 
 def sharded_parameters(model: nn.Module) -> set[int]:
-    """Ids of the parameters that FSDP2 holds."""
-    return {id(held.parameter) for sharding in shardings(model) for held in sharding.sharded_params}
+    """Ids of the parameters that FSDP2 has sharded."""
+    return {id(shard.parameter) for each in shardings(model) for shard in each.sharded_params}
 
 
 def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
@@ -32,22 +32,22 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
     if properties.cast_model_type is None:
         return ids
     for sharding in shardings(model):
-        for held in sharding.sharded_params:
-            ids.add(id(held.parameter))
-            if held.parameter.dtype in (torch.float32, *HALF_TYPES):
-                _refuse_storage(held, properties, stays_float(held.module))
+        for shard in sharding.sharded_params:
+            ids.add(id(shard.parameter))
+            if shard.parameter.dtype in (torch.float32, *HALF_TYPES):
+                _refuse_storage(shard, properties, stays_float(shard.module))
                 is_root = model in sharding.modules
-                _refuse_computation(held, sharding, properties, stays_float, is_root)
+                _refuse_computation(shard, sharding, properties, stays_float, is_root)
     return ids
 
 
-def _refuse_storage(held: Sharded, properties: Properties, is_float: bool) -> None:
-    half, dtype = properties.cast_model_type, held.parameter.dtype
+def _refuse_storage(shard: Sharded, properties: Properties, is_float: bool) -> None:
+    half, dtype = properties.cast_model_type, shard.parameter.dtype
     if properties.uses_half_copies or dtype is (torch.float32 if is_float else half):
         return
     remedy = "model.float()" if half is torch.float32 or is_float else f"model.to({half})"
     raise AmpatchError(
-        f"ampatch: {_path(held)} is sharded by fully_shard in {dtype}, and opt_level="
+        f"ampatch: {_path(shard)} is sharded by fully_shard in {dtype}, and opt_level="
         f"{properties.opt_level!r} trains it in {torch.float32 if is_float else half}, without "
         f"FP32 master weights. Call {remedy} before fully_shard"
         + (', or use opt_level="O2".' if half in HALF_TYPES and not is_float else ".")
@@ -55,23 +55,23 @@ def _refuse_storage(held: Sharded, properties: Properties, is_float: bool) -> No
 
 
 def _refuse_computation(
-    held: Sharded,
+    shard: Sharded,
     sharding: Sharding,
     properties: Properties,
     stays_float: StaysFloat,
     is_root: bool,
 ) -> None:
     half, policy = properties.cast_model_type, sharding.policy
-    dtype = policy.param_dtype or held.parameter.dtype
-    if stays_float(held.module):
+    dtype = policy.param_dtype or shard.parameter.dtype
+    if stays_float(shard.module):
         if dtype is torch.float32:
             return
-        kind = type(held.module).__name__
+        kind = type(shard.module).__name__
         raise AmpatchError(
-            f"ampatch: {_path(held)} stays FP32 at opt_level={properties.opt_level!r}, and "
+            f"ampatch: {_path(shard)} stays FP32 at opt_level={properties.opt_level!r}, and "
             f"fully_shard computes with it in {dtype}, the precision of the module that was "
             f"sharded with it. Shard the {kind} first, by itself and without a policy: "
-            "fully_shard(part), then the modules around it."
+            "fully_shard(submodule), then the modules around it."
         )
     if dtype is half or (policy.param_dtype is torch.float32 and not is_root):
         return
@@ -79,10 +79,10 @@ def _refuse_computation(
     if half not in HALF_TYPES:
         remedy = "no mp_policy"
     raise AmpatchError(
-        f"ampatch: fully_shard computes with {_path(held)} in {dtype}, and opt_level="
+        f"ampatch: fully_shard computes with {_path(shard)} in {dtype}, and opt_level="
         f"{properties.opt_level!r} computes in {half}. Give fully_shard {remedy}."
     )
 
 
-def _path(held: Sharded) -> str:
-    return f"{type(held.module).__name__}.{held.name}"
+def _path(shard: Sharded) -> str:
+    return f"{type(shard.module).__name__}.{shard.name}"

@@ -121,7 +121,7 @@ class LateCopy:
 # Streams
 
 
-def place_of(tensor: Tensor) -> Any:
+def device_and_stream(tensor: Tensor) -> Any:
     """The device of a tensor and its current stream; equal for tensors that one kernel may take."""
     device = tensor.device
     if device.type == "cpu" or not _has_streams(device.type):

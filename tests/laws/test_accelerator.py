@@ -171,10 +171,10 @@ def test_a_step_can_be_captured(level):
 
 def test_each_stream_has_its_own_buckets():
     tensor, other = torch.ones(2, device=NAME), torch.Stream(device=NAME)
-    here = devices.place_of(tensor)
+    here = devices.device_and_stream(tensor)
     with other:
-        assert devices.place_of(tensor) != here
-    assert devices.place_of(tensor) == here
+        assert devices.device_and_stream(tensor) != here
+    assert devices.device_and_stream(tensor) == here
 
 
 def test_fused_optimizers_of_apex_use_the_kernels_of_the_device():

@@ -32,20 +32,20 @@ class Outcome:
         options: SweepOptions,
         recorded: dict[str, Any],
         plan: Plan,
-        held: Directory,
+        directory: Directory,
     ) -> None:
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
         self._options, self._recorded, self._margin = options, recorded, Margin.of(options.margin)
-        self._plan, self._held = plan, held
-        self._stems = dict.fromkeys(held.earlier.trials if held.earlier else ())
-        if held.earlier is None:
+        self._plan, self._directory = plan, directory
+        self._stems = dict.fromkeys(directory.earlier.trials if directory.earlier else ())
+        if directory.earlier is None:
             now = datetime.datetime.now(datetime.timezone.utc)
             self._started = now.isoformat(timespec="seconds")
             self._provenance = machine.begun(program.file())
         else:
-            self._started = held.earlier.started
-            self._provenance = machine.resumed(program.file(), held.earlier.provenance)
+            self._started = directory.earlier.started
+            self._provenance = machine.resumed(program.file(), directory.earlier.provenance)
 
     def add(self, run: Run) -> list[str]:
         """Add a run, plan anew, and write the files; returns what it makes known."""
@@ -66,7 +66,7 @@ class Outcome:
         )
 
     def write(self) -> None:
-        write_files(self._held.path, self.results())
+        write_files(self._directory.path, self.results())
 
     def results(self) -> Results:
         runs, options, plan = self.runs, self._options, self._plan
@@ -83,7 +83,7 @@ class Outcome:
             arguments=self._arguments,
             started=self._started,
             planned=self.planned,
-            settings=self._held.settings,
+            settings=self._directory.settings,
             versions=machine.versions(),
             machine={
                 **({"script": plan.kind.in_words()} if plan.kind else {}),
@@ -101,6 +101,5 @@ class Outcome:
         )
 
     def _script_notes(self) -> dict[str, str]:
-        return notes.script_notes(
-            *(self._script, self._arguments, self._options, self._plan, self.runs), self._held.runs
-        )
+        sweep = self._script, self._arguments, self._options, self._plan, self.runs
+        return notes.script_notes(*sweep, self._directory.runs)

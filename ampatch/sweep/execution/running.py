@@ -34,18 +34,19 @@ class Course:
     """Starts the trials of a plan that have not begun, and takes up what they measured."""
 
     def __init__(
-        self, program: Program, options: SweepOptions, plan: Plan, outcome: Outcome, held: Directory
-    ) -> None:
+        self, program: Program, options: SweepOptions, plan: Plan, outcome: Outcome,
+        directory: Directory,
+    ) -> None:  # fmt: skip
         self._program, self._options = program, options
-        self._plan, self._outcome, self._held = plan, outcome, held
+        self._plan, self._outcome, self._directory = plan, outcome, directory
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
         self._start, self._is_long = 0.0, False
-        self.told: set[Case] = set()  # a failure of each was shown with its last lines
+        self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
         """Take up the runs of an earlier part of the sweep."""
-        for run in self._held.finished(self._plan.possible, self._options.timeout):
+        for run in self._directory.finished(self._plan.possible, self._options.timeout):
             if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
                 log, patterns = self._files(run).log, self._options.metrics
                 if run.measured and patterns and log.exists():
@@ -103,7 +104,7 @@ class Course:
         except ValueError as error:
             raise SweepError(str(error).replace(SUBJECT, str(self._program), 1)) from None
         if is_new:
-            self._held.keep(self._plan.settings())
+            self._directory.keep(self._plan.settings())
             self._outcome.write()  # the record names each trial before it starts
         return is_new
 
@@ -140,8 +141,8 @@ class Course:
         reason = self._reason_to_stop(run)
         news = self._outcome.add(run)
         shown.ended(run)
-        if status(run) != OK and run.case not in self.told:
-            self.told.add(run.case)
+        if status(run) != OK and run.case not in self.shown_failures:
+            self.shown_failures.add(run.case)
             if not reason:
                 news.append(failure(run, self._files(run).log))
         is_last = len(self._outcome.runs) == len(self._plan.trials)
@@ -175,4 +176,4 @@ class Course:
         return reason_to_stop(str(self._program), runs, run, log)
 
     def _files(self, run: Run) -> RunFiles:
-        return RunFiles.of(self._held.runs, run.trial)
+        return RunFiles.of(self._directory.runs, run.trial)

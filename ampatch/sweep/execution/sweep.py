@@ -70,14 +70,14 @@ class Sweep:
             device_groups(asked.devices, asked.nproc_per_node or 1)
         Margin.of(asked.margin)  # what is wrong with it is said before the folder is made
         self._plan = Plan(asked, earlier)
-        self._held = Directory(path, self._settings(), asked)
-        held, plan = self._held, self._plan
-        self._outcome = Outcome(self._program, self.arguments, asked, recorded, plan, held)
-        self._course = Course(self._program, asked, plan, self._outcome, held)
+        self._directory = Directory(path, self._settings(), asked)
+        directory, plan = self._directory, self._plan
+        self._outcome = Outcome(self._program, self.arguments, asked, recorded, plan, directory)
+        self._course = Course(self._program, asked, plan, self._outcome, directory)
         try:
             self._course.resume()
             self._outcome.write()
-            self._held.runs.mkdir(exist_ok=True)
+            self._directory.runs.mkdir(exist_ok=True)
         except SweepError as error:
             self.close()
             raise ValueError(str(error)) from None
@@ -85,7 +85,7 @@ class Sweep:
     @property
     def directory(self) -> Path:
         """Where the results are."""
-        return self._held.path
+        return self._directory.path
 
     @property
     def kind(self) -> Kind:
@@ -110,7 +110,7 @@ class Sweep:
     @property
     def told(self) -> set[Case]:
         """The rows of which a failure was shown with its last lines."""
-        return self._course.told
+        return self._course.shown_failures
 
     @property
     def results(self) -> Results:
@@ -136,7 +136,7 @@ class Sweep:
         runner = Runner(
             program,
             self.arguments,
-            self._held.runs.resolve(),  # a trial in a copy has another current folder
+            self._directory.runs.resolve(),  # a trial in a copy has another current folder
             metrics=self._options.metrics,
             timeout=self._options.timeout,
             processes=self._options.nproc_per_node,
@@ -158,7 +158,7 @@ class Sweep:
 
     def close(self) -> None:
         """Release the directory for other sweeps."""
-        self._held.release()
+        self._directory.release()
 
     def _settings(self) -> dict[str, Any]:
         """What a resumed sweep must share."""

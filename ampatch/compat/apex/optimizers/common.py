@@ -97,7 +97,7 @@ class Fused:
 
 
 def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
-    """apex counts steps by group, torch by tensor.  Classes of scripts count as apex."""
+    """Give each parameter the step count of its group, as in torch; apex has one for the group."""
     step = group.get("step", 0)
     for key in group["params"]:
         if key in state:
