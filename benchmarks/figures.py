@@ -60,7 +60,7 @@ LEVELS = [
     Series("O2 native", ORANGE, "s"),
     Series("O3", GREEN, "^"),
 ]
-HALF_TYPES = [Series("float16", ORANGE), Series("bfloat16", BLUE, "s")]
+HALF_DTYPES = [Series("float16", ORANGE), Series("bfloat16", BLUE, "s")]
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def accuracy() -> Figure:
     return Figure(
         "accuracy",
         [_task(heading, rows, order) for heading, rows in tasks.items()],
-        HALF_TYPES,
+        HALF_DTYPES,
         "Held-out results of O1, O2, O3 and torch.autocast less those of O0, with 95 % intervals, "
         f"on {len(tasks)} tasks. Diverged: {'; '.join(diverged)}.",
         f"Held-out result less that of O0 (FP32): difference of means and 95 % interval of Welch's "

@@ -22,7 +22,7 @@ from measuring import command, machine
 from realistic import REALISTIC
 from tasks import ON_A_DEVICE, TASKS
 
-HALF_TYPES = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 MODELS = (*TASKS, *REALISTIC, *ON_A_DEVICE, *DETECTORS)
 
 
@@ -48,8 +48,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "steps": {"type": positive},
     "warm-up": {"type": positive, "help": "steps before"},
     "seeds": {"type": positive, "help": "runs per row"},
-    "dtype": {"choices": HALF_TYPES},
-    "dtypes": {"nargs": "+", "choices": HALF_TYPES},
+    "dtype": {"choices": HALF_DTYPES},
+    "dtypes": {"nargs": "+", "choices": HALF_DTYPES},
     "device": {},
     "evaluate": {"action": "store_true", "default": None, "help": "without gradients"},
     "small": {"action": "store_true", "default": None, "help": "tiny shapes"},
@@ -120,7 +120,7 @@ MODES: dict[str, Mode] = {
         "accelerator:report",
         {
             "models": None,
-            "dtypes": HALF_TYPES,
+            "dtypes": HALF_DTYPES,
             "optimizers": ("fused", "ordinary"),
             "wide": False,
         },
@@ -131,7 +131,7 @@ MODES: dict[str, Mode] = {
         "Training on a device beside autocast + GradScaler",
         "gpu:report",
         {
-            **{"models": None, "systems": None, "dtypes": HALF_TYPES, "rounds": 5, "steps": 10},
+            **{"models": None, "systems": None, "dtypes": HALF_DTYPES, "rounds": 5, "steps": 10},
             **{"compile": ("autocast", "O1", "O2"), "warm-up": 5, "fused": True, "small": False},
             **{"evaluate": False},
             **{"device": "cuda"},

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ..casting.places import NAMESPACES, places_of
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
@@ -234,7 +234,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
             f"a sharded parameter (FSDP, DTensor) in {tensor.dtype}. Models sharded by "
             "torch.distributed.fsdp.fully_shard work at every level."
         )
-    if properties.cast_model_type not in HALF_TYPES:
+    if properties.cast_model_type not in HALF_DTYPES:
         return None
     if is_lazy(tensor):
         return (
@@ -367,7 +367,7 @@ def _leaves_half(optimizer: Any, models: list[nn.Module], properties: Properties
     So in torch 2.13.
     """
     return (
-        properties.cast_model_type in HALF_TYPES
+        properties.cast_model_type in HALF_DTYPES
         and not properties.master_weights
         and isinstance(optimizer, torch.optim.SGD)
         and any(group.get("fused") for group in optimizer.param_groups)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.compiler import is_exporting
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.autocast import call_with, is_enabled
 from ..torch_private.custom_ops import CALLED, autocast_devices
 from ..torch_private.devices import device_types
@@ -45,7 +45,7 @@ def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable
         present = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
             half = None if is_enabled(device) else state.half_dtype_of(device, args, kwargs)
-            if half in HALF_TYPES:
+            if half in HALF_DTYPES:
                 return state.casts_off(call_with, device, half, original, (self, *args), kwargs)
         return original(self, *args, **kwargs)
 

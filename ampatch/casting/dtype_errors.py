@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 
 _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
@@ -112,7 +112,7 @@ def _half_tensors(error: BaseException, in_line: bool) -> str | None:
     text, frames = None, list(_frames(error))
     for frame, line in frames[-1:] if in_line else frames:
         tensors = _tensors(frame, line, in_line)
-        halves = [name for name, value in tensors.items() if value.dtype in HALF_TYPES]
+        halves = [name for name, value in tensors.items() if value.dtype in HALF_DTYPES]
         if halves:
             named = "; ".join(f"{name} is {value.dtype}" for name, value in tensors.items())
             code = frame.f_code
@@ -210,7 +210,7 @@ def _tensors(frame: FrameType, line: int, in_line: bool) -> dict[str, Tensor]:
     words = {*re.findall(r"\w+", text), *re.findall(r"\b\w+\.\w+", text)}
     candidates = _floating(variables | members)
     named = {name: tensor for name, tensor in candidates.items() if name in words}
-    has_half = any(tensor.dtype in HALF_TYPES for tensor in named.values())
+    has_half = any(tensor.dtype in HALF_DTYPES for tensor in named.values())
     return named if has_half or in_line else _floating(variables)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.tensors import base_of
 from ..torch_private.torch_functions import unhandled
 from .arguments import tensors_in
@@ -58,7 +58,7 @@ class OutermostForwards:
     def condition(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call outside of modules is cast: it has a half tensor or one of a parameter."""
         for tensor in tensors_in((*args, *kwargs.values())):
-            if dtype_of(tensor) in HALF_TYPES or _leads_to_parameter(tensor):
+            if dtype_of(tensor) in HALF_DTYPES or _leads_to_parameter(tensor):
                 self.has_cast = True
                 return True
         return False

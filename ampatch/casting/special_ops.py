@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
 from ..torch_private.probes import is_recording, is_tracing
 from .arguments import tensors_in
@@ -54,7 +54,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
     def run_in_fp32(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
-                if value.dtype in HALF_TYPES:
+                if value.dtype in HALF_DTYPES:
                     break
             elif isinstance(value, (list, tuple)) and _has_half(value):
                 break
@@ -85,7 +85,7 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
 
 
 def _has_half(values: Sequence) -> bool:
-    return any(tensor.dtype in HALF_TYPES for tensor in tensors_in(values))
+    return any(tensor.dtype in HALF_DTYPES for tensor in tensors_in(values))
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
@@ -116,7 +116,7 @@ def float_by_itself(
         value = first(args, kwargs)
         return (
             type(value) in TENSORS
-            and value.dtype in HALF_TYPES
+            and value.dtype in HALF_DTYPES
             and not value.is_cpu
             and not is_dynamo_compiling()  # a compiler fuses the cast
             and value.layout is torch.strided

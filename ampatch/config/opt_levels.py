@@ -20,7 +20,7 @@ from ..torch_private.devices import host_computes_in_bfloat16
 from .scale_settings import SETTINGS, ScaleSettings, invertible
 from .validation import positive_number, truth_value, whole_number, word
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _DTYPE_NAMES = {
     "float16": torch.float16,
@@ -79,7 +79,7 @@ class Properties:
     @property
     def uses_half_copies(self) -> bool:
         """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
-        return self.cast_model_type in HALF_TYPES and self.master_weights is not False
+        return self.cast_model_type in HALF_DTYPES and self.master_weights is not False
 
     @property
     def keeps_norms(self) -> bool:
@@ -87,7 +87,7 @@ class Properties:
 
         At O2 its statistics are FP32, and its kernels want weights of the same dtype.
         """
-        half = self.cast_model_type in HALF_TYPES
+        half = self.cast_model_type in HALF_DTYPES
         return half and (self.uses_half_copies or bool(self.keep_batchnorm_fp32))
 
     @property
@@ -203,7 +203,7 @@ def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
     what = _call("dtype", value)
     dtype = _float_dtype(what, value)
-    if dtype not in HALF_TYPES:
+    if dtype not in HALF_DTYPES:
         raise ValueError(
             f"{what}: dtype is the half dtype. "
             f'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'

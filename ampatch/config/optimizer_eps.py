@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .opt_levels import HALF_TYPES
+from .opt_levels import HALF_DTYPES
 
 HALF_EPS = 1e-3
 """The eps for half weights: the largest gradient whose v is lost then moves its weight by 5.5 times
@@ -30,7 +30,7 @@ def lost_eps(optimizer: Any) -> str | None:
         if not isinstance(eps, float) or eps <= 0 or is_fused:
             continue
         for dtype in {param.dtype for param in group["params"] if param.requires_grad}:
-            if dtype in HALF_TYPES and not torch.tensor(eps, dtype=dtype):
+            if dtype in HALF_DTYPES and not torch.tensor(eps, dtype=dtype):
                 return (
                     f"{type(optimizer).__name__}: eps={eps:g} is 0 in {dtype}, the dtype of its "
                     "weights: a small gradient is divided by 0, and the weights become NaN. Make "

@@ -30,7 +30,7 @@ AGREES = 0.03  # FP32 with itself, in each third of the rounds
 MARGIN = 0.1  # a difference below 10 % is a tie
 CLEARLY_SLOW = 5  # times FP32's time: a dtype is left out of the rounds after the first three
 SMALLEST = 0.1  # speeds below are shown as such
-HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
 _CALLS = 3  # in a round, for each dtype
 
@@ -87,20 +87,20 @@ class HalfTypes:
     highest: dict[str, float]
 
 
-def half_types(device: str | None = None) -> HalfTypes:
+def half_dtypes(device: str | None = None) -> HalfTypes:
     """Measure the half dtypes on a device; takes a few seconds.
 
     `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
     """
     speeds = measure(device or device_types()[-1])
-    ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_TYPES}
+    ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_DTYPES}
     lowest, highest = ({n: choose(values) for n, values in ratios.items()} for choose in (min, max))
     return HalfTypes(fast(speeds), lowest, highest)
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
     """Names of the half dtypes that are faster in some operation, and slower in none."""
-    verdicts = {dtype_name(t): {s.verdict for s in speeds if s.dtype is t} for t in HALF_TYPES}
+    verdicts = {dtype_name(t): {s.verdict for s in speeds if s.dtype is t} for t in HALF_DTYPES}
     return tuple(
         n for n, of_dtype in verdicts.items() if "faster" in of_dtype and "slower" not in of_dtype
     )
@@ -109,7 +109,7 @@ def fast(speeds: list[Speed]) -> tuple[str, ...]:
 def measure(device: str) -> list[Speed]:
     """Speeds of a matmul and a convolution, with their backward passes, in each dtype."""
     with ampatch.disable_casts(), _one_thread():
-        dtypes = (torch.float32, *HALF_TYPES)
+        dtypes = (torch.float32, *HALF_DTYPES)
         runs = {dtype: operations(device, dtype) for dtype in dtypes}
         return [
             speed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ampatch
 
-from ..config.opt_levels import ARGUMENTS, HALF_TYPES, properties_for
+from ..config.opt_levels import ARGUMENTS, HALF_DTYPES, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
@@ -96,7 +96,7 @@ class Managed:
         if session is None or session.properties.uses_half_copies:
             return value
         half = session.properties.cast_model_type
-        return value.to(half) if half in HALF_TYPES and value.is_floating_point() else value
+        return value.to(half) if half in HALF_DTYPES and value.is_floating_point() else value
 
     @property
     def scales(self) -> dict[str, Any]:

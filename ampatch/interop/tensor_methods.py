@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting.patches import Replacement
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..models.half_copy_swaps import parameter_behind
 
 
@@ -109,7 +109,7 @@ def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str
     not.
     """
     value = state.get(key)
-    if not isinstance(value, Tensor) or value.dtype not in HALF_TYPES:
+    if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
         return
     parameter = _parameter_at(parameters, name)
     if parameter is not None and parameter.dtype is torch.float32:

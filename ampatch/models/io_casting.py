@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
@@ -61,7 +61,7 @@ class ModelInputs:
     def __init__(self, name: str, dtype: torch.dtype, keeps_float: Callable[[], None]) -> None:
         self._name = name
         self._dtype = dtype
-        self._is_half = dtype in HALF_TYPES
+        self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
         self._limit = 2 / torch.finfo(dtype).eps
         self._keeps_float = keeps_float

@@ -22,7 +22,7 @@ from ..casting.handlers import unseen
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..casting.weight_cache import WeightUseOrder
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
@@ -113,7 +113,7 @@ class ManagedModel:
         if not self.properties.uses_half_copies:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
             self.conversions.convert(self.model, dtype, stays_float, excluded)
-        if dtype in HALF_TYPES:
+        if dtype in HALF_DTYPES:
             self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._update)
             self.swapper.open()
 
@@ -153,7 +153,7 @@ class ManagedModel:
         half_names = [
             name
             for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and parameter.dtype in HALF_TYPES
+            if parameter.requires_grad and parameter.dtype in HALF_DTYPES
         ]
         if half_names:
             logger.warning(

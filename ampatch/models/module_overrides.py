@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, CastState, computes_in
 from ..casting.handlers import unseen
 from ..casting.policy import Policy
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..config.overrides import ModuleKey, named
 from ..errors import AmpatchError
 from ..torch_private.modules import (
@@ -179,7 +179,7 @@ def precisions(
     precision_of = matching(model, rules)
     if properties.uses_half_copies:
         _refuse_scripted_submodules(model, properties)
-    is_half = properties.cast_model_type in HALF_TYPES
+    is_half = properties.cast_model_type in HALF_DTYPES
     for module in model.modules():
         is_norm = isinstance(module, INSTANCE_NORMS) and has_statistics(module)
         is_kept = is_norm and properties.keeps_norms and module is not model

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError
 from ..torch_private.sharding import Sharded, Sharding, shardings
 from .half_copy_slots import StaysFloat
@@ -34,7 +34,7 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
     for sharding in shardings(model):
         for shard in sharding.sharded_params:
             ids.add(id(shard.parameter))
-            if shard.parameter.dtype in (torch.float32, *HALF_TYPES):
+            if shard.parameter.dtype in (torch.float32, *HALF_DTYPES):
                 _refuse_storage(shard, properties, stays_float(shard.module))
                 is_root = model in sharding.modules
                 _refuse_computation(shard, sharding, properties, stays_float, is_root)
@@ -50,7 +50,7 @@ def _refuse_storage(shard: Sharded, properties: Properties, is_float: bool) -> N
         f"ampatch: {_path(shard)} is sharded by fully_shard in {dtype}, and opt_level="
         f"{properties.opt_level!r} trains it in {torch.float32 if is_float else half}, without "
         f"FP32 master weights. Call {remedy} before fully_shard"
-        + (', or use opt_level="O2".' if half in HALF_TYPES and not is_float else ".")
+        + (', or use opt_level="O2".' if half in HALF_DTYPES and not is_float else ".")
     )
 
 
@@ -76,7 +76,7 @@ def _refuse_computation(
     if dtype is half or (policy.param_dtype is torch.float32 and not is_root):
         return
     remedy = f"mp_policy=MixedPrecisionPolicy(param_dtype={half}, reduce_dtype=torch.float32)"
-    if half not in HALF_TYPES:
+    if half not in HALF_DTYPES:
         remedy = "no mp_policy"
     raise AmpatchError(
         f"ampatch: fully_shard computes with {_path(shard)} in {dtype}, and opt_level="

@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, computes_in, here
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..torch_private.modules import has_forward
 from .half_copy_slots import StaysFloat
 from .half_copy_swaps import enclosing_swap, is_fx_traced, swappers
@@ -72,7 +72,7 @@ class SubmoduleCalls:
             if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
-                id(param) in swapped if self._uses_half_copies else param.dtype in HALF_TYPES
+                id(param) in swapped if self._uses_half_copies else param.dtype in HALF_DTYPES
                 for param in module.parameters()
             ):
                 modules[module] = name

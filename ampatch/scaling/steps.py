@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import LateCopy, is_captured
@@ -243,7 +243,7 @@ class StepReports:
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)
-            if first is torch.float32 and param.dtype in HALF_TYPES and param.requires_grad:
+            if first is torch.float32 and param.dtype in HALF_DTYPES and param.requires_grad:
                 self._first_dtypes[id(param)] = param.dtype
                 params.append((path, param))
         return params

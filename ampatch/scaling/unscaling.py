@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.opt_levels import HALF_TYPES
+from ..config.opt_levels import HALF_DTYPES
 from ..native import part
 from ..torch_private import foreach
 from ..torch_private.amp_kernels import check_and_unscale_
@@ -18,7 +18,7 @@ from ..torch_private.dtensors import are_laid_out_alike, local_of
 from .scale_value import Flag
 
 _dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_sparse"))
-_HALF = frozenset(HALF_TYPES)
+_HALF = frozenset(HALF_DTYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default

@@ -16,7 +16,7 @@ from ..casting.calls import CastState
 from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
 from ..casting.special_ops import record_attention
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..models.managed_model import Slots
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, devices_to_start_from
@@ -36,7 +36,7 @@ class Policies:
         self._properties = properties
         self._state = state
         half = properties.cast_model_type  # elsewhere than in half models None or FP32
-        self.half = half if half in HALF_TYPES else properties.dtype
+        self.half = half if half in HALF_DTYPES else properties.dtype
         self.tables = Policy(
             half_to=self.half,
             functions=functions,
@@ -105,7 +105,7 @@ def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
         for tensor in _tensors(args, kwargs):
             kind = type(tensor)
             dtype = tensor.dtype if kind is Tensor or kind is Parameter else dtype_of(tensor)
-            if dtype in HALF_TYPES or (kind is not Tensor and is_parameter(tensor)):
+            if dtype in HALF_DTYPES or (kind is not Tensor and is_parameter(tensor)):
                 return True
         return False
 
@@ -118,7 +118,7 @@ def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:
     PyTorch refuses most such calls of functions in the tables.
     """
     dtypes = {tensor.dtype for tensor in _tensors(args, kwargs)}
-    return torch.float32 in dtypes and not dtypes.isdisjoint(HALF_TYPES)
+    return torch.float32 in dtypes and not dtypes.isdisjoint(HALF_DTYPES)
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:

@@ -14,7 +14,7 @@ from ..casting.outermost_forwards import OutermostForwards
 from ..casting.places import raw_attribute, resolve
 from ..casting.policy import Policy
 from ..casting.tables import Rule
-from ..config.opt_levels import HALF_TYPES, Properties
+from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
@@ -192,7 +192,7 @@ class Registry(Generic[Session]):
         casting = [(session, policy) for session, policy in policies if policy is not None]
         installed, has_tables = self.installation, bool(casting)
         types = {managed.properties.cast_model_type for managed in self.models()}
-        has_rows = has_tables or not types.isdisjoint(HALF_TYPES)
+        has_rows = has_tables or not types.isdisjoint(HALF_DTYPES)
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)

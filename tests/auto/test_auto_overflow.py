@@ -114,7 +114,7 @@ def test_float16_without_a_scale_would_lose_what_is_kept():
 
 
 @pytest.mark.parametrize("level, dtype", [(None, None), ("O1", torch.bfloat16), ("O4", None)])
-def test_half_types(level, dtype):
+def test_half_dtypes(level, dtype):
     asked = {"opt_level": level, "dtype": dtype}
     session = auto.start({name: value for name, value in asked.items() if value is not None})
     half = torch.float16 if (level, dtype) == (None, None) else torch.bfloat16

@@ -144,7 +144,7 @@ def test_a_managed_forward_is_its_own_region(opt_level, scope, beside):
             assert tensor.dtype is other.dtype and torch.equal(tensor, other), title
 
 
-def test_an_enabled_region_around_a_model_says_the_half_type():
+def test_an_enabled_region_around_a_model_says_the_half_dtype():
     """The rules stay those of the opt level: those of torch for the CPU have fewer rows."""
 
     def calls(layer, x):

@@ -11,7 +11,7 @@ import torch
 import ampatch
 from ampatch.diagnose import speed
 
-FLOAT16, BFLOAT16 = speed.HALF_TYPES
+FLOAT16, BFLOAT16 = speed.HALF_DTYPES
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def verdicts() -> dict[torch.dtype, str]:
     ],
 )
 def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalled, machine):
-    seconds = dict(zip((torch.float32, *speed.HALF_TYPES), (1e-3, *(1e-3 * t for t in times))))
+    seconds = dict(zip((torch.float32, *speed.HALF_DTYPES), (1e-3, *(1e-3 * t for t in times))))
     machine(seconds, stalled)
     of_types = verdicts()
     assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
     assert of_types[torch.float32] == "tie"
-    types = speed.half_types("cpu")
+    types = speed.half_dtypes("cpu")
     assert types.fast == fast and types.lowest == types.highest  # there is one operation
     assert types.lowest == pytest.approx(
-        {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_TYPES, times)}, rel=0.1
+        {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_DTYPES, times)}, rel=0.1
     )
 
 

@@ -17,7 +17,7 @@ import ampatch
 from ampatch.compat.apex.optimizers import FusedLAMB
 
 LEVELS = ("O0", "O1", "O2", "O3")
-HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
 # The default eps of 1e-8 is 0 in float16: at O3 Adam would divide by it.
 OPTIMIZERS = {
@@ -40,7 +40,7 @@ SAVED_AFTER, END, OVERFLOW = 5, 10, 2  # steps
 
 def runs():
     """Every level and half dtype with each of `KINDS`, as `(name, arguments of start)`."""
-    for level, dtype, (kind, kernel) in itertools.product(LEVELS, HALF_TYPES, KINDS):
+    for level, dtype, (kind, kernel) in itertools.product(LEVELS, HALF_DTYPES, KINDS):
         if (level, kind, kernel) == ("O3", "SGD", "fused"):
             continue  # torch's kernel leaves half parameters unchanged; initialize refuses it
         yield f"{level} {str(dtype)[6:]} {kind} {kernel}", (level, dtype, kind, kernel)

@@ -207,7 +207,7 @@ class CheckpointedIsland(Island):
 
 
 @situation("O1")
-def an_autocast_region_in_another_half_type(amp):
+def an_autocast_region_in_another_half_dtype(amp):
     other = torch.bfloat16 if amp.half is torch.float16 else torch.float16
 
     class Inner(Block):

@@ -259,7 +259,7 @@ def a_fake_tensor_mode_before_a_real_step(amp):
 
 
 @situation("O1")
-def two_sessions_in_two_half_types(amp):
+def two_sessions_in_two_half_dtypes(amp):
     """Recomputation and a custom backward run under their own forward's policy."""
     other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))
     first, first_optimizer = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)

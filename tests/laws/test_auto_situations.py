@@ -24,8 +24,8 @@ NOT_HERE = {
     ),
     **dict.fromkeys(
         (
-            *("a_function_with_custom_fwd_and_bwd", "an_autocast_region_in_another_half_type"),
-            *("a_whole_loop_inside_autocast", "two_sessions_in_two_half_types"),
+            *("a_function_with_custom_fwd_and_bwd", "an_autocast_region_in_another_half_dtype"),
+            *("a_whole_loop_inside_autocast", "two_sessions_in_two_half_dtypes"),
             *("full_backward_hooks_see_gradients", "a_layer_wise_step_in_module_hooks"),
             "full_backward_hooks_read_their_weights_gradients",
         ),

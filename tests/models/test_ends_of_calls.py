@@ -328,7 +328,7 @@ def test_disable_casts_reaches_a_model_that_another_one_calls(apart):
 
 
 @pytest.mark.parametrize("level, inner", [("O1", "O0"), *itertools.product(LEVELS, LEVELS)])
-def test_a_teacher_of_another_level_and_half_type(level, inner):
+def test_a_teacher_of_another_level_and_half_dtype(level, inner):
     """In its student's forward it computes as by itself; what it gives fits there."""
     teacher, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), data()[0].to(H).float()
 

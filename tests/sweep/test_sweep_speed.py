@@ -12,7 +12,7 @@ from sweep_made import stand_in, trained
 from ampatch import native
 from ampatch.diagnose.speed import HalfTypes
 from ampatch.sweep import Sweep, read_results
-from ampatch.sweep.execution import half_types, runner
+from ampatch.sweep.execution import half_dtypes, runner
 from ampatch.sweep.execution.budget import LEAST_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine
 from ampatch.sweep.plan import cases, trials
@@ -315,8 +315,8 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
 def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
     """Also after `--resume` on a day on which doctor would call others so."""
     answers = []
-    monkeypatch.setattr(half_types, "half_types", lambda device: answers.pop())
-    monkeypatch.setattr(half_types, "accelerator", lambda: None)
+    monkeypatch.setattr(half_dtypes, "half_dtypes", lambda device: answers.pop())
+    monkeypatch.setattr(half_dtypes, "accelerator", lambda: None)
     for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
         answers.append(HalfTypes(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
         plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
@@ -333,11 +333,11 @@ def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
     processes = types.SimpleNamespace(
         run=lambda command, **_: subprocess.CompletedProcess(command, *ends.pop())
     )
-    monkeypatch.setattr(half_types, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(half_types, "subprocess", processes)
-    assert half_types.measured() == answer
+    monkeypatch.setattr(half_dtypes, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(half_dtypes, "subprocess", processes)
+    assert half_dtypes.measured() == answer
     with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
-        half_types.measured()
+        half_dtypes.measured()
 
 
 def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):

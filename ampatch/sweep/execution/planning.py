@@ -25,7 +25,7 @@ from ampatch.sweep.execution.budget import (
     plans,
     short_steps,
 )
-from ampatch.sweep.execution.half_types import measured
+from ampatch.sweep.execution.half_dtypes import measured
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Run

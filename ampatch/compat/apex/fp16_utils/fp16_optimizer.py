@@ -18,7 +18,7 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 
 __all__ = ["FP16_Optimizer"]
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 """Attributes that a checkpoint has."""
 
@@ -80,7 +80,7 @@ class FP16_Optimizer:  # apex's name
         """Replace a group's half parameters by FP32 copies."""
         halves, masters, floats = [], [], []
         for index, param in enumerate(group["params"]):
-            if param.dtype not in _HALF_TYPES:
+            if param.dtype not in _HALF_DTYPES:
                 floats.append(param)
                 continue
             master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
@@ -217,6 +217,6 @@ def _todays(saved: Any) -> scaler.LossScaler:
 
 def _floats(state: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: value.float() if isinstance(value, Tensor) and value.dtype in _HALF_TYPES else value
+        key: value.float() if isinstance(value, Tensor) and value.dtype in _HALF_DTYPES else value
         for key, value in state.items()
     }

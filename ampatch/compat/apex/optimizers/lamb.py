@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.config.opt_levels import HALF_TYPES
+from ampatch.config.opt_levels import HALF_DTYPES
 from ampatch.torch_private import foreach
 
 from .common import Fused, refuse, with_grads
@@ -104,6 +104,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().__init__(params, lr, **options)
         for group in self.param_groups:
             group["step"] = int(step)
-            if not set(HALF_TYPES).isdisjoint(param.dtype for param in group["params"]):
+            if not set(HALF_DTYPES).isdisjoint(param.dtype for param in group["params"]):
                 instead = "FP32 parameters, and amp.initialize at O2"
                 refuse("FusedMixedPrecisionLamb", "params=<half parameters>", instead)

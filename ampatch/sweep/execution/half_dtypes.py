@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 
-from ampatch.diagnose.speed import HalfTypes, half_types
+from ampatch.diagnose.speed import HalfTypes, half_dtypes
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.torch_private.devices import accelerator
 
@@ -15,8 +15,8 @@ NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and is the less slow one 
 _ASK = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
-from ampatch.diagnose.speed import half_types
-print(json.dumps(dataclasses.asdict(half_types())))
+from ampatch.diagnose.speed import half_dtypes
+print(json.dumps(dataclasses.asdict(half_dtypes())))
 """
 
 
@@ -25,7 +25,7 @@ def measured() -> HalfTypes:
 
     Raises `ValueError` if an accelerator does not answer.
     """
-    types = _of_accelerator() if accelerator() else half_types("cpu")
+    types = _of_accelerator() if accelerator() else half_dtypes("cpu")
     return dataclasses.replace(types, fast=types.fast or NONE_IS_FAST)
 
 
