@@ -21,7 +21,10 @@ NOT_THERE = {
     "writes_while_a_graph_waits_by_numpy": "NumPy has memory of the host alone",
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
     **dict.fromkeys(("packed_lstm", "packed_gru"), "the fake accelerator has no fused cells"),
-    "sparse_embedding_gradients": "the fake accelerator has no sparse tensors",
+    **dict.fromkeys(
+        ("sparse_embedding_gradients", "sparse_embedding_with_a_hook_and_asked_for_alone"),
+        "the fake accelerator has no sparse tensors",
+    ),
     "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",
     **dict.fromkeys((f"an_embedding_is_read_by_{name}" for name in READERS), "so these"),
 }
