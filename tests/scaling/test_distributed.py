@@ -52,6 +52,29 @@ def assert_equal_and_finite(first: dict, second: dict) -> None:
 # DistributedDataParallel
 
 
+def accumulate_under_ddp(rank: int, level: str) -> list[torch.Tensor]:
+    """Two micro-batches, the first within `no_sync`; a second optimizer shares a layer."""
+    model, optimizer = build(seed=0)
+    optimizers = [optimizer, torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=128.0)
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, optimizers, rank, weight=0.5)
+    backward(parallel, optimizers, 10 + rank, weight=0.5)
+    return [param.grad.float() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
+    first, second = ranks(accumulate_under_ddp, level)
+    model, _ = build(seed=0)
+    for inputs, targets in map(batch, (0, 1, 10, 11)):
+        (F.cross_entropy(model(inputs), targets) / 4).backward()
+    for grad, param in zip(first, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad, atol=3e-3, rtol=0.05)
+    assert all(map(torch.equal, first, second))
+
+
 def kept_loss(rank: int) -> None:
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
