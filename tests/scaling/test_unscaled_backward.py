@@ -404,3 +404,12 @@ def test_the_loss_scale_is_1_where_ampatch_is_disabled():
     assert ampatch.loss_scale() == 1.0
     with pytest.raises(ValueError, match="loss_id=1"):
         ampatch.loss_scale(1)
+
+
+def test_gradients_set_by_hand_under_a_dynamic_scale_of_one_are_right():
+    model, optimizer = start("O1", init_scale=1.0)
+    loss, params = loss_of(model), list(model.parameters())
+    with ampatch.scale_loss(loss, optimizer):
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad
+    assert close(grads(optimizer), float_grads(data()))
