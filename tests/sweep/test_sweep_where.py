@@ -132,13 +132,23 @@ def test_a_ray_cluster_of_two_nodes_loses_one_and_no_run(tmp_path, one_by_one):
 
 
 RANKS = """
+    import json, signal
     import torch.distributed as dist
+
+    def terminated(call):  # as by torchrun, which has seen that another rank failed
+        def wrapped(*args, **options):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return call(*args, **options)
+        return wrapped
+
     dist.init_process_group("gloo")
     amp.log_metrics(rank=dist.get_rank())
     print("rank", dist.get_rank())
     if dist.get_rank() == 1 and os.environ["AMPATCH_OPT_LEVEL"] == "O1":
         print("the last words")
         raise RuntimeError("no more")
+    sys.excepthook = terminated(sys.excepthook)
+    json.dumps = terminated(json.dumps)  # the record's
     dist.barrier()
     dist.destroy_process_group()
 """
@@ -156,7 +166,7 @@ def with_ranks(directory, **options):
 def test_a_rank_that_dies_ends_the_trial_with_its_output(tmp_path):
     row, log = with_ranks(tmp_path, levels=["O1"])
     assert row.status == "crashed: rank 1: RuntimeError: no more"
-    assert (row.metrics, row.steps) == ({"rank": 0.0}, 12)  # rank 0 reports
+    assert (row.metrics, row.steps) == ({"rank": 0.0}, 12)  # rank 0 reports, SIGTERM or not
     assert "the last words" in log and "RuntimeError: no more" in log
 
 

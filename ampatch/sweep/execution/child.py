@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,8 @@ from ampatch import device_figures
 from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
-from ampatch.launch.script import describe
+from ampatch.launch.program import Program
+from ampatch.launch.script import Ending, describe
 from ampatch.session.facade import OutermostForwards, open_sessions
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
@@ -72,7 +73,7 @@ def run(order: dict[str, Any]) -> int:
     is_ranked = runner.processes is not None
     rank = ranks.this_rank() if is_ranked else 0
     _end_with_parent(order["guard"], is_ranked)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _exit_by_signal)
     watched = _Watched(runner, trial.case, None if rank else files.progress)
     watched.start()
     if trial.case.tf32:
@@ -84,18 +85,38 @@ def run(order: dict[str, Any]) -> int:
     own_seeds.watch()
     record = None if rank else _Record(files.record, watched, own_seeds)
     before = dict(os.environ)
-    ending = runner.program.run(runner.script_arguments(trial))
+    ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
     if order["imports"] and not ending.exit_code:
         write_json(files.imports, {"modules": _installed(), "variables": changes(before)})
     if is_ranked:
         ranks.leave_word(ending.error)
     if record is not None:
         record.write(ending.error)
+    signal.signal(signal.SIGTERM, _exit_by_signal)
     if is_ranked:
         late_threads.let_groups_finish()
     # or the end of this process may be an abort
     late_threads.wait_until_idle(device_figures.used())
     return ending.exit_code
+
+
+def _exit_by_signal(number: int, _: Any) -> None:
+    sys.exit(128 + number)
+
+
+def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
+    """Run the script; from its end on SIGTERM is ignored, until the record is written.
+
+    torchrun sends SIGTERM as soon as another rank has failed.  Rank 0 may then be printing
+    its own error, or writing its record.
+    """
+    try:
+        ending = program.run(arguments)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except SystemExit as late:  # SIGTERM after the script's last line
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return Ending(int(late.code or 0))
+    return ending
 
 
 class _Record:
