@@ -89,8 +89,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
         **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
-        "losses: as the script gives them to scale_loss (loss_id 0) or backward(), under "
-        "accumulation the divided ones": any(row.last_loss is not None for row in rows),
+        "losses: what the script passes to scale_loss (loss_id 0) or calls backward() on; with "
+        "gradient accumulation already divided": any(row.last_loss is not None for row in rows),
     }
     of_columns = [text for text, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
     text = "; ".join(of_columns)
