@@ -52,8 +52,8 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
 
 def _run(task: Task, trials: Trials, directory: Path, asked: ProbeOptions, text: str) -> None:
     task.say(
-        f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
-        f"{task.dtype}, in {asked.steps} steps at O0."
+        f"Sensitivity: in {asked.steps} steps at O0 a copy of each module computes {SAMPLES} of "
+        f"its calls in FP32 and in {task.dtype}."
     )
     sweep = task.sweep(
         [BASE],

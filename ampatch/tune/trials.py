@@ -91,7 +91,7 @@ class Trials:
         if not passes(row):
             return row
         more = self.seeds - self.few
-        self._task.say(f"{label} passes with {self.few} seeds; {more} more: started")
+        self._task.say(f"{label} passes with {self.few} seeds; now {more} more run")
         self.with_all_seeds |= {BASE, case}
         return self.row(case)
 

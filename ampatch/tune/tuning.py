@@ -138,10 +138,10 @@ class Tuning:
         A set that passed with few seeds and does not with all shows that few are not enough for
         this script: then the search is made again, and what has passed in it runs with all.
         """
-        few, confirmed = self._trials.few, "one that passes" if self._confirms else "the answer"
+        few, confirmed = self._trials.few, "if it passes," if self._confirms else "the answer"
         self._task.say(
-            f"{len(listed)} remedies to choose from, by at most {most} candidates. One that fails "
-            f"has {few} seeds, {confirmed} has {self._trials.seeds}."
+            f"{len(listed)} modules and settings to try, in at most {most} candidates. A candidate "
+            f"runs with {few} seeds, {confirmed} with {self._trials.seeds}."
         )
         self._tried = 0
         search = smallest(listed, self._candidate_passes, most)
