@@ -50,8 +50,8 @@ class _Unmatched:
         self.on_deactivate()
         if self._key not in _matched:
             raise ValueError(
-                f"overrides from outside (--overrides, AMPATCH_OVERRIDES): no submodule of any "
-                f"ampatch.initialize matches {self._key!r}. {self._expected}"
+                f"--overrides or AMPATCH_OVERRIDES: {self._key!r} matches no submodule of any "
+                f"model that ampatch.initialize got. {self._expected}"
             )
 
 
@@ -144,10 +144,9 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
-                "DistributedDataParallel, or a loss of it is still alive, so its autograd nodes "
-                "are in use. Its parameters would change their dtype, and "
-                "DistributedDataParallel would not average their gradients. Call initialize "
-                "first and wrap the model it returns."
+                "DistributedDataParallel, or a loss of it is still alive. Its parameters would "
+                "change their dtype, and DistributedDataParallel would not average their "
+                "gradients. Call initialize first and wrap the model it returns."
             )
         if properties.cast_model_type is None:
             continue
@@ -272,7 +271,9 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
                 f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
                 f"{shown!r}. {expected}"
             )
-        logger.warning("overrides from outside: no submodule of this initialize matches %r.", key)
+        logger.warning(
+            "--overrides or AMPATCH_OVERRIDES: no submodule of this initialize matches %r.", key
+        )
         _Unmatched(key, expected)
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
@@ -281,9 +282,9 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
         if replacements.of(replacements.original(function)) is None and not places_of([function]):
             why = f"the function is not found in {', '.join(NAMESPACES)}."
         elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-            why = "the function writes into its argument, and a cast argument is a copy."
+            why = "the function works in place: it would write into a cast copy of its argument."
         elif precision == "half" and not takes_half:
-            why = 'functions in a half model compute in the dtype they are given, or in "float".'
+            why = 'at this level only "float" is possible for a function.'
         else:
             continue
         raise TypeError(

@@ -12,20 +12,20 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "build",
-        help="compile the native part: fewer calls per step, the same results",
-        description="Compiles ampatch's native part, one C++ file, for this torch and this Python: "
-        "about half a minute, with a C++ compiler. `ampatch run` and `ampatch sweep` do it before "
-        "their first trial. `import ampatch` uses it from then on; results "
-        "stay the same to the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. "
-        "AMPATCH_NATIVE=0 switches it off.",
+        help="compile the native part, which makes small steps faster",
+        description="Compiles ampatch's native part, one C++ file, for this torch and this Python. "
+        "It needs a C++ compiler and about half a minute. `ampatch run` and `ampatch sweep` do it "
+        "before the script starts. From then on `import ampatch` uses it. Results stay the same to "
+        "the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. AMPATCH_NATIVE=0 "
+        "switches it off.",
     )
-    parser.add_argument("--verbose", action="store_true", help="show what the compiler says")
+    parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--force", action="store_true", help="build again where there is a build")
+    what.add_argument("--force", action="store_true", help="build again, even if there is a build")
     what.add_argument(
         "--clean",
         action="store_true",
-        help="remove all builds, those for other versions too, and build nothing",
+        help="remove all builds, also those for other versions, and build nothing",
     )
 
 

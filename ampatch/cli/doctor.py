@@ -26,15 +26,15 @@ EXTRAS = (
 _ORDER = ("float16", "bfloat16", "float32")  # the last against itself: the noise of the machine
 _SPEEDS = (
     "\nSpeed relative to FP32, forward and backward, with the range of three measurements.\n"
-    "Above 1 is faster; less than 10 %, or a range that reaches across 1, is a tie."
+    "Above 1 is faster. A difference under 10 %, or a range that includes 1, is a tie."
 )
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="versions, devices, and how fast half is here",
-        description="Prints versions, devices and the speed of the half dtypes: begin a bug "
+        help="show versions, devices and the speed of the half dtypes",
+        description="Prints versions, devices and the speed of the half dtypes. Begin a bug "
         "report with it. Takes some seconds.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -46,7 +46,7 @@ SETTINGS: Options = {
     "--dtype": _setting("dtype", "DTYPE", "float16 or bfloat16"),
     "--loss-scale": _setting("loss_scale", "SCALE", '"dynamic" or a number'),
     "--overrides": _setting(
-        "overrides", "FILE", "modules in another precision, a JSON file as ampatch tune writes it"
+        "overrides", "FILE", "JSON file with the precision of modules, as ampatch tune writes it"
     ),
 }
 """Arguments of the script's `initialize` that are replaced, by the variables."""
@@ -54,8 +54,8 @@ SETTINGS: Options = {
 AUTO: Options = {
     "--auto": {
         "action": "store_true",
-        "help": "for a script without AMP code: cast in modules that have parameters, scale each "
-        "backward(), check each step(); at O1, in float16 or bfloat16",
+        "help": "for a script without AMP code: run it at O1, in float16 or bfloat16. Casts in "
+        "modules that have parameters, scales each backward(), checks each step()",
     },
 }
 DEFAULT_STEPS = 20
@@ -66,7 +66,7 @@ WATCHED: Options = {
         "metavar": "N",
         "help": f"end the script after N optimizer steps (default: {DEFAULT_STEPS})",
     },
-    "--json": {"action": "store_true", "help": "the answer as JSON"},
+    "--json": {"action": "store_true", "help": "print the answer as JSON"},
     **SETTINGS,
     **AUTO,
 }

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     add_program(parser)
     later = add_options(parser)
     add_trackers(later)
-    later.add_argument("--quiet", action="store_true", help="no progress, the results alone")
+    later.add_argument("--quiet", action="store_true", help="print only the results")
     later.add_argument(
         "--json", action="store_true", help="print summary.json, and all else to stderr"
     )

@@ -53,7 +53,7 @@ class RunNotes:
         """`initialize` takes these from the environment: the script's value, and the active one."""
         changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in replaced.items())
         self._print_once(
-            f"ampatch: active instead of the script's values: {changes.replace('torch.', '')}"
+            f"ampatch: replaced settings of the script: {changes.replace('torch.', '')}"
         )
 
     def child_started(self) -> None:

@@ -387,8 +387,8 @@ class Gradients:
         """Log an error if gradients that another optimizer's block left scaled are to be used."""
         if self.left_scaled and self.has_gradients():
             logger.error(
-                "%s: its gradients are still scaled: an ampatch.scale_loss block reached this "
-                "optimizer but was not given it. Pass every optimizer that the loss reaches, "
+                "%s: its gradients are still scaled: an ampatch.scale_loss block that did not get "
+                "this optimizer made them. Pass every optimizer that the loss reaches, "
                 "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
                 type(self.optimizer).__name__,
             )

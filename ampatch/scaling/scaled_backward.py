@@ -24,26 +24,25 @@ _RIGHT = (
     "loss.backward()."
 )
 _UNSCALED = (
-    "ampatch.scale_loss(loss, %s): the block has new gradients that did not come through the "
-    "scaled loss. They are not scaled: divided by the loss scale they would be far too small. "
-    "Expected a backward pass of what the block yields: " + _RIGHT + " Add another loss to "
-    "this one first, or give it a block of its own."
+    "ampatch.scale_loss(loss, %s): the block has new gradients that do not come from the scaled "
+    "loss. Divided by the loss scale they would be far too small. Write " + _RIGHT + " Add "
+    "another loss to this one first, or give it a block of its own."
 )
 _JOINT = (
-    "Expected one block for a loss of several optimizers: 'with ampatch.scale_loss(loss, "
+    "For a loss of several optimizers write one block: 'with ampatch.scale_loss(loss, "
     "[first, second]) as scaled_loss: scaled_loss.backward()'."
 )
 _OTHER_SCALE = (
     "ampatch.scale_loss(loss, %s): the block has new gradients of another block's scaled loss, "
-    "under the loss scale %g. This block would divide them by its own, %g. " + _JOINT
+    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _JOINT
 )
 _TWICE = (
     "ampatch.scale_loss(loss, %s): the loss is the scaled loss of a block around this one, so its "
     "gradients are scaled twice. " + _JOINT
 )
 _NO_BACKWARD = (
-    "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, and "
-    "has brought no gradients. Expected a backward pass of what the block yields: " + _RIGHT
+    "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, so "
+    "there are no new gradients. Write " + _RIGHT
 )
 
 
@@ -51,8 +50,8 @@ def refuse_attribute(block: object, name: str) -> NoReturn:
     """`__getattr__` of a block, which a script has taken for the scaled loss."""
     raise AttributeError(
         f"ampatch.scale_loss(...).{name}: scale_loss returns a context manager, which has no "
-        f"{name!r}; the scaled loss is what it yields. Write 'with ampatch.scale_loss(loss, "
-        "optimizer) as scaled_loss: scaled_loss.backward()'."
+        f"{name!r}. Write 'with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
+        "scaled_loss.backward()'."
     )
 
 

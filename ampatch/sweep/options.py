@@ -62,10 +62,10 @@ class SweepOptions:
             start(text, off, writes), where `writes` is true on the first rank
         files: names of files that the caller adds to the folder of the sweep
         tuning: the options of `ampatch tune` if it runs the sweep, for the record
-        levels: some of O0,O1,O2,O3 (default: all for SCRIPT)
-        dtypes: float16,bfloat16 (default: those fast here)
-        seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: for the sweep (default: 10; none with --seeds)
+        levels: some of O0,O1,O2,O3 (default: all that can run)
+        dtypes: float16,bfloat16 (default: those that are fast)
+        seeds: run seeds 0 to N-1 (default: as time allows)
+        budget: time limit (default: 10; none with --seeds)
         metrics: search the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
@@ -77,17 +77,17 @@ class SweepOptions:
         rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
         judge: the metric to compare (default: the first one)
-        better: lower or higher (default: by its name)
+        better: NAME=lower or NAME=higher (default: by NAME)
         timeout: end a run that takes longer, and continue
         devices: run one trial at a time on each device
-        jobs: run N trials at a time, for accuracy
+        jobs: run N trials for accuracy at a time
         nproc_per_node: start each trial with torchrun
         in_copy: run trials in copies of the folder, or not
-        cold: import all modules anew in each trial
+        cold: start a new Python for each trial
         engine: run trials on this machine, or on Ray
-        address: of a Ray cluster; auto finds a running one
-        gpus_per_trial: on Ray (default: 1 a process)
-        cpus_per_trial: on Ray (default: all of a node)
+        address: address of a Ray cluster; auto finds a running one
+        gpus_per_trial: GPUs on Ray (default: 1 per process)
+        cpus_per_trial: CPUs on Ray (default: 1 with GPUs, or a node)
     """
 
     module: bool = False

@@ -94,9 +94,7 @@ class Tuning:
         own = options["tuning"]
         if "opt_level" not in own:
             lacking = f" {self.directory} holds no tuning to go on with." if resume else ""
-            raise ValueError(
-                f"--opt-level: expected O1, O2 or O3, the level to bring back.{lacking}"
-            )
+            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{lacking}")
         self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
         self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)

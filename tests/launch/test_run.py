@@ -250,7 +250,7 @@ def test_options_override_what_a_script_for_apex_gives_and_one_line_says_so(
 ):
     write(tmp_path / "train.py", LEGACY)
     done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O2")
-    said = f"ampatch: active instead of the script's values: {replaced}\n" if replaced else ""
+    said = f"ampatch: replaced settings of the script: {replaced}\n" if replaced else ""
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, said)
 
 
