@@ -350,10 +350,10 @@ class CastState:
         return False
 
     def swaps(self) -> list[Any]:
-        """The swaps of this thread's calls that are in place, the outermost first."""
+        """This thread's swaps that have copies in the slots, the outermost first."""
         swaps = []  # a comprehension is a call before Python 3.12
         for call in here.stack:
-            if call.swap is not None and call.swap.is_in_place:
+            if call.swap is not None and call.swap.is_swapped_in:
                 swaps.append(call.swap)
         return swaps
 

@@ -61,7 +61,7 @@ class WeightUseOrder:
             self.latest = ids, Buckets(weights, self._model, self._model)
             self._ids = self._ids.union(ids)
 
-    def record_request(self, wanted: Collection[int]) -> bool:
+    def record_wanted_grads(self, wanted: Collection[int]) -> bool:
         """Record that gradients of these weights (ids) are asked for.
 
         If they are some of the weights that forwards use, and not all, each weight has a node of

@@ -127,7 +127,7 @@ class ManagedModel:
     def _update(self) -> None:
         """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
         if self._submodules is not None and self.swapper is not None:
-            self._submodules.install(self.swapper.ids())
+            self._submodules.install(self.swapper.weight_ids())
         had_mixed_dtypes = self._has_mixed_dtypes
         self._has_mixed_dtypes = has_float_buffers(self.model, self._stays_float)
         if self._has_mixed_dtypes and not had_mixed_dtypes:
@@ -167,13 +167,13 @@ class ManagedModel:
 
     def has_half_copy(self, parameter: Tensor) -> bool:
         """Whether the forward computes with a half copy of this weight."""
-        return self.swapper is not None and id(parameter) in self.swapper.ids()
+        return self.swapper is not None and id(parameter) in self.swapper.weight_ids()
 
-    def record_request(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: see `WeightUseOrder.record_request`."""
+    def record_wanted_grads(self, wanted: Collection[int]) -> bool:
+        """As `WeightUseOrder.record_wanted_grads`, for both kinds of half copies."""
         order, swapper = self._use_order, self.swapper
-        may_share = order is not None and order.record_request(wanted)
-        return (swapper is not None and swapper.record_request(wanted)) or may_share
+        may_share = order is not None and order.record_wanted_grads(wanted)
+        return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
     def converted(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
@@ -199,7 +199,7 @@ class ManagedModel:
             override.install()
         if self.swapper is not None:
             self._submodules = SubmoduleCalls(self, self._stays_float)
-            self._submodules.install(self.swapper.ids())
+            self._submodules.install(self.swapper.weight_ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):

@@ -134,7 +134,7 @@ class OwnFrame:
                 "method that calls what the property gives."
             )
 
-    def is_in_place(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether `module.forward` is this frame."""
         return self.module is not None and vars(self.module).get(_FORWARD) is self.method
 
@@ -152,7 +152,7 @@ class OwnFrame:
         frames = attributes.get(_FRAMES)
         while frames and frames[-1].scope is None:  # also those taken out while inside another
             last = frames[-1]
-            if last.is_in_place():
+            if last.is_installed():
                 _set_forward(attributes, last.previous)
             frames.pop()
             last.module = last.method = None  # else a cycle would keep the weights alive
@@ -267,7 +267,7 @@ class SubmoduleFrames:
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
-                if frame.is_in_place():
+                if frame.is_installed():
                     _set_forward(vars(frame.module), frame.previous)
         else:
             deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
@@ -287,9 +287,9 @@ class SubmoduleFrames:
 
 
 def _outermost(module: nn.Module) -> OwnFrame | None:
-    """The outermost frame of a module, if it is in place."""
+    """The outermost frame of a module, if `forward` is that frame."""
     frames = vars(module).get(_FRAMES)
-    return frames[-1] if frames and frames[-1].is_in_place() else None
+    return frames[-1] if frames and frames[-1].is_installed() else None
 
 
 def copying_methods() -> list[Replacement]:

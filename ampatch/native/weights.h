@@ -188,7 +188,7 @@ PyObject* item_at(PyObject* list, PyObject* number) {
 
 // exchange_entries(dicts, names, sources, new, old): dicts[i][names[i]] becomes new[sources[i]];
 // with `old` only if all entries are old[sources[i]].  Returns whether it was done.
-// In Python: `exchange` of `models/half_copy_slots.py`.
+// In Python: `exchange_entries` of `models/half_copy_slots.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

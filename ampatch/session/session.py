@@ -311,7 +311,7 @@ class Session:
         scaler, observers = self.scalers[loss_id], registry.observers
         for entry in list(self.model_entries.values()):
             model = entry()
-            if model is not None and model.frame is not None and not model.frame.is_in_place():
+            if model is not None and model.frame is not None and not model.frame.is_installed():
                 model.warn_of_lost_frame(
                     param for optimizer in managed for param in optimizer.parameters()
                 )

@@ -24,7 +24,7 @@ from ..interop import (
     torchscript,
 )
 from ..models import own_frame
-from ..models.half_copy_swaps import parameter_behind, record_values
+from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import skip_together, unscale_to_clip
 from ..scaling.optimizer import ManagedOptimizer
@@ -140,7 +140,7 @@ class TorchTools:
 
     def _is_relied_on(self, tensor: Tensor) -> bool:
         """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
-        if parameter_behind(tensor) is not None:  # within the forward
+        if parameter_of_copy(tensor) is not None:  # within the forward
             return True
         return any(managed.had_at_start(tensor) for managed in self._members.models()) or any(
             param is tensor
@@ -149,13 +149,13 @@ class TorchTools:
         )
 
     def _record_request(self, tensors: list[Tensor]) -> bool:
-        """Gradients of these tensors are asked for: see `WeightUseOrder.record_request`."""
+        """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
         if here.stack:
-            behind = map(parameter_behind, tensors)
+            behind = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in behind if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
         for managed in self._members.models():
-            may_share |= managed.record_request(wanted)
+            may_share |= managed.record_wanted_grads(wanted)
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
