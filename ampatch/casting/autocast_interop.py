@@ -42,7 +42,7 @@ from ..log import logger
 from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
-from .calls import BACKWARD, REGION, CastState, here
+from .calls import BACKWARD, REGION, CastState, thread_calls
 from .policy import Policy
 
 Make = Callable[[Callable], Callable]
@@ -78,7 +78,7 @@ class AutocastInterop:
 
     def exit_regions(self) -> None:
         """Exit all regions of this thread: without the patches their own exit is not seen."""
-        for call in list(here.stack):
+        for call in list(thread_calls.stack):
             if call.kind == REGION:
                 self._state.exit(call)
 
@@ -104,7 +104,7 @@ class AutocastInterop:
     def _exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
             try:
-                if here.stack:
+                if thread_calls.stack:
                     self._state.exit_block(region)
             except BaseException:  # Ctrl-C: nothing else ends the region
                 self._state.exit_block(region)
@@ -123,7 +123,7 @@ class AutocastInterop:
         """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
         policy, is_on = state.current(), is_enabled(device)
-        is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
+        is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
         elif is_custom_bwd and is_on:

@@ -30,7 +30,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from ..torch_private.autocast import devices_on, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, no_reentry
 from ..torch_private.probes import keeps_graph
-from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, here
+from .calls import BACKWARD, BLOCK, UNCHANGED, USER, Call, CastState, computes_in, thread_calls
 from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
@@ -38,7 +38,7 @@ _SWAPS = "_ampatch_swaps"
 _BESIDE_TORCH = "_ampatch_beside_torch"
 """torch's autocast was on too: `custom_bwd` restores torch's casts, and none of ampatch."""
 _UNKNOWN = object()
-_NOTHING: tuple[Sequence[Any], Any] = (), KEEP
+_NOTHING: tuple[Sequence[Any], Any] = (), UNCHANGED
 
 
 def functions(state: CastState) -> list[Replacement]:
@@ -72,12 +72,12 @@ def replicas(state: CastState) -> list[Replacement]:
 def _recording(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        casts_nothing = state.process is None and not state.per_thread  # saves two calls
+        casts_nothing = state.process_policy is None and not state.per_thread  # saves two calls
         policy = None if casts_nothing else state.forward_policy()
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
-        for call in here.stack:
+        for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
                     setattr(self, _SWAPS, (swaps, computes_in()))
@@ -89,7 +89,7 @@ def _recording(original: Callable, state: CastState) -> Callable:
 def _under_recorded(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
         policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
-        if policy is None and state.process is None and not (state.per_thread or swaps):
+        if policy is None and state.process_policy is None and not (state.per_thread or swaps):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
@@ -97,7 +97,7 @@ def _under_recorded(original: Callable, state: CastState) -> Callable:
         if policy is state.current() and not means_ours:
             if not swaps:
                 return original(self, *args)
-            policy = KEEP
+            policy = UNCHANGED
         captured = _Captured(policy, BACKWARD if means_ours else BLOCK, swaps, dtype)
         try:
             return state.within(functools.partial(captured.enter, state), original, self, *args)
@@ -117,7 +117,7 @@ class _Captured(NamedTuple):
     policy: Any
     kind: str
     swaps: Sequence[Any] = ()
-    computes_in: Any = KEEP
+    computes_in: Any = UNCHANGED
 
     def enter(self, state: CastState, call: Call) -> None:
         """Enter `call` for the code.  Other calls entered here exit with `call`."""
@@ -135,7 +135,7 @@ class _Captured(NamedTuple):
         """As `enter`, with half copies of its own."""
         self.enter(state, call)
         if self.policy is not None:
-            self.policy.cache.open_separate(here.stack[-1])
+            self.policy.cache.open_separate(thread_calls.stack[-1])
 
 
 def _capture(state: CastState) -> _Captured:

@@ -116,7 +116,7 @@ def unseen() -> Iterator[None]:
 
 def unseen_where_modes_are(state: CastState) -> AbstractContextManager[None]:
     """`unseen()`, if any thread is in a mode."""
-    return unseen() if state.modes and not is_dynamo_compiling() else _NOTHING
+    return unseen() if state.threads_in_modes and not is_dynamo_compiling() else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()
@@ -182,7 +182,7 @@ class FunctionModes:
             self._update()
 
     def _update(self) -> None:
-        self._state.modes = len(self._threads)
+        self._state.threads_in_modes = len(self._threads)
         (self._state.acquire if self._threads else self._state.release)(self)
 
     def _looking(self, original: Callable) -> Callable:

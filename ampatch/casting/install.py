@@ -73,9 +73,12 @@ class Installation:
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
             self._dynamo.keep()
-            special = [*special_ops.embeddings(), *self.autocast.regions()]
+            special = [*special_ops.embedding_forwards(), *self.autocast.regions()]
             if with_tables:
-                special += [*special_ops.of_modules(self._state), *self.autocast.questions()]
+                special += [
+                    *special_ops.module_functions(self._state),
+                    *self.autocast.questions(),
+                ]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
@@ -153,7 +156,9 @@ class Installation:
             choose = banned(_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
-        run_in_fp32 = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
+        run_in_fp32 = at_every_level and special_ops.make_run_in_fp32(
+            at_every_level, name, self._state
+        )
         return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
 
     def _maker(
@@ -168,8 +173,8 @@ class Installation:
             function = self.replacements.original(original)
             run, casts_nothing_inside = run_in_fp32, None
             if self.overridden.get(function):
-                run = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
-            rule, run = special_ops.float_by_itself(name, choose, run)
+                run = special_ops.make_run_in_fp32(special_ops.OVERRIDDEN, "", self._state)
+            rule, run = special_ops.with_fp32_kernels(name, choose, run)
             if function in self.overridden:
                 rule, casts_nothing_inside = overridden(function, rule)
             return replacement(original, rule, self._state, run, casts_nothing_inside)

@@ -219,12 +219,14 @@ def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> to
 
 
 def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """For `index_select`, `index_add` and `repeat_interleave`, by the dimensions of the input."""
     value = first(args, kwargs)
     is_vector = isinstance(value, Tensor) and value.dim() < 2
     return _float_on_cpu(args, kwargs, policy) if is_vector else None
 
 
 def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """For `put` and `index_put` with `accumulate=True`, and `pad` with `mode="replicate"`."""
     for arg in (*args, *kwargs.values()):
         if arg is True or (type(arg) is str and arg == "replicate"):
             return _float_on_cpu(args, kwargs, policy)
@@ -232,7 +234,7 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For norms over a batch.  Half statistics stay half, since the call writes into them."""
+    """For `batch_norm` and its like.  Half statistics stay half, as the call writes into them."""
     weight = args[1:2] or (kwargs.get("weight"),)
     mean = args[3:4] or (kwargs.get("running_mean"),)
     if not _has_half(weight, {}, policy) or _has_half(mean, {}, policy):

@@ -66,9 +66,8 @@ def check(function: Any, what: str) -> None:
 def methods(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
     """`{name: make}` for the methods to replace in an autograd Function class.
 
-    The casts belong in front of `apply`: autograd then records them, and second derivatives
-    work.  Dynamo ignores a replaced `apply` and traces `forward`, so `forward` casts as well,
-    what `apply` has not cast.
+    `apply` casts, so that `setup_context` and `mark_dirty` get the casts too.  Dynamo ignores a
+    replaced `apply` and traces `forward`, so `forward` casts what `apply` has not cast.
     """
     return {
         "apply": lambda original: _apply(original, choose, ask),

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import native
 from ..torch_private.torch_functions import is_mode_on
-from .calls import FOLLOW, CastState, here
+from .calls import PROCESS_POLICY, CastState, thread_calls
 from .cast_observers import ObservedCall, observers
 from .dynamo_tables import opaque_call
 from .handlers import Handled, call_handlers, is_asked
@@ -48,12 +48,12 @@ def replacement(
     opaque = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, call, is_traced = state.process, original, None
+        policy, call, is_traced = state.process_policy, original, None
         if state.per_thread:  # as `state.current()`, without the price of a call
-            if state.modes and not is_dynamo_compiling() and is_mode_on():
+            if state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
-            own = here.policy
-            if own is not FOLLOW:
+            own = thread_calls.policy
+            if own is not PROCESS_POLICY:
                 policy, is_traced = own, is_dynamo_compiling()
                 if is_traced:
                     call = opaque

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import native
 from ..casting.half_copies import Buckets, half_copies
-from ..casting.special_ops import EMBEDDINGS, MANY
+from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
@@ -86,7 +86,7 @@ def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Loo
         if (
             embedding is not None
             and is_single
-            and (slot.parameter.numel() >= MANY or embedding.sparse)
+            and (slot.parameter.numel() >= LARGE_WEIGHT or embedding.sparse)
         ):
             lookups.append(Lookup(embedding, slot.name))
         else:

@@ -35,7 +35,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, here
+from ..casting.calls import Call, thread_calls
 from ..casting.half_copies import are_split
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, exchange_parametrized
@@ -81,7 +81,7 @@ def record_values(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: if `tensor` is a half copy, record its values."""
     if is_dynamo_compiling() or is_recording() or computes_with_fakes():
         return
-    for call in here.stack:
+    for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:
             call.swap.half_copies.record_values(tensor)
 
@@ -96,7 +96,7 @@ def is_fx_traced(args: tuple, kwargs: dict) -> bool:
 
 def enclosing_swap(module: nn.Module) -> Swap | None:
     """The swap of the innermost forward or recompute in this thread that computes `module`."""
-    for call in reversed(here.stack):
+    for call in reversed(thread_calls.stack):
         swap = call.swap
         if swap is not None and swap.is_swapped_in and id(module) in swap.weight_slots.module_ids:
             return swap
@@ -238,7 +238,7 @@ class HalfCopySwapper:
             return latest
         self._excluded_ids = sharded_parameters(self.model)
         weight_slots = WeightSlots(root, self.model, self._stays_float, self._excluded_ids)
-        for call in here.stack:  # copies of another model may be in the slots
+        for call in thread_calls.stack:  # copies of another model may be in the slots
             if call.swap is not None and call.swap.is_swapped_in:
                 return weight_slots
         self._weight_slots[id(root)] = weight_slots

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
+from ..casting.calls import UNCHANGED, USER, Call, CastState, computes_in, thread_calls
 from ..casting.handlers import unseen
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
@@ -225,7 +225,7 @@ class ManagedModel:
 
         Else its weights, and their gradients, would stay in memory until Python looks for cycles.
         """
-        for call in list(here.stack):  # a session may end within its forward
+        for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.exit(call)
         self.held.take_out()
@@ -261,8 +261,8 @@ class ManagedModel:
 
     def step_output_dtype(self) -> torch.dtype | None:
         """What submodules return in a framework's step; None: any dtype, or there is no step."""
-        for call in reversed(here.stack):
-            if call.owner is self and call.results_in is not KEEP:
+        for call in reversed(thread_calls.stack):
+            if call.owner is self and call.results_in is not UNCHANGED:
                 return call.results_in
         return None
 
@@ -273,10 +273,10 @@ class ManagedModel:
     ) -> tuple[tuple, dict] | None:
         """The model is called.  None: it is a submodule of a model whose forward runs."""
         enclosing, self._was_called = None, True
-        if self._state.modes and is_mode_on():
+        if self._state.threads_in_modes and is_mode_on():
             with unseen():
                 return self.enter(call, module, args, kwargs)
-        if here.stack and self.swapper is not None:
+        if thread_calls.stack and self.swapper is not None:
             enclosing = enclosing_swap(module)
             if enclosing is not None and enclosing.swapper is not self.swapper:
                 return None
@@ -301,7 +301,7 @@ class ManagedModel:
             args, kwargs = inputs.cast(args, kwargs, casts)
         policy = self.policy  # read now: inputs that stay FP32 change it, and so may `swap_in`
         has_casts = casts is not None and (casts.tensors or casts.containers)
-        if not (has_casts or swapper or policy or state.process or here.stack):
+        if not (has_casts or swapper or policy or state.process_policy or thread_calls.stack):
             return args, kwargs
         state.enter(call, self)
         call.input_casts = casts
@@ -314,11 +314,11 @@ class ManagedModel:
                 call.removed_frames.remove()
         if policy is None and swapper is not None and state.in_half_models is not None:
             policy = state.in_half_models.in_dtype(swapper.dtype)
-        if len(here.stack) > 1:
+        if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
             state.set_policy(call, *state.setting_of_forward(policy))
-        elif policy is not state.process:
+        elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
             policy.cache.open(call, self._use_order)
@@ -328,7 +328,7 @@ class ManagedModel:
 
     def exit(self, call: Call) -> None:
         """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
-        if self._state.modes and is_mode_on():
+        if self._state.threads_in_modes and is_mode_on():
             with unseen():
                 return self.exit(call)
         if call.owner is not None:  # else it has not begun
@@ -342,11 +342,11 @@ class ManagedModel:
 
     def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
-        if self._state.modes and is_mode_on():
+        if self._state.threads_in_modes and is_mode_on():
             with unseen():
                 return self.convert_output(output)
         dtype = self.out_dtype
-        if here.stack and self.properties.cast_model_outputs is None:
+        if thread_calls.stack and self.properties.cast_model_outputs is None:
             dtype = computes_in() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
@@ -356,7 +356,9 @@ class ManagedModel:
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
-        enclosing = enclosing_swap(module) if here.stack and self.swapper is not None else None
+        enclosing = (
+            enclosing_swap(module) if thread_calls.stack and self.swapper is not None else None
+        )
         if enclosing is not None and enclosing.swapper is not self.swapper:
             return forward(module, *args, **kwargs)
         output = self.run_traced_with(self._inputs, forward, module, args, kwargs)
@@ -378,9 +380,9 @@ class ManagedModel:
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.in_half_models is not None:
             policy = state.in_half_models.in_dtype(self.swapper.dtype)
-        if here.stack:
+        if thread_calls.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
-        if slots is None and (policy is KEEP or policy is state.current()):
+        if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
         call.is_traced = True
@@ -413,7 +415,7 @@ class ManagedModel:
         )
 
     def _warn_of_settings(self) -> None:
-        if not any(call.kind == USER for call in here.stack):
+        if not any(call.kind == USER for call in thread_calls.stack):
             return
         self._has_warned_of_block = True
         logger.warning(

@@ -74,7 +74,7 @@ class ModuleOverride:
     def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The submodule is called."""
         state = self._state
-        if state.modes and is_mode_on():
+        if state.threads_in_modes and is_mode_on():
             with unseen():
                 return self.enter(call, module, args, kwargs)
         state.enter(call, self)
@@ -89,7 +89,7 @@ class ModuleOverride:
 
     def convert_output(self, output: Any) -> Any:
         """In the dtype that the code around the call wants."""
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
+        if self._state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
             with unseen():
                 return self.convert_output(output)
         dtype = self._result_dtype()

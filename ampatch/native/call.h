@@ -12,7 +12,7 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *here, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
+  PyObject *thread_calls, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
       *kept, *is_compiling;
 };
 Names names;
@@ -141,8 +141,8 @@ class Caster {
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
-      THPObjectPtr here(attribute(cache_, names.here));
-      forward_ = attribute(here, names.copies);
+      THPObjectPtr calls(attribute(cache_, names.thread_calls));
+      forward_ = attribute(calls, names.copies);
       if (forward_.get() != Py_None) {
         THPObjectPtr cache(attribute(forward_, names.cache));
         if (cache.get() != cache_) forward_ = Py_NewRef(Py_None);
@@ -164,7 +164,7 @@ class Caster {
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
       if (PyErr_Occurred()) throw python_error();
-      return is_cast_here(id) ? cast_here(weight, tensor, copies, id) : nullptr;
+      return may_keep_copy(id) ? make_copy(weight, tensor, copies, id) : nullptr;
     }
     PyObject* half = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
@@ -180,8 +180,8 @@ class Caster {
   }
 
   // Whether no observer sees casts, and a copy made now may serve again.
-  // In Python: `WeightCache._may_keep` of `casting/weight_cache.py`.
-  bool is_cast_here(PyObject* id) {
+  // In Python: `WeightCache._may_keep_copy` of `casting/weight_cache.py`.
+  bool may_keep_copy(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
       return false;
@@ -190,8 +190,8 @@ class Caster {
     return PySet_Contains(touched, id) == 0;
   }
 
-  // In Python: `WeightCache._make` of `casting/weight_cache.py`.
-  PyObject* cast_here(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
+  // In Python: `WeightCache._make_copy` of `casting/weight_cache.py`.
+  PyObject* make_copy(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
     THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
     Tensor copy;
     {

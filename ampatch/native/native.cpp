@@ -37,7 +37,7 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
   const std::pair<PyObject**, const char*> interned[] = {
-      {&names.here, "_here"},
+      {&names.thread_calls, "_thread_calls"},
       {&names.copies, "copies"},
       {&names.cache, "cache"},
       {&names.graphed, "graphed"},

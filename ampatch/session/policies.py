@@ -15,7 +15,7 @@ from ..casting.arguments import tensors_in
 from ..casting.calls import CastState
 from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
-from ..casting.special_ops import record_attention
+from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..models.managed_model import Slots
 from ..models.module_overrides import ModuleOverride
@@ -45,7 +45,7 @@ class Policies:
         )
         self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
         for policy in (self.tables, self.mixed_dtypes):
-            record_attention(policy, state)
+            prepare_attention(policy, state)
         self.cache = self.tables.cache
 
     def in_models(self) -> Policy | None:
@@ -58,7 +58,7 @@ class Policies:
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
             policy = self.tables.forced(dtype)
-            record_attention(policy, self._state)
+            prepare_attention(policy, self._state)
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:

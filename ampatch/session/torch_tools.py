@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..casting import autocast_kernels, context_propagation, weight_cache
-from ..casting.calls import CastState, here
+from ..casting.calls import CastState, thread_calls
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.places import give_back, rebind
@@ -150,7 +150,7 @@ class TorchTools:
 
     def _record_request(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
-        if here.stack:
+        if thread_calls.stack:
             behind = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in behind if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
@@ -182,5 +182,5 @@ def _on_data_access(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: a write through it raises no version."""
     if isinstance(tensor, nn.Parameter):
         weight_cache.forget(tensor)
-    elif here.stack:
+    elif thread_calls.stack:
         record_values(tensor)

@@ -63,7 +63,7 @@ def test_text_and_json_hold_every_row(here):
 
 
 def test_what_is_patched_beside_the_tables_is_named():
-    patched = {(where, name) for where, name, _ in special_ops.of_modules(CastState())}
+    patched = {(where, name) for where, name, _ in special_ops.module_functions(CastState())}
     by_another_name = ("torch.utils.checkpoint", "checkpoint")  # what it calls is patched
     assert set(content.PARTS) == patched | {by_another_name}
 
