@@ -23,7 +23,7 @@ from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
-from .half_copies import Buckets, are_split, half_copies, may_share_node
+from .half_copies import Buckets, half_copies, may_share_node, wants_only_some
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -72,9 +72,9 @@ class WeightUseOrder:
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
         used = [weight for weight in self._model.parameters() if id(weight) in self._ids]
-        is_split = are_split(used, wanted)
-        self.wants_own_nodes |= is_split
-        return is_split
+        only_some = wants_only_some(used, wanted)
+        self.wants_own_nodes |= only_some
+        return only_some
 
 
 class ForwardCopies:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, thread_calls
-from ..casting.half_copies import are_split
+from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, exchange_parametrized
 from ..torch_private.probes import computes_with_fakes, is_recording
@@ -259,7 +259,9 @@ class HalfCopySwapper:
         if self.has_own_nodes:
             return False
         all_slots = list(self._weight_slots.values())
-        is_split = any(are_split(weight_slots.parameters, wanted) for weight_slots in all_slots)
+        is_split = any(
+            wants_only_some(weight_slots.parameters, wanted) for weight_slots in all_slots
+        )
         self.wants_own_nodes |= is_split
         return is_split
 

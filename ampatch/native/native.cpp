@@ -18,7 +18,7 @@ PyCFunction fast(F function) {
 }
 
 PyMethodDef methods[] = {
-    {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
+    {"all_may_share_node", fast(all_may_share_node), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},

@@ -133,13 +133,13 @@ bool has_hooks(PyObject* tensor) {
   return is_filled(variable->backward_hooks) || is_filled(variable->post_accumulate_grad_hooks);
 }
 
-// are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
-// In Python: `are_alike` of `casting/half_copies.py`.
-PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// all_may_share_node(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
+// In Python: `all_may_share_node` of `casting/half_copies.py`.
+PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
-      "are_alike(weight: Tensor, bucket: list)");
+      "all_may_share_node(weight: Tensor, bucket: list)");
   const Tensor& weight = THPVariable_Unpack(args[0]);
   const bool wanted = weight.requires_grad();
   if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != ParameterClass ||

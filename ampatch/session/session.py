@@ -327,8 +327,8 @@ class Session:
             managed, others = self._partners(managed)
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
-                together=self.has_apex_tables,
-                watches_passes=not self.scales_by_itself,
+                skips_together=self.has_apex_tables,
+                counts_passes=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block
 
