@@ -92,7 +92,7 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
     listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
-    behind = map(registry.objects.optimizer_behind, listed)
+    behind = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in behind}.values())
 
 

@@ -120,7 +120,7 @@ def precision(dtype: Precision) -> PolicyContext:
             return UNCHANGED
         on = devices_on()
         if on:
-            policy = policy.in_dtype(half_dtype(on[-1]))
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_dtype)
+            policy = policy.with_half_dtype(half_dtype(on[-1]))
+        return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
     return PolicyContext(registry.state, forced, call)

@@ -20,7 +20,7 @@ from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
 from .patches import Replacement
-from .rules import kind_of
+from .rules import dtype_and_device
 
 
 def replacements(state: CastState) -> list[Replacement]:
@@ -42,7 +42,7 @@ def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable
             supported = devices[name] = autocast_devices(self, name, device_types())
         if not supported or is_exporting():  # export records the call, not the kernel for autocast
             return original(self, *args, **kwargs)
-        present = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))}
+        present = {dtype_and_device(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
             half = None if is_enabled(device) else state.half_dtype_of(device, args, kwargs)
             if half in HALF_DTYPES:

@@ -325,7 +325,7 @@ class CastState:
             return policy, (), True
         half = half_dtype(on[-1])
         if not is_dynamo_compiling():
-            return policy.in_dtype(half), on, True
+            return policy.with_half_dtype(half), on, True
         # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 

@@ -51,7 +51,7 @@ class Policy:
         if self.half_dtype is None:
             self.half_dtype = self.half_to
 
-    def in_dtype(self, half: torch.dtype) -> Policy:
+    def with_half_dtype(self, half: torch.dtype) -> Policy:
         """The tables with another half dtype, and with a cache that no forward opens."""
         if half is self.half_to:
             return self
@@ -68,7 +68,7 @@ class Policy:
         """Whether tensors on this type of device are cast."""
         return self.devices is None or device in self.devices
 
-    def forced(self, dtype: torch.dtype) -> Policy:
+    def casting_all_to(self, dtype: torch.dtype) -> Policy:
         """This policy with every rule casting to `dtype`, and a cache that no forward opens."""
         return dataclasses.replace(
             self,

@@ -23,9 +23,18 @@ from .arguments import tensors_in
 from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
 from .dynamo_tables import opaque_call
-from .handlers import unseen_where_modes_are
+from .handlers import without_modes_if_any
 from .policy import Policy
-from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
+from .rules import (
+    CHOOSERS,
+    TENSORS,
+    Choose,
+    cast,
+    cast_arguments,
+    first_argument,
+    is_castable,
+    widest_dtype,
+)
 from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
@@ -66,16 +75,18 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
         to = choose(args, kwargs, _ANY_DEVICE) if is_everywhere or value.is_cpu else None
         if to is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
-        promoted = ((first(args, kwargs),), {}) if is_norm else (args, kwargs)
-        dtype = widest(*promoted, _ANY_DEVICE)
+        promoted = ((first_argument(args, kwargs),), {}) if is_norm else (args, kwargs)
+        dtype = widest_dtype(*promoted, _ANY_DEVICE)
         if dtype is None or dtype is to:
             return call(*args, **kwargs)
-        cast_args, cast_kwargs = cast_call(
+        cast_args, cast_kwargs = cast_arguments(
             *(map(float_of, args), {name: float_of(arg) for name, arg in kwargs.items()}),
             *(to, _ANY_DEVICE),
         )
         result = call(*cast_args, **cast_kwargs)
-        return first(args, kwargs).copy_(result) if in_place else cast(result, dtype, _ANY_DEVICE)
+        if in_place:
+            return first_argument(args, kwargs).copy_(result)
+        return cast(result, dtype, _ANY_DEVICE)
 
     def float_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and thread_calls.stack:
@@ -115,7 +126,7 @@ def with_fp32_kernels(
     can_compute, compute = _FP32_KERNELS[name]
 
     def needs_no_copy(args: tuple, kwargs: dict, policy: Policy) -> bool:
-        value = first(args, kwargs)
+        value = first_argument(args, kwargs)
         return (
             type(value) in TENSORS
             and value.dtype in HALF_DTYPES
@@ -226,7 +237,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
             return False
         caller = sys._getframe(1).f_locals
         module = caller.get("self")
-        with unseen_where_modes_are(state):
+        with without_modes_if_any(state):
             tensors = [value for value in caller.values() if isinstance(value, Tensor)]
             weights = module.parameters() if isinstance(module, nn.Module) else ()
             return not policy.condition((*tensors, *weights), {})
@@ -277,7 +288,7 @@ def _rnn_check_input(original: Callable, state: CastState) -> Callable:
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.current()
         if policy is not None:
-            with unseen_where_modes_are(state):
+            with without_modes_if_any(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
                 input = _like_weights(input, weights[0], policy)
         return original(self, input, batch_sizes)
@@ -287,6 +298,10 @@ def _rnn_check_input(original: Callable, state: CastState) -> Callable:
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     """An input for that check: in the weights' dtype, if `input` and they are to be cast."""
-    if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
+    if (
+        input.dtype is not weights.dtype
+        and is_castable(input, policy)
+        and is_castable(weights, policy)
+    ):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..casting import dtype_errors
 from ..casting.calls import UNCHANGED, USER, Call, CastState, computes_in, thread_calls
-from ..casting.handlers import unseen
+from ..casting.handlers import without_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..casting.weight_cache import WeightUseOrder
@@ -94,7 +94,7 @@ class ManagedModel:
         self.frame: OwnFrame | None = None
         self.slots: Slots = {}  # parameters whose calls are cast outside forwards
         self._initial_slots: Slots = {}  # parameters and buffers as the session began
-        self.held = HeldFunctions(model)
+        self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since the last `warn_of_lost_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
@@ -114,7 +114,7 @@ class ManagedModel:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
             self.conversions.convert(self.model, dtype, stays_float, excluded)
         if dtype in HALF_DTYPES:
-            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._update)
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._on_module_change)
             self.swapper.open()
 
     def check_shards(self) -> None:
@@ -124,7 +124,7 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _update(self) -> None:
+    def _on_module_change(self) -> None:
         """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
         if self._submodules is not None and self.swapper is not None:
             self._submodules.install(self.swapper.weight_ids())
@@ -228,7 +228,7 @@ class ManagedModel:
         for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.exit(call)
-        self.held.take_out()
+        self.held_functions.take_out()
         if self.frame is not None:
             self.frame.take_out()
             self.frame = None
@@ -274,7 +274,7 @@ class ManagedModel:
         """The model is called.  None: it is a submodule of a model whose forward runs."""
         enclosing, self._was_called = None, True
         if self._state.threads_in_modes and is_mode_on():
-            with unseen():
+            with without_modes():
                 return self.enter(call, module, args, kwargs)
         if thread_calls.stack and self.swapper is not None:
             enclosing = enclosing_swap(module)
@@ -313,7 +313,7 @@ class ManagedModel:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
         if policy is None and swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_dtype(swapper.dtype)
+            policy = state.in_half_models.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
@@ -329,7 +329,7 @@ class ManagedModel:
     def exit(self, call: Call) -> None:
         """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
         if self._state.threads_in_modes and is_mode_on():
-            with unseen():
+            with without_modes():
                 return self.exit(call)
         if call.owner is not None:  # else it has not begun
             self._state.exit(call)
@@ -343,7 +343,7 @@ class ManagedModel:
     def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
         if self._state.threads_in_modes and is_mode_on():
-            with unseen():
+            with without_modes():
                 return self.convert_output(output)
         dtype = self.out_dtype
         if thread_calls.stack and self.properties.cast_model_outputs is None:
@@ -352,7 +352,7 @@ class ManagedModel:
 
     def on_error(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held.name_of)
+        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held_functions.name_of)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
@@ -379,7 +379,7 @@ class ManagedModel:
         if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_dtype(self.swapper.dtype)
+            policy = state.in_half_models.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
         if slots is None and (policy is UNCHANGED or policy is state.current()):

@@ -246,7 +246,7 @@ class Caster {
 
 // call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
 // UNUSUAL: an argument is none of the usual kinds, and nothing was called.
-// In Python: `call_in` of `casting/wrapper.py`.
+// In Python: `call_cast` of `casting/wrapper.py`.
 PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

@@ -48,7 +48,7 @@ class Policies:
             prepare_attention(policy, state)
         self.cache = self.tables.cache
 
-    def in_models(self) -> Policy | None:
+    def policy_of_models(self) -> Policy | None:
         """What casts in the models: the tables, or nothing."""
         return self.tables if self._properties.patch_torch_functions else None
 
@@ -57,7 +57,7 @@ class Policies:
         properties, policy = self._properties, None
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
-            policy = self.tables.forced(dtype)
+            policy = self.tables.casting_all_to(dtype)
             prepare_attention(policy, self._state)
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
@@ -76,7 +76,7 @@ class Policies:
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def outside_passes(policy: Policy) -> Policy:
+def outside_backward(policy: Policy) -> Policy:
     """This policy, except that nothing is cast in a backward pass: hooks compute there."""
     condition = policy.condition
 
@@ -88,12 +88,12 @@ def outside_passes(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
+def limited_to_slots(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, condition=_touches(slot_maps))
+    return dataclasses.replace(policy, condition=_has_half_or_parameter(slot_maps))
 
 
-def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
+def _has_half_or_parameter(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
         for slots in slot_maps:
             slot = slots.get(id(tensor))

@@ -108,10 +108,10 @@ class TorchTools:
             *torchscript.replacements(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
-            *context_propagation.functions(state),
+            *context_propagation.custom_functions(state),
             # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
             # scale_loss blocks look on
-            *backward_passes.replacements(self._record_request, pass_begins),
+            *backward_passes.replacements(self._record_wanted_grads, pass_begins),
             # operators with a kernel for autocast run inside torch's own
             *autocast_kernels.replacements(state),
             # replicas of DataParallel have the casts of the call
@@ -126,10 +126,10 @@ class TorchTools:
             # copies, pickles and replicas of modules have frames of their own, or none
             *own_frame.copying_methods(),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_with, self._is_relied_on),
+            *module_dtype.replacements(self._model_sharing_tensors, self._is_relied_on),
         ]
 
-    def _model_with(self, module: nn.Module) -> nn.Module | None:
+    def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for managed in self._members.models():
@@ -148,7 +148,7 @@ class TorchTools:
             for param in optimizer.parameters()
         )
 
-    def _record_request(self, tensors: list[Tensor]) -> bool:
+    def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
         if thread_calls.stack:
             behind = map(parameter_of_copy, tensors)
