@@ -65,9 +65,7 @@ class Call:
     policy: Any = PROCESS_POLICY
     copies: Any = None  # the `ForwardCopies` that serve at O1
     computes_in: Any = UNCHANGED  # the dtype of half models and of overrides; None: any
-    results_in: Any = (
-        UNCHANGED  # the dtype of what submodules return in a framework's step; None: any
-    )
+    results_in: Any = UNCHANGED  # of what submodules return in a framework's step; None: any
 
     # What its exit undoes.
     sets_policy = False
@@ -82,7 +80,7 @@ class Call:
 
 
 class ThreadCalls(threading.local):
-    """The calls that run in this thread; `policy` and `copies` are those of the innermost."""
+    """The calls that run in this thread, and the policy and copies of the innermost one."""
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
@@ -126,9 +124,7 @@ class CastState:
                 after_in_child=self.lock.release,
             )
         self.tables = HandlerTables()
-        self.threads_in_modes = (
-            0  # number of threads in a TorchFunctionMode; users of `per_thread` too
-        )
+        self.threads_in_modes = 0  # the number of threads in a TorchFunctionMode
 
     # Enter and exit
 
@@ -220,7 +216,7 @@ class CastState:
     def within(
         self, enter: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """`function(*args, **kwargs)` within a call that `enter(call)` enters and fills."""
+        """Call `function(*args, **kwargs)` in a new `Call`, which `enter(call)` puts on the stack."""
         call = Call()
         try:
             try:
@@ -233,7 +229,7 @@ class CastState:
             raise
 
     def casts_off(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` without casts, as for an optimizer's step."""
+        """Call `function(*args, **kwargs)` without casts, as an optimizer's step."""
         return self.within(self._enter_without_casts, function, *args, **kwargs)
 
     def _enter_without_casts(self, call: Call) -> None:
@@ -242,7 +238,7 @@ class CastState:
         self.set_policy(call, None)
 
     def casts_on(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` under the policy that is active around `casts_off`."""
+        """Call `function(*args, **kwargs)` under the policy that is active around `casts_off`."""
         call = innermost(self)
         if call is None:
             return function(*args, **kwargs)
@@ -312,12 +308,8 @@ class CastState:
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
             return UNCHANGED, (), False
         setting, by_user = self.innermost_setting()
-        if by_user:
-            return (
-                UNCHANGED if devices_on() else setting,
-                (),
-                False,
-            )  # a region inside the block is on
+        if by_user:  # if devices are on, a region inside the user's block is active
+            return UNCHANGED if devices_on() else setting, (), False
         on: list[str] = []
         if policy is not None and policy.condition is None:
             on = [device for device in devices_on() if policy.casts_on(device)]
@@ -349,7 +341,7 @@ class CastState:
         self.exit_block(_TRACED_REGION)
 
     def may_cast_in_thread(self) -> bool:
-        """Whether a session casts in this thread, or would cast without a block of the user's."""
+        """Whether a session casts calls in this thread, or would without a block of the user's."""
         if self.process_policy is not None:
             return True
         for call in thread_calls.stack:

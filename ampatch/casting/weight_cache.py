@@ -126,9 +126,8 @@ class WeightCache:
         if is_recording():
             call.copies = thread_calls.copies = None
             return
-        call.copies = call.opened_copies = thread_calls.copies = forward = ForwardCopies(
-            self, order
-        )
+        forward = ForwardCopies(self, order)
+        call.copies = call.opened_copies = thread_calls.copies = forward
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes

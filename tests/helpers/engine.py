@@ -12,9 +12,6 @@ STATE = registry.state
 
 def nothing_runs() -> bool:
     """Whether no call, block or region is under way, in this thread and for others' functions."""
-    return (
-        not thread_calls.stack
-        and thread_calls.policy is PROCESS_POLICY
-        and thread_calls.copies is None
-        and not STATE.per_thread
-    )
+    calls = thread_calls
+    is_outside = not calls.stack and calls.policy is PROCESS_POLICY and calls.copies is None
+    return is_outside and not STATE.per_thread
