@@ -15,7 +15,7 @@ from torch.compiler import is_exporting
 
 from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.autocast import call_with, is_enabled
-from ..torch_private.custom_ops import CALLED, autocast_devices
+from ..torch_private.custom_ops import OPERATOR_CLASSES, autocast_devices
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
@@ -27,7 +27,7 @@ def replacements(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
         (owner, "__call__", functools.partial(_calling, state, name_of))
-        for owner, name_of in CALLED
+        for owner, name_of in OPERATOR_CLASSES
     ]
 
 

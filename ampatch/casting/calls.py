@@ -216,7 +216,7 @@ class CastState:
     def within(
         self, enter: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `function(*args, **kwargs)` in a new `Call`, which `enter(call)` puts on the stack."""
+        """Call `function(*args, **kwargs)` in a new `Call`, which `enter(call)` enters."""
         call = Call()
         try:
             try:

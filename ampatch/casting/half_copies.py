@@ -41,10 +41,10 @@ from ..torch_private.modules import (
     span_of,
 )
 from ..torch_private.probes import (
-    are_ranks,
     is_batched,
+    is_distributed,
     is_recording,
-    keep_plain,
+    keep_torch_methods,
     run_when_ready,
     running_ddp,
 )
@@ -139,7 +139,7 @@ class _CastTogether(Function):
         return None, None, *[None if grad is None else next(widened) for grad in grads]
 
 
-keep_plain(_CastTogether)  # ampatch's own patches are for the script's Functions
+keep_torch_methods(_CastTogether)  # ampatch's own patches are for the script's Functions
 _apply = super(Function, _CastTogether).apply
 """`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
 
@@ -277,7 +277,7 @@ def may_use_all(model: nn.Module) -> bool:
 
     They may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
     """
-    if not are_ranks():
+    if not is_distributed():
         return True
     ddp = model if isinstance(model, DistributedDataParallel) else running_ddp()
     return ddp is not None and not ddp.find_unused_parameters

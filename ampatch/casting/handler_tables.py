@@ -44,12 +44,12 @@ class HandlerTables:
             return _names_below({NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
-        search.search_function(getattr(handler, "__func__", handler), 0)
+        search.in_function(getattr(handler, "__func__", handler), 0)
         for cls in type(holder).__mro__:
             if cls not in _ROOTS:
-                search.search_values(vars(cls).values(), 1)
+                search.in_values(vars(cls).values(), 1)
         if isinstance(holder, TorchFunctionMode):
-            search.search_values(vars(holder).values(), 1)
+            search.in_values(vars(holder).values(), 1)
         for table in search.patched_tables:
             self._entries.setdefault((id(table), id(patched)), (table, original, patched, False))
         if search.has_patched:
@@ -99,7 +99,7 @@ class _Search:
         self._pair = (original, patched)
         self._seen: set[int] = set()
 
-    def search_function(self, function: Any, depth: int) -> None:
+    def in_function(self, function: Any, depth: int) -> None:
         function = _unwrapped(function)
         if type(function) is not FunctionType or id(function) in self._seen:
             return
@@ -118,15 +118,15 @@ class _Search:
                 str(vars(value).get("__name__"))
             ):
                 values.extend(vars(value)[inner] for inner in names & vars(value).keys())
-        self.search_values(values, depth)
+        self.in_values(values, depth)
 
-    def search_values(self, values: Iterable, depth: int) -> None:
+    def in_values(self, values: Iterable, depth: int) -> None:
         for value in list(values):
             if type(value) in _METHODS:
                 value = value.__func__
             if type(value) is FunctionType and value not in self._pair:
                 if depth < _MAX_DEPTH and not _is_of_torch(value.__module__ or ""):
-                    self.search_function(value, depth + 1)
+                    self.in_function(value, depth + 1)
             elif issubclass(type(value), list) and self._is_logging:
                 continue  # a record of calls, not a table of functions
             elif self._check(value) and issubclass(type(value), dict):

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.patches import Replacement
-from ..torch_private.probes import leads_to_compiled
+from ..torch_private.probes import has_compiled_backward
 
 
 def replacements(
@@ -36,7 +36,7 @@ def replacements(
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
         if record_wanted_grads([t for t in map(_leaf, _items(inputs)) if isinstance(t, Tensor)]):
-            return not any(map(leads_to_compiled, map(_node, _items(outputs)))) or retain_graph
+            return not any(map(has_compiled_backward, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
 
     def of_grad(original: Callable) -> Callable:

@@ -24,7 +24,7 @@ from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
-from ..torch_private.modules import flat_weights, list_weights, submodule_dict
+from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
 from ..torch_private.probes import is_recording
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
@@ -163,7 +163,7 @@ class WeightSlots:
 
     def _list_rnns(self) -> None:
         for rnn in self._rnns:
-            list_weights(rnn)
+            rebuild_flat_weights(rnn)
 
     def put_each(self, tensors: list[Any]) -> None:
         """Put tensors, one for each slot, in the slots that their modules still have."""
@@ -381,4 +381,4 @@ def put_in_replica(
             if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:
                 vars(twin)[name] = weight.to(dtype)
         if isinstance(twin, nn.RNNBase):
-            list_weights(twin)
+            rebuild_flat_weights(twin)

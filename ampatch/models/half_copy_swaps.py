@@ -38,8 +38,8 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, thread_calls
 from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
-from ..torch_private.modules import REPLICA, exchange_parametrized
-from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.modules import REPLICA, swap_parametrize_cache
+from ..torch_private.probes import is_fake_mode_on, is_recording
 from .half_copy_slots import (
     ForwardWrites,
     HalfCopies,
@@ -79,7 +79,7 @@ def parameter_of_copy(tensor: Tensor) -> Tensor | None:
 
 def record_values(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: if `tensor` is a half copy, record its values."""
-    if is_dynamo_compiling() or is_recording() or computes_with_fakes():
+    if is_dynamo_compiling() or is_recording() or is_fake_mode_on():
         return
     for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:
@@ -128,7 +128,7 @@ class Swap:
                 copy = copy_of.get(id(lookup.parameter))
                 lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
         weight_slots.put(half_copies.copies)
-        self._parametrized = exchange_parametrized({})
+        self._parametrized = swap_parametrize_cache({})
         self.is_swapped_in = True
 
     def swap_in_again(self, call: Call) -> None:
@@ -168,7 +168,7 @@ class Swap:
                 for lookup in self._lookups:
                     lookup.swap_out(self._add_copy)
                 if self._parametrized is not None:  # computed from FP32 parameters
-                    exchange_parametrized(self._parametrized)
+                    swap_parametrize_cache(self._parametrized)
                 self.may_hold_copies = False
             if previous is None and not self.is_nested and half_copies and half_copies.copies:
                 half_copies.write_back(swapper.writes)

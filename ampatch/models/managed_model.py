@@ -175,7 +175,7 @@ class ManagedModel:
         may_share = order is not None and order.record_wanted_grads(wanted)
         return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
-    def converted(self) -> set[int]:
+    def converted_ids(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)
 
@@ -251,10 +251,10 @@ class ManagedModel:
         """The `ModelInputs` that cast the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
-        session, me = self._session, weakref.ref(self)
+        session, weak_self = self._session, weakref.ref(self)
 
         def promote() -> None:
-            if (managed := me()) is not None:
+            if (managed := weak_self()) is not None:
                 session.promote_mixed_dtypes(managed)
 
         return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)

@@ -196,9 +196,9 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
     forward.__name__ = _FORWARD
     with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
         signature = inspect.signature(previous)
-        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[me, *signature.parameters.values()]
+            parameters=[self_parameter, *signature.parameters.values()]
         )
     if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
@@ -321,8 +321,8 @@ def copying_methods() -> list[Replacement]:
                 attributes = _attributes_of(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
                 # A bound method is a cycle: each step's weights would wait for Python's search.
-                forward, me = frame.method.__func__, weakref.ref(replica)
-                attributes[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
+                forward, ref = frame.method.__func__, weakref.ref(replica)
+                attributes[_FORWARD] = lambda *args, **kwargs: forward(ref(), *args, **kwargs)
             return replica
 
         return _replicate_for_data_parallel

@@ -12,8 +12,8 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread_calls, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
-      *kept, *is_compiling;
+  PyObject *thread_calls, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits,
+      *misses, *cast, *touched, *kept, *is_compiling;
 };
 Names names;
 
@@ -82,7 +82,7 @@ class Caster {
     const Tensor& tensor = THPVariable_Unpack(value);
     const ScalarType from = tensor.scalar_type();
     if (from == to_ || (from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
-        !is_covered(tensor)) {
+        !is_on_cast_device(tensor)) {
       return Py_NewRef(value);
     }
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass) {
@@ -92,7 +92,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       copy = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) want_as(tensor, copy);
+      if (!at::GradMode::is_enabled()) require_grad_as(tensor, copy);
     }
     return THPVariable_Wrap(std::move(copy));
   }
@@ -128,7 +128,7 @@ class Caster {
     return has_changed ? result.release() : Py_NewRef(sequence);
   }
 
-  bool is_covered(const Tensor& tensor) const {
+  bool is_on_cast_device(const Tensor& tensor) const {
     if (devices_ == Py_None) return true;
     if (!PyAnySet_Check(devices_)) return false;
     const std::string kind = c10::DeviceTypeName(tensor.device().type(), true);

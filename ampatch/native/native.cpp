@@ -58,7 +58,7 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
   }
   compiler = PyImport_ImportModule("torch.compiler");
   if (compiler == nullptr) return nullptr;
-  learn_nan();
+  set_bfloat16_nan();
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   UNUSUAL = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));

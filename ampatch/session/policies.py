@@ -19,7 +19,7 @@ from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..models.managed_model import Slots
 from ..models.module_overrides import ModuleOverride
-from ..torch_private.devices import device_types, devices_to_start_from
+from ..torch_private.devices import device_types, initial_cast_devices
 from ..torch_private.probes import current_backward_pass
 
 
@@ -41,7 +41,7 @@ class Policies:
             half_to=self.half,
             functions=functions,
             allow_banned=properties.allow_banned,
-            devices=devices_to_start_from(),
+            devices=initial_cast_devices(),
         )
         self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
         for policy in (self.tables, self.mixed_dtypes):
@@ -72,7 +72,7 @@ class Policies:
 
     def cast_on_accelerators(self) -> None:
         """Without models: cast on all accelerators, and on the devices of `cast_on`."""
-        self.tables.devices = devices_to_start_from()
+        self.tables.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
 

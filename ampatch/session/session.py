@@ -183,7 +183,7 @@ class Session:
         undo.do(registry.observers.notify, "on_close", self)
         changed: set[int] = set()
         for managed in self.models:
-            changed |= managed.converted()
+            changed |= managed.converted_ids()
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
@@ -199,7 +199,7 @@ class Session:
         entries: Entries[Any] = next((each for each in self._entries if id(obj) in each), {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
-            changed = managed.converted()
+            changed = managed.converted_ids()
             managed.uninstall()
             for optimizer in self.optimizers:
                 _fit_optimizer_state(optimizer, changed)
@@ -219,7 +219,7 @@ class Session:
     def _fit_optimizer_states(self) -> None:
         """Cast the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
-        converted = self.converted()
+        converted = self.converted_ids()
         for optimizer in optimizers:
             _fit_optimizer_state(optimizer, converted, optimizer.replaced_state)
         for model in models:
@@ -227,9 +227,9 @@ class Session:
         for optimizer in optimizers:
             optimizer.replaced_state.clear()
 
-    def converted(self) -> set[int]:
+    def converted_ids(self) -> set[int]:
         """Ids of the tensors whose dtype a level has changed."""
-        return {key for managed in self.models for key in managed.converted()}
+        return {key for managed in self.models for key in managed.converted_ids()}
 
     # Models
 
@@ -260,7 +260,7 @@ class Session:
         """Forget the half copies of weights that O1 has cached."""
         weight_cache.forget_all()
 
-    def names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
         return {
             id(parameter): name

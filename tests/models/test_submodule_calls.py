@@ -83,7 +83,7 @@ def test_parts_and_methods_take_float_inputs(level, name, half):
 @pytest.mark.parametrize("beside", [None, {"meta"}], ids=["no GPU", "a GPU in the machine"])
 def test_large_inputs_of_a_part_count(level, beside, monkeypatch):
     """Also of one on another device than the model's first weights."""
-    monkeypatch.setattr(policies, "devices_to_start_from", lambda: beside and set(beside))
+    monkeypatch.setattr(policies, "initial_cast_devices", lambda: beside and set(beside))
     (model, _), plain = start(level, torch.float16), Net()
     mask = torch.full((3, 3), -1e9).triu(1)
     torch.testing.assert_close(
