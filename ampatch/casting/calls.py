@@ -3,8 +3,8 @@
 Calls of managed models, of their submodules and of module overrides, blocks of the user's, regions
 of torch.autocast, recomputations, backwards of custom Functions and optimizer steps are one `Call`
 each, on one stack for each thread, the innermost last.  A call records its policy, its half copies,
-its swap, and what its exit undoes.  Nothing else records that a forward runs, whose it is,
-or with what.
+its swap, and what its exit undoes.  No other object records which forwards run, of which models,
+and with which copies.
 
 `CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
 whatever exception passes: `models/own_frame` for modules, `CastState.within` for all else.  Only
@@ -59,7 +59,7 @@ class Call:
 
     owner: Any = None  # the object that has entered it
     kind = CALL
-    is_traced = False  # by Dynamo: no inputs, no copies
+    is_traced = False  # Dynamo traces it: it has no casts of inputs and no half copies
 
     # Active in this call, and in the calls inside that set none of their own.
     policy: Any = PROCESS_POLICY
@@ -139,8 +139,8 @@ class CastState:
     ) -> None:
         """This thread is under `policy` until the exit of `call`, its innermost one.
 
-        On the device types `off` torch's autocast is off meanwhile.  `innermost_setting` does not
-        count a call that `is_setting` excludes.
+        On the device types `off` torch's autocast is off meanwhile.  With `is_setting=False`
+        `innermost_setting` skips this call.
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
@@ -173,8 +173,8 @@ class CastState:
     def remove(self, call: Call) -> None:
         """Exit a call without a swap, and the blocks that were entered in it.
 
-        Generators exit blocks in any order.  Where a call with a frame runs inside of `call`, that
-        call and all others stay on the stack.
+        Generators exit blocks in any order.  If a call with a frame runs inside of `call`, only
+        `call` leaves the stack.
         """
         stack = thread_calls.stack
         if call not in stack:

@@ -3,8 +3,8 @@
 A handler compares the function that it is called with to torch's functions, and looks it up in
 tables.  While `torch.nn.functional.linear` is a replacement, the handler gets the replacement, with
 the caller's own arguments, before anything is cast.  The replacement casts when the handler calls
-it.  A handler that still has the original, in a table filled before the session, gets the original.
-Then a TorchFunctionMode beneath the handler leads its call of the original to the replacement.
+it.  A handler that has the original in a table, filled before the session, gets the original.  Then
+a TorchFunctionMode redirects the handler's call of the original to the replacement.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPERATOR = torch.Tensor.__matmul__
 
 
 class HasHandler(Exception):
-    """An argument's class wants to see the call; the casts raise this, the patched call catches."""
+    """An argument's class handles the call.  Casts raise this, and patched calls catch it."""
 
 
 def has_handler(value: Any) -> bool:
@@ -48,7 +48,7 @@ def has_handler(value: Any) -> bool:
 
 
 def any_has_handler(args: tuple, kwargs: dict) -> bool:
-    """Whether a handler wants a call with these arguments."""
+    """Whether the class of one of these arguments, in lists too, handles torch's calls now."""
     return not is_dynamo_compiling() and has_torch_function(
         tuple(leaves((*args, *kwargs.values())))
     )

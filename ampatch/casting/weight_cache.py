@@ -39,7 +39,7 @@ class CacheInfo:
 
 
 class WeightUseOrder:
-    """The weights that a model's last forward used in `dtype`, in order, for its next to cast.
+    """The weights that a model's last forward used in `dtype`, in order; its next casts them.
 
     A weight whose dtype or device has changed since is cast too, and its copy is not used.
     """

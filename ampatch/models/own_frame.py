@@ -47,7 +47,7 @@ class _Attributes(dict[str, Any]):
 
     So code that copies the attributes gets those of a plain module: `clone.__dict__ =
     module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  In a clone the bound
-    method would call the original module, and a deep copy would follow it to that.
+    method would call the original module, and a deep copy would copy that module too.
     """
 
     __slots__ = ()

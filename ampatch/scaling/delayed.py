@@ -17,7 +17,7 @@ from .process_group import trains_with_others
 from .scale_value import Flag, either
 from .unscaling import add_back
 
-# Gradients that wait scaled
+# Gradients that stay scaled
 
 
 def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) -> None:

@@ -103,9 +103,9 @@ def run_when_ready(tensor: Tensor) -> None:
     Without `_set_sequence_nr` it runs in the order of creation: correct, only later.
     """
     node = tensor.grad_fn
-    put = getattr(node, "_set_sequence_nr", None)
-    if put is not None:
-        put(_HIGH_SEQUENCE_NR)
+    set_sequence_nr = getattr(node, "_set_sequence_nr", None)
+    if set_sequence_nr is not None:
+        set_sequence_nr(_HIGH_SEQUENCE_NR)
 
 
 def has_compiled_backward(node: Any) -> bool:
