@@ -178,7 +178,7 @@ def initialize(
         plan.properties,
         overrides=plan.active_overrides,
         process_group=process_group,
-        has_apex_tables=registry.opens_as_apex,
+        has_apex_tables=registry.opens_with_apex_tables,
     )
 
     def notify() -> None:

@@ -44,7 +44,7 @@ CALL = "call"
 """A call of a module."""
 BLOCK = "block"
 """Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
-USER = "user"
+USER_BLOCK = "user"
 """A `with` block of the user's: its policy holds in managed models too."""
 REGION = "region"
 """A region of torch.autocast."""
@@ -144,7 +144,7 @@ class CastState:
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        holds = policy is None and call.kind == USER  # also in sessions that open inside
+        holds = policy is None and call.kind == USER_BLOCK  # also in sessions that open inside
         call.sets_policy = is_setting and policy is not UNCHANGED
         if policy is not UNCHANGED and (policy is not active or holds) and policy is not previous:
             call.counted_by = self
@@ -180,7 +180,7 @@ class CastState:
         if call not in stack:
             return
         calls_inside = stack[stack.index(call) + 1 :]
-        if all(inner.kind in (USER, REGION) for inner in calls_inside):
+        if all(inner.kind in (USER_BLOCK, REGION) for inner in calls_inside):
             self.exit(call)
             return
         if call.autocast_off:
@@ -277,7 +277,7 @@ class CastState:
         In a forward of a half model or an override that is its dtype, elsewhere the policy's.
         """
         for call in reversed(thread_calls.stack):
-            if call.kind != USER and call.computes_in not in (UNCHANGED, None):
+            if call.kind != USER_BLOCK and call.computes_in not in (UNCHANGED, None):
                 return call.computes_in
             if call.sets_policy:
                 break
@@ -296,7 +296,7 @@ class CastState:
         for call in reversed(thread_calls.stack):
             if call.sets_policy and call.kind != REGION:
                 policy = self.process_policy if call.policy is PROCESS_POLICY else call.policy
-                return policy, call.kind == USER
+                return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
     def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:

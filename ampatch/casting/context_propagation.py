@@ -30,7 +30,16 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from ..torch_private.autocast import devices_on, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentrant_name
 from ..torch_private.probes import keeps_graph
-from .calls import BACKWARD, BLOCK, UNCHANGED, USER, Call, CastState, computes_in, thread_calls
+from .calls import (
+    BACKWARD,
+    BLOCK,
+    UNCHANGED,
+    USER_BLOCK,
+    Call,
+    CastState,
+    computes_in,
+    thread_calls,
+)
 from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
@@ -140,9 +149,9 @@ class _Captured(NamedTuple):
 
 
 def _capture(state: CastState) -> _Captured:
-    """The state of this thread; the call's kind is USER where the user has set the policy."""
+    """The state of this thread; the call's kind is USER_BLOCK where the user has set the policy."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
-    kind = USER if by_user and policy is setting else BLOCK
+    kind = USER_BLOCK if by_user and policy is setting else BLOCK
     return _Captured(policy, kind, state.swaps(), computes_in())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..types import Called
-from .calls import USER, CastState
+from .calls import USER_BLOCK, CastState
 from .weight_cache import WeightCache
 
 Condition = Callable[[tuple, dict], bool]
@@ -100,7 +100,7 @@ class PolicyContext:
         policy, state = self._choose(), self._state
         off = state.autocast_devices() if state.may_cast_in_thread() else ()
         try:
-            state.enter_block(policy, USER, self, off)
+            state.enter_block(policy, USER_BLOCK, self, off)
         except BaseException:
             state.exit_block(self)
             raise

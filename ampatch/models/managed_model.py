@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import UNCHANGED, USER, Call, CastState, computes_in, thread_calls
+from ..casting.calls import UNCHANGED, USER_BLOCK, Call, CastState, computes_in, thread_calls
 from ..casting.handlers import without_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
@@ -39,7 +39,7 @@ from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
 
-Slots = dict[int, tuple["weakref.ref[nn.Module]", str]]
+SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """Modules and names of parameters, by the ids of these.
 
 An id comes again when its parameter is gone: compare.  A weak reference to the parameter itself
@@ -92,8 +92,8 @@ class ManagedModel:
         self._stays_float: StaysFloat = lambda module: False
         self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.slots: Slots = {}  # parameters whose calls are cast outside forwards
-        self._initial_slots: Slots = {}  # parameters and buffers as the session began
+        self.slots: SlotsById = {}  # parameters whose calls are cast outside forwards
+        self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
         self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since the last `warn_of_lost_frame`
@@ -415,7 +415,7 @@ class ManagedModel:
         )
 
     def _warn_of_settings(self) -> None:
-        if not any(call.kind == USER for call in thread_calls.stack):
+        if not any(call.kind == USER_BLOCK for call in thread_calls.stack):
             return
         self._has_warned_of_block = True
         logger.warning(

@@ -96,11 +96,11 @@ def open_automatic_session(properties: Properties) -> tuple[Session, OutermostFo
 @contextlib.contextmanager
 def with_apex_tables() -> Iterator[None]:
     """Context manager: sessions that open inside it follow apex's tables."""
-    registry.opens_as_apex = True
+    registry.opens_with_apex_tables = True
     try:
         yield
     finally:
-        registry.opens_as_apex = False
+        registry.opens_with_apex_tables = False
 
 
 def release_model(model: nn.Module) -> None:
