@@ -15,8 +15,9 @@ during one `Call`.  Its states:
 
 An exception may strike between any two states: `may_hold_copies` is set before the first copy is
 put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
-and again.  All threads share the slots.  So those in `swaps` belong to one thread, and a forward in
-another thread is refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
+and again: an interrupted one has left `swaps`, and the call's second exit finishes it.  All threads
+share the slots.  So those in `swaps` belong to one thread, and a forward in another thread is
+refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -135,15 +136,13 @@ class Swap:
         """Swap the same copies in until `call` ends, for a recompute or a backward pass."""
         swapper, half_copies, weight_slots = self.swapper, self.half_copies, self.weight_slots
         assert half_copies is not None
-        are_swapped_in = any(
-            s.half_copies is half_copies and s.is_swapped_in for s in swapper.swaps
-        )
+        own = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
         call.swap = again = Swap(swapper)
         again.weight_slots, again.half_copies = weight_slots, half_copies
-        if are_swapped_in:  # their forward runs here, or in a thread that waits for this pass
+        if any(s.is_swapped_in for s in own):  # in a forward here, or in a thread that waits
             again.is_swapped_in = again.is_nested = True
             return
-        swapper.claim_thread(again)
+        swapper.claim_slots(again)
         if weight_slots.weight_ids:
             again.swap_in(half_copies, previous=weight_slots.present())
         else:
@@ -159,12 +158,11 @@ class Swap:
         self.is_swapped_in = False
         try:
             if self.may_hold_copies and half_copies is not None:
+                slots = self.weight_slots
                 if previous is None:
-                    self.weight_slots.put(
-                        self.weight_slots.parameters, instead_of=half_copies.copies
-                    )
+                    slots.put(slots.parameters, instead_of=half_copies.copies)
                 else:
-                    self.weight_slots.put_each(previous)
+                    slots.put_each(previous)
                 for lookup in self._lookups:
                     lookup.swap_out(self._add_copy)
                 if self._parametrized is not None:  # computed from FP32 parameters
@@ -201,9 +199,7 @@ class HalfCopySwapper:
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
         self._at_change = at_change
-        self._weight_slots: dict[
-            int, WeightSlots
-        ] = {}  # by the ids of their roots, which they hold
+        self._weight_slots: dict[int, WeightSlots] = {}  # by id of the root, which they hold
         self.wants_own_nodes = False  # the next forward makes a node for each weight
         self.has_own_nodes = False  # the last forward did
         self._ids: set[int] = set()  # of the weights of the root, from its latest `WeightSlots`
@@ -220,7 +216,7 @@ class HalfCopySwapper:
         self.slots_below(self.model)
 
     def close(self) -> None:
-        """The parameters are in their slots, and stay there."""
+        """Put the parameters in their slots, where they stay."""
         self.end_all()
         self._weight_slots.clear()
         if swappers.get(id(self.model)) is self:
@@ -259,11 +255,9 @@ class HalfCopySwapper:
         if self.has_own_nodes:
             return False
         all_slots = list(self._weight_slots.values())
-        is_split = any(
-            wants_only_some(weight_slots.parameters, wanted) for weight_slots in all_slots
-        )
-        self.wants_own_nodes |= is_split
-        return is_split
+        only_some = any(wants_only_some(slots.parameters, wanted) for slots in all_slots)
+        self.wants_own_nodes |= only_some
+        return only_some
 
     # Around a call
 
@@ -273,7 +267,7 @@ class HalfCopySwapper:
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
         call.swap = swap = Swap(self)
-        self.claim_thread(swap)
+        self.claim_slots(swap)
         swap.weight_slots = weight_slots = self.slots_below(root)
         swap.half_copies = half_copies = HalfCopies(weight_slots, self.dtype, self.wants_own_nodes)
         self.has_own_nodes = self.wants_own_nodes
@@ -293,8 +287,8 @@ class HalfCopySwapper:
         put_in_traced(slots, self.dtype)
         return TracedSlots(slots)
 
-    def claim_thread(self, swap: Swap) -> None:
-        """A forward, or a recompute of it, begins in this thread.
+    def claim_slots(self, swap: Swap) -> None:
+        """Before a forward, or a recompute of it: claim the slots for this thread.
 
         Raises `AmpatchError` while another thread runs a forward: both would use the same slots.
         """
