@@ -92,7 +92,7 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
     listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
-    behind = map(registry.objects.optimizer_behind, listed)
+    behind = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in behind}.values())
 
 
@@ -120,16 +120,16 @@ def _is_optimizer(value: Any) -> bool:
 
 def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
     """Raise an error where the models, optimizers and ranks do not fit the plan."""
-    is_process_group(process_group)
+    check_process_group(process_group)
     if not plan.properties.enabled:
         return
-    optimizers_can_train(optimizers, models, plan.properties, process_group)
+    check_optimizers(optimizers, models, plan.properties, process_group)
     if any(plan.overrides):
-        overridden_exist(plan, models)
-    models_can_change(models, plan.properties, plan.active_overrides)
+        check_overrides_exist(plan, models)
+    check_models(models, plan.properties, plan.active_overrides)
 
 
-def models_can_change(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
+def check_models(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
     """Raise `AmpatchError` for models that the level cannot change."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -166,7 +166,7 @@ def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
     At O2 they do not.
     """
     managed = registry.objects.managed(model)
-    if isinstance(managed, ManagedModel) and managed.converted():
+    if isinstance(managed, ManagedModel) and managed.converted_ids():
         return True
     changes = properties.casts_model and not properties.uses_half_copies
     return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
@@ -250,7 +250,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     return None
 
 
-def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
+def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
     """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
     cannot have the precision.
 
@@ -295,7 +295,7 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
         )
 
 
-def is_process_group(group: Any) -> None:
+def check_process_group(group: Any) -> None:
     """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
     kind = getattr(torch.distributed, "ProcessGroup", None)
     if group is not None and (kind is None or not isinstance(group, kind)):
@@ -308,7 +308,7 @@ def is_process_group(group: Any) -> None:
 # Optimizers under an opt level
 
 
-def optimizers_can_train(
+def check_optimizers(
     optimizers: list[Any],
     models: list[nn.Module],
     properties: Properties,

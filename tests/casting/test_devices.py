@@ -18,7 +18,7 @@ from ampatch.session import policies
 @pytest.fixture
 def accelerator(monkeypatch):
     """As on a machine where models may live on the CPU or elsewhere."""
-    monkeypatch.setattr(policies, "devices_to_start_from", lambda: set())
+    monkeypatch.setattr(policies, "initial_cast_devices", lambda: set())
 
 
 def test_only_tensors_where_the_model_lives_are_cast(accelerator):

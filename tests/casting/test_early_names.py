@@ -195,7 +195,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
 
 OTHERS = {
     "torch.backends.mha": "get_fastpath_enabled",
-    "torch.utils.checkpoint": f"{checkpoints.no_reentry()}",
+    "torch.utils.checkpoint": f"{checkpoints.non_reentrant_name()}",
     "torch.jit": "script",
     "torch.nn.parallel": "parallel_apply",
     "torch.nn.parallel.data_parallel": "parallel_apply",

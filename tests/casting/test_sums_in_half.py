@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
-from ampatch.casting.places import has, resolve
+from ampatch.casting.places import exists, resolve
 from ampatch.casting.tables import EVERY_LEVEL, Rule
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ PLACES = {
     (row.where, name): row.only_gradient
     for row in EVERY_LEVEL
     for name in row.names
-    if row.rule is not Rule.FLOAT and has(row.where, name)
+    if row.rule is not Rule.FLOAT and exists(row.where, name)
 }
 """Whether only the gradient is wrong in half."""
 

@@ -82,7 +82,8 @@ def test_parts_and_methods_take_float_inputs(level, name, half):
 @HALF_LEVELS
 @pytest.mark.parametrize("beside", [None, {"meta"}], ids=["no GPU", "a GPU in the machine"])
 def test_large_inputs_of_a_part_count(level, beside, monkeypatch):
-    monkeypatch.setattr(policies, "devices_to_start_from", lambda: beside)
+    """Also of one on another device than the model's first weights."""
+    monkeypatch.setattr(policies, "initial_cast_devices", lambda: beside and set(beside))
     (model, _), plain = start(level, torch.float16), Net()
     mask = torch.full((3, 3), -1e9).triu(1)
     torch.testing.assert_close(
@@ -90,10 +91,11 @@ def test_large_inputs_of_a_part_count(level, beside, monkeypatch):
     )
     big = torch.full((3, 4), 1e5)
 
-    inner = nn.Sequential(Made(lambda self, x: self.layer(x / 1e5), layer=nn.Linear(4, 4)))
+    layer = Made(lambda self, x: self.layer(x / 1e5), layer=nn.Linear(4, 4))
+    inner = nn.Sequential(nn.Linear(4, 4, device="meta"), layer)
     plain = copy.deepcopy(inner)
     start(level, torch.float16, inner)
-    torch.testing.assert_close(inner[0](big).float(), plain[0](big), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(inner[1](big).float(), plain[1](big), rtol=0.02, atol=0.02)
 
 
 @HALF_LEVELS

@@ -133,7 +133,7 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
         monkeypatch.setattr(failed, part, failing(part))
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
-    assert is_plain() and not registry.sessions and registry.state.process is None
+    assert is_plain() and not registry.sessions and registry.state.process_policy is None
     for model, optimizer in zip(models, optimizers, strict=True):
         assert not model._forward_hooks
         assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -16,7 +16,7 @@ def refuses(*args, **kwargs):
 
 def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch, "Event", refuses)
-    assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
+    assert devices.AsyncCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
 
 
 def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
