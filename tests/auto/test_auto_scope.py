@@ -1,7 +1,5 @@
 """Under `--auto` modules with parameters are cast; data, labels and metrics are FP32's."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.func, torch.autograd.functional and forward-mode AD of managed models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad

@@ -1,7 +1,5 @@
 """`ampatch.debug` names the operator: overflows built by hand at known places."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

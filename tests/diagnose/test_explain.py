@@ -1,7 +1,5 @@
 """`ampatch.report`: casts counted by hand in small cases."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

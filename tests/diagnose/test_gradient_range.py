@@ -1,7 +1,5 @@
 """`ampatch.gradient_range`: counted by hand, and against casts to float16."""
 
-from __future__ import annotations
-
 import json
 import math
 

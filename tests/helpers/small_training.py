@@ -1,7 +1,5 @@
 """Small models, their batches, their FP32 gradients, and steps through `scale_loss`."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

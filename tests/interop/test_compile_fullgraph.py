@@ -1,7 +1,5 @@
 """torch.compile in whole graphs at O1: every kind of layer, bit for bit as in eager."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

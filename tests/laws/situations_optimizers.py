@@ -3,8 +3,6 @@
 Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from functools import partial

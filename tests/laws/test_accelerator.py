@@ -1,7 +1,5 @@
 """Training on a fake accelerator: what the host waits for, and what goes between the devices."""
 
-from __future__ import annotations
-
 import functools
 import math
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 `tests/scaling/test_faults_in_blocks.py` strikes at every point of a block.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

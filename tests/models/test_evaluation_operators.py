@@ -1,7 +1,5 @@
 """Models of users' kinds: no product that FP32 does not have, and no copy of a table of words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_modules import load

@@ -1,7 +1,5 @@
 """Half copies of weights in the places of FP32 parameters, while a forward runs (O2)."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Inputs that half cannot hold, of every kind of tensor: one rule; and one cast of one tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

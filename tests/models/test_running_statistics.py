@@ -1,7 +1,5 @@
 """BatchNorm after an overflow in the forward: evaluation goes on, beside FP32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Half models whose parts and methods are called from outside their forward; their dtype stays."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """DataParallel: on the CPU it is its module; several devices.  Replicas: casting/test_threads."""
 
-from __future__ import annotations
-
 import torch
 from ddp_training import backward, build, everything
 from torch.nn.parallel import DataParallel

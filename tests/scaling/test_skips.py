@@ -1,7 +1,5 @@
 """Skipped steps, row after row: nothing breaks, each is counted and said, and a long row once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 The slip is `with scale_loss(loss, optimizer) as scaled_loss: loss.backward()`.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

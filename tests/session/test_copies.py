@@ -3,8 +3,6 @@
 Copies: tests/models/test_models.py.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 

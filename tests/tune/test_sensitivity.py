@@ -1,7 +1,5 @@
 """The probe in a run at O0: what it finds, and that the run does not notice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
