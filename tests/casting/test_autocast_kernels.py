@@ -1,7 +1,5 @@
 """Operators that bring a kernel for autocast: at O1 to O3 they compute as under torch.autocast."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

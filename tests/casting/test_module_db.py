@@ -3,8 +3,6 @@
 The dtypes are those of autocast for CUDA, the values those of plain FP32.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 

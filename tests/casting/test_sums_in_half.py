@@ -4,8 +4,6 @@ A run over PyTorch's operators (`op_db`), and calls that it cannot reach, each w
 elements that come to one place, in the result or in a gradient.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from op_calls import CALLS, OPS, groups, samples

@@ -1,7 +1,5 @@
 """apex's compiled modules: what an import finds computes as torch does; others do not import."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

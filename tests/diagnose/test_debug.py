@@ -1,7 +1,5 @@
 """`ampatch.debug`: constructed overflows, and whether the right place is named."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

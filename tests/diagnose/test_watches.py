@@ -1,7 +1,5 @@
 """What `ampatch.debug`, `report` and `gradient_range` share: they come, go, and change nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

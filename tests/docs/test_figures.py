@@ -1,7 +1,5 @@
 """The figures of docs/ are what `benchmarks/run.py figures` draws from the committed results."""
 
-from __future__ import annotations
-
 import re
 import sys
 from xml.etree import ElementTree

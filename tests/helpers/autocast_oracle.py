@@ -4,8 +4,6 @@ Inside a FakeTensorMode tensors may claim to be on CUDA, and the dispatcher
 applies the real autocast policy to them.  Ask before `ampatch.initialize`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which dtypes the kernels that multiply matrices really get."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

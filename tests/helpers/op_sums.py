@@ -5,8 +5,6 @@ have what it cannot make, because sizes depend on each other or stand in argumen
 in (0.5, 1): in half their sum stops at 256 (bfloat16) or 2,048 (float16) times an addend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which operators reach torch's dispatcher."""
 
-from __future__ import annotations
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

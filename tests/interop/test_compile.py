@@ -1,7 +1,5 @@
 """torch.compile with `fullgraph=True`: the active policy is traced, guarded and put back."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

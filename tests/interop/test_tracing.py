@@ -1,7 +1,5 @@
 """torch.fx, torch.jit.script and trace, torch.export: what becomes of the casts."""
 
-from __future__ import annotations
-
 import io
 import logging
 

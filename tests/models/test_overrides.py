@@ -1,7 +1,5 @@
 """`overrides`: submodules, module classes and functions in another precision than the rest."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from unittest import mock

@@ -3,8 +3,6 @@
 `model.forward(x)`: compat/test_compat_forward.py.  Ctrl-C: laws/test_interrupted_calls.py.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Tensor parallel: DTensors at every level, as one process with that level trains."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
