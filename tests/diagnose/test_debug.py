@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from small_training import managed
+from small_training import managed, pass_back
 from torch import nn
 
 import ampatch
@@ -107,8 +107,7 @@ def debugged_steps(function, count, *, lr=0.0, stop_at="unabsorbed", **settings)
         for _ in range(count):
             optimizer.zero_grad()
             loss = model(torch.ones(1, 4)).sum()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer)
             optimizer.step()
     return debugger
 
@@ -162,8 +161,7 @@ def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
     model = nn.Sequential(linear(0.5), Backward(lambda gradient: gradient * 60000), linear(0.5))
     model, optimizer = managed(model, "O1", torch.float16)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 1e-6, optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.ones(1, 4)).sum() * 1e-6, optimizer)
         assert debugger.report is None
         model(torch.ones(1, 4)).sum().backward()
     assert debugger.report.loss_scale is None and debugger.report.phase == "backward"
@@ -174,8 +172,7 @@ def test_a_hook_that_the_script_sets_later_is_seen(level):
     model, optimizer = managed(linear(0.5), level, torch.float16, init_scale=16.0)
     with ampatch.debug(model) as debugger:
         model.weight.register_hook(lambda gradient: gradient * float("nan"))
-        with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.ones(1, 4)).sum(), optimizer)
     assert (debugger.report.operator, debugger.report.phase) == ("aten.mul", "backward")
 
 
@@ -224,8 +221,7 @@ def test_complex_gradients(scale, at_1):
     model = nn.ParameterList([torch.full((2,), 1e-30 + 0j, dtype=torch.complex64)])
     model, optimizer = managed(model, "O1", torch.float16, loss_scale=scale, init_scale=2.0)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss((model[0] * 2e38).real.sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back((model[0] * 2e38).real.sum(), optimizer)
     assert len(debugger.passed_over) == (at_1 is None)
     report = debugger.report or debugger.passed_over[0]
     assert (report.dtype, report.phase) == (torch.complex64, "backward")

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed
-from small_training import managed
+from small_training import managed, pass_back
 from torch import nn
 
 import ampatch
@@ -145,8 +145,7 @@ def test_the_loss_outside_of_the_model():
     model, optimizer = managed(nn.Linear(2, 1), "O1", torch.float16)
     with ampatch.debug(model) as debugger:
         loss = torch.log(model(torch.ones(1, 2)).sum() * 0)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss, optimizer)
     report = debugger.report
     assert (report.module, report.operator, report.where) == (None, "aten.log", "loss")
     assert "outside of the model" in str(report) and "torch.log(" in report.location
@@ -158,8 +157,7 @@ def test_an_optimizer_that_writes_nan_into_half_weights():
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     ampatch.initialize(model, optimizer, opt_level="O3", verbosity=0)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.zeros(1, 2)).sum(), optimizer)
         optimizer.step()
     report = debugger.report
     assert (report.phase, report.module) == ("step", None)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from engine import registry
-from small_training import managed
+from small_training import managed, pass_back
 from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -80,8 +80,7 @@ def test_training_is_the_same_with_it(kind):
         values = []
         for _ in range(5):
             loss = model(torch.ones(4, 8)).pow(2).mean()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             values.append(loss.item())
@@ -102,8 +101,7 @@ def test_a_watch_of_every_model_outlives_deactivate():
         with ampatch.report() as casts:
             ampatch.deactivate()
             ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
-            with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
-                scaled.backward()
+            pass_back(model(torch.ones(1, 8)).sum(), optimizer)
             optimizer.step()
     assert debugger.step == 2 and gradients.steps == 2  # a plain one, and a managed one
     assert casts.functions["torch.nn.functional.linear"].calls == 1

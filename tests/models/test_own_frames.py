@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_training import Made, managed
+from small_training import Made, managed, pass_back
 from torch import nn
 
 import ampatch
@@ -157,8 +157,7 @@ def test_a_mock_that_wraps_forward(level):
 
 
 def block(model, optimizer):
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    pass_back(model(X).float().sum(), optimizer)
 
 
 REPLACED = "Net.forward was replaced or deleted after ampatch.initialize"
@@ -173,8 +172,7 @@ def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(l
         model(X)
         if level != "O1":  # products with managed weights are cast there as outside of forwards
             assert model.seen[0] is (H if level == "O3" else FP32)
-        with ampatch.scale_loss(torch.ones((), requires_grad=True) * 2, optimizer) as scaled:
-            scaled.backward()
+        pass_back(torch.ones((), requires_grad=True) * 2, optimizer)
     assert caplog.text.count(REPLACED) == 1
     ampatch.deactivate()
     assert "forward" in vars(model) and {p.dtype for p in model.parameters()} == {FP32}
@@ -184,8 +182,7 @@ def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(l
 def test_a_forward_that_is_deleted_is_reported(level, caplog):
     model, optimizer = start(level, verbosity=1)
     del model.forward
-    with ampatch.scale_loss(model(X.to(model.first.weight.dtype)).sum(), optimizer) as scaled:
-        scaled.backward()
+    pass_back(model(X.to(model.first.weight.dtype)).sum(), optimizer)
     assert caplog.text.count(REPLACED) == 1
 
 

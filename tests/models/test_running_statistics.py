@@ -7,7 +7,7 @@ import small_training
 import torch
 import torch.nn.functional as F
 from operators import Operators
-from small_training import same
+from small_training import pass_back, same
 from torch import nn
 
 import ampatch
@@ -50,8 +50,7 @@ def start(level, kind="SGD", **settings):
 
 def backward(model, optimizer, number, factor=1.0):
     loss = model(batch(number, factor)).float().square().mean()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
 
 
 def step(model, optimizer, *micros):

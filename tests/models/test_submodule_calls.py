@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from small_training import Made, managed, step
+from small_training import Made, managed, pass_back, step
 from torch import nn
 
 import ampatch
@@ -247,8 +247,7 @@ def test_moving_a_model_with_gradients_keeps_them(level):
     ends = []
     for swaps in (None, False, True):
         model, optimizer = start(level)
-        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(X).square().sum(), optimizer)
         if swaps is not None:
             with swapping(swaps):
                 model.to(memory_format=torch.channels_last).to("cpu")
