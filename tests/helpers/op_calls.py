@@ -24,27 +24,21 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampatch.casting.tables import (
-    BANNED,
-    BEYOND,
-    BLACKLIST,
-    EVERY_LEVEL,
-    PROMOTE,
-    WHITELIST,
-    Row,
-    Rule,
-)
+from ampatch.casting import tables
+from ampatch.casting.tables import Row, Rule
 
 
 def _rules(rows: Iterable[Row]) -> dict[str, Rule]:
     return {f"{row.where}.{name}": row.rule for row in rows if not row.native for name in row.names}
 
 
-_CAST = _rules((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
-RULE_OF = {**_rules(EVERY_LEVEL), **_CAST}
+_CAST = _rules(
+    (*tables.WHITELIST, *tables.BLACKLIST, *tables.PROMOTE, *tables.BANNED, *tables.BEYOND)
+)
+RULE_OF = {**_rules(tables.EVERY_LEVEL), **_CAST}
 IN_HALF = RULE_OF.keys() - _CAST.keys()
 """What no level casts: these rows act on calls in half."""
-BEYOND_ROWS = {f"{row.where}.{name}" for row in BEYOND for name in row.names}
+BEYOND_ROWS = {f"{row.where}.{name}" for row in tables.BEYOND for name in row.names}
 HALVES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALVES)
 NAMES = [f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name for op in op_db]
