@@ -7,27 +7,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed
-from small_training import managed, pass_back
+from small_training import Made, managed, pass_back
 from torch import nn
 
 import ampatch
 from ampatch.torch_private import dispatch_modes
 
 
-class Steps(nn.Module):
-    """A model whose forward is the function given."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = forward
-
-    def forward(self, x):
-        return self.function(self, x)
+def of_steps(forward):
+    return Made(forward, linear=nn.Linear(4, 4))
 
 
 def report_of(forward, x, *, level=None, backward=False):
-    model = Steps(forward)
+    model = of_steps(forward)
     if level is not None:
         ampatch.initialize(model, opt_level=level, verbosity=0)
     with ampatch.debug(model) as debugger:
@@ -218,7 +210,7 @@ def test_forwards_in_several_threads():
         ready.wait()
         return y
 
-    model = nn.Sequential(nn.Sequential(Steps(forward)))
+    model = nn.Sequential(nn.Sequential(of_steps(forward)))
     with ampatch.debug(model) as debugger:
         other = threading.Thread(target=model, args=(torch.full((2, 4), 100.0),))
         other.start()
@@ -230,7 +222,7 @@ def test_forwards_in_several_threads():
 
 
 def test_nothing_is_kept_alive():
-    model = Steps(lambda module, x: torch.exp(module.linear(x) * 1e9))
+    model = of_steps(lambda module, x: torch.exp(module.linear(x) * 1e9))
     gone = weakref.ref(model)
     debugger = ampatch.debug(model)
     model(torch.ones(2, 4)).sum().backward()
@@ -246,7 +238,7 @@ def test_an_exception_in_the_forward_leaves_the_names_right():
             raise ValueError("bad batch")
         return torch.exp(x)
 
-    model = nn.Sequential(Steps(forward))
+    model = nn.Sequential(of_steps(forward))
     with ampatch.debug(model) as debugger:
         with pytest.raises(ValueError, match="bad batch"):
             model(-torch.ones(2, 4))

@@ -9,6 +9,7 @@ import torch._dynamo
 import torch._dynamo.trace_rules as rules
 import torch._dynamo.variables.torch as variables
 import torch.nn.functional as F
+from small_training import Made
 from torch import nn
 
 import ampatch as amp
@@ -35,17 +36,6 @@ class Calls(nn.Module):
 
     def forward(self, x):
         return self.function(x, self.weight)
-
-
-class Attention(nn.Module):
-    """Every input is `x`; returns the output, and the attention's weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x):
-        return self.inner(x, x, x)
 
 
 def after(layer, *layers):
@@ -84,7 +74,10 @@ CASES = {
         lambda: Calls(lambda x, w: F.scaled_dot_product_attention(x, w, x), 2, 2, 4, 8),
         (2, 2, 4, 8),
     ),
-    "MultiheadAttention": (Attention, (3, 2, 8)),
+    "MultiheadAttention": (
+        lambda: Made(lambda self, x: self.inner(x, x, x), inner=nn.MultiheadAttention(8, 2)),
+        (3, 2, 8),
+    ),
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
         (3, 2, 8),
