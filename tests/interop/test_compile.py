@@ -153,17 +153,14 @@ def test_dynamic_shapes(capture, opt_level):
     assert len(capture.graphs) == 1
 
 
-class Mixed(nn.Module):
+def mixed():
     """A norm that stays FP32, a layer that is used twice, and a weight of its own."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.scale, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.first(torch.relu(self.norm(self.first(x)))) * self.scale
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "unused": nn.Linear(2, 2)}
+    return Made(
+        lambda self, x: self.first(torch.relu(self.norm(self.first(x)))) * self.scale,
+        **{**parts, "scale": nn.Parameter(torch.ones(4))},
+    )
 
 
 def around_forward(model, optimizer, compile_it):
@@ -217,7 +214,7 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
     monkeypatch.setitem(SETTINGS, "opt_level", level)
     for is_compiled in (False, True):
         torch._dynamo.reset()
-        model = Mixed()
+        model = mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
         if is_compiled and when == "before":
