@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import managed, step
+from small_training import Made, managed, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -377,25 +377,16 @@ def test_overrides_in_overrides_after_an_interrupted_forward():
 def test_a_half_part_of_a_float_part_that_is_called_from_outside(level):
     """Also after a forward of the model: hooks of parts come behind those of overrides then."""
 
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def encode(self, x, buffer):
+        buffer.add_(1)
+        self.seen = x
+        return self.inner(x)
 
-        def forward(self, x, buffer):
-            buffer.add_(1)
-            self.seen = x
-            return self.inner(x)
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.head = Encoder(), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.head(self.encoder(x, torch.zeros(4)).to(self.head.weight.dtype))
-
-    model = Whole()
+    model = Made(
+        lambda self, x: self.head(self.encoder(x, torch.zeros(4)).to(self.head.weight.dtype)),
+        encoder=Made(encode, inner=nn.Linear(4, 4)),
+        head=nn.Linear(4, 4),
+    )
     overrides = {"encoder": "float", "encoder.inner": "half"}
     ampatch.initialize(model, opt_level=level, dtype=H, overrides=overrides, verbosity=0)
     x = torch.rand(3, 4)
