@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import Made
 from torch import nn
 
 import ampatch
@@ -41,13 +42,9 @@ def test_a_linear_at_o1_in_numbers_text_and_json():
     assert as_json["modules"][""]["takes"] == ["float32"] and as_json["advice"] == []
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, x):
-        return F.linear(F.linear(x, self.weight), self.weight)
+def tied():
+    weight = nn.Parameter(torch.ones(4, 4))
+    return Made(lambda self, x: F.linear(F.linear(x, self.weight), self.weight), weight=weight)
 
 
 @ampatch.half_function
@@ -73,13 +70,13 @@ def banned(model):
 
 
 COUNTED = {  # the model, what is called, the function, and its calls, casts, cached and bytes
-    "a weight twice": (Tied, lambda m: m(torch.ones(1, 4)), "linear", (2, 2, 1, 40)),
+    "a weight twice": (tied, lambda m: m(torch.ones(1, 4)), "linear", (2, 2, 1, 40)),
     "outside": (lambda: nn.Linear(4, 4), outside_of_a_forward, "linear", (3, 6, 0, 120)),
-    "to FP32": (Tied, three_exps, "torch.exp", (3, 1, 0, 16)),
-    "promoted": (Tied, lambda m: torch.addcmul(torch.ones(4, dtype=HALF), *torch.ones(2, 4)),
+    "to FP32": (tied, three_exps, "torch.exp", (3, 1, 0, 16)),
+    "promoted": (tied, lambda m: torch.addcmul(torch.ones(4, dtype=HALF), *torch.ones(2, 4)),
                  "addcmul", (1, 1, 0, 16)),
-    "banned": (Tied, banned, "binary_cross_entropy", (1, 2, 0, 32)),
-    "the user's": (Tied, lambda m: doubled(torch.ones(4)), "doubled", (1, 1, 0, 8)),
+    "banned": (tied, banned, "binary_cross_entropy", (1, 2, 0, 32)),
+    "the user's": (tied, lambda m: doubled(torch.ones(4)), "doubled", (1, 1, 0, 8)),
 }  # fmt: skip
 
 

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from engine import registry
+from operators import Operators
 from small_training import managed, pass_back
 from torch import nn
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ampatch
 
@@ -59,14 +60,9 @@ def test_nothing_is_left_behind(kind, end):
     watch.remove()
 
 
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_that_was_entered_later_stays():
     debugger = ampatch.debug(nn.Linear(2, 2))
-    with Passing() as above:
+    with Operators() as above:
         debugger.remove()  # not the innermost
         assert _get_current_dispatch_mode_stack() == [above]
 
