@@ -44,16 +44,15 @@ def linear(weight: float) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_linear_that_overflows_float16_is_named(level, caplog):
+def test_a_linear_that_overflows_float16_is_named(opt_level, caplog):
     model = nn.Sequential(linear(1.0), nn.Sequential(linear(300.0)))
-    ampatch.initialize(model, opt_level=level, verbosity=1)
+    ampatch.initialize(model, opt_level=opt_level, verbosity=1)
     caplog.clear()
     with ampatch.debug(model) as debugger:
         model(torch.full((1, 4), 100.0))  # 4 * 100, then 4 * 400 * 300 > 65504
         model(torch.full((1, 4), 100.0)).sum().backward()
     report = debugger.report
-    if level == "O0":
+    if opt_level == "O0":
         assert report is None
         return
     assert (report.module, report.module_class, report.phase) == ("1.0", "Linear", "forward")
