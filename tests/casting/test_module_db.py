@@ -12,7 +12,7 @@ from autocast_oracle import dtypes, module_dtypes, outcome
 from matrix_kernels import FUSED, Kernels
 from torch import Tensor, nn
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch
 
@@ -61,14 +61,11 @@ def build(info: Any, sample: Any, training: bool) -> nn.Module:
 def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, Tensor]]:
     """Outputs, and the gradients of parameters and float inputs by name."""
     torch.manual_seed(1)
-    args, kwargs = tree_map(
-        lambda leaf: (
-            leaf.detach().clone().requires_grad_(training)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf
-        ),
-        inputs,
-    )
+
+    def fresh(leaf: Tensor) -> Tensor:
+        return leaf.detach().clone().requires_grad_(training) if leaf.is_floating_point() else leaf
+
+    args, kwargs = tree_map_only(Tensor, fresh, inputs)
     with torch.set_grad_enabled(training):
         output = module(*args, **kwargs)
     outs = [out for out in tree_leaves(output) if isinstance(out, Tensor) and out.requires_grad]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ampatch.casting import tables
 from ampatch.casting.tables import Row, Rule
@@ -156,13 +156,11 @@ class Sample:
     kwargs: dict
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Sample:
-        def copy(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def copy(leaf: Tensor) -> Tensor:
             new = leaf.detach().clone() if change is None else change(leaf)
             return new.requires_grad_() if leaf.requires_grad and change is None else new
 
-        return Sample(*tree_map(copy, (self.args, self.kwargs)))
+        return Sample(*tree_map_only(Tensor, copy, (self.args, self.kwargs)))
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
         return self.fresh(lambda leaf: leaf.to(dtype) if leaf.dtype in CASTABLE else leaf)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from op_calls import Sample, look_up, quietly, seed
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 ADDED = 4096
 MOST = 2**19
@@ -107,15 +107,13 @@ def _computed(
     """Floating results, and gradients, of inputs that are `change` of `values`."""
     inputs: list[Tensor] = []
 
-    def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def changed(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.clone()
         inputs.append(change(values(*leaf.shape)).requires_grad_())
         return inputs[-1]
 
-    args, kwargs = tree_map(changed, (sample.args, sample.kwargs))
+    args, kwargs = tree_map_only(Tensor, changed, (sample.args, sample.kwargs))
     seed()
     with quietly():
         actual = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
