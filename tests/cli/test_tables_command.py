@@ -18,11 +18,20 @@ import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.calls import CastState
 from ampatch.casting.places import has
-from ampatch.casting.tables import Rule
+from ampatch.casting.tables import (
+    APEX,
+    BANNED,
+    BEYOND,
+    BLACKLIST,
+    EVERY_LEVEL,
+    PROMOTE,
+    WHITELIST,
+    Rule,
+)
 from ampatch.diagnose.tables import content, differences, formats
 
 ROOT = Path(ampatch.__file__).parents[1]
-ROWS = (*tables.WHITELIST, *tables.BLACKLIST, *tables.PROMOTE, *tables.BANNED, *tables.BEYOND)
+ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
 
 
 # What is printed
@@ -37,13 +46,13 @@ def test_the_document_is_fresh_whatever_the_torch_at_hand(monkeypatch, here):
 
 
 def test_text_and_json_hold_every_row(here):
-    printed = json.loads(here("tables", "--format", "json").stdout)
-    shown = {(row["where"], name, row["rule"]) for row in printed["rows"] for name in row["names"]}
-    rows = (*ROWS, *tables.EVERY_LEVEL, *tables.APEX)
+    tables = json.loads(here("tables", "--format", "json").stdout)
+    shown = {(row["where"], name, row["rule"]) for row in tables["rows"] for name in row["names"]}
+    rows = (*ROWS, *EVERY_LEVEL, *APEX)
     assert shown == {(r.where, name, r.rule.value) for r in rows for name in r.names}
-    assert printed["torch"] == torch.__version__
-    assert printed["missing"] == content.missing()
-    assert {(entry["where"], entry["name"]) for entry in printed["beside"]} == set(content.PARTS)
+    assert tables["torch"] == torch.__version__
+    assert tables["missing"] == content.missing()
+    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(content.PARTS)
     assert set(content.RULES) == set(Rule)  # each has its legend
     text = " ".join(here("tables").stdout.split())
     for row in rows:
@@ -143,7 +152,7 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
     places = [
         (row, name)
         for row in ROWS
-        if row not in tables.BEYOND
+        if row not in BEYOND
         for name in row.names
         if not row.native and has(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
     ]

@@ -1,5 +1,7 @@
 """What tests of all rooms look at inside the engine: what calls and sessions have left there."""
 
+from __future__ import annotations
+
 from ampatch.casting.calls import FOLLOW, here
 from ampatch.session.session import registry
 
