@@ -1,7 +1,5 @@
 """Every test leaves torch as it found it; what is checked is identity, attribute by attribute."""
 
-from __future__ import annotations
-
 import os
 import sys
 

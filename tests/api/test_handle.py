@@ -1,7 +1,5 @@
 """`ampatch.init` and its handle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine import STATE

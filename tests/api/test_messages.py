@@ -1,7 +1,5 @@
 """The wording of errors: what was done, what was expected, what to do.  And nothing half done."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ Where calls are cast these modules take the single calls, as under autocast; the
 `test_module_db.py`.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

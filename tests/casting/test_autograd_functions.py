@@ -1,7 +1,5 @@
 """`half_function` and its siblings on `torch.autograd.Function` classes, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from registrations import forgotten_afterwards

@@ -1,7 +1,5 @@
 """`disable_casts` and `precision` around code that stops half-way: generators, tasks, Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What a call costs that is not cast, counted: Python frames, C calls, aten operators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

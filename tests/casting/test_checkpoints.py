@@ -3,8 +3,6 @@
 What training with them gives is in `tests/laws/situations_graphs.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

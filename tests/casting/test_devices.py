@@ -4,8 +4,6 @@ CI has no accelerator; that one is there is simulated, and tensors on `meta`
 stand for those on the other device.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Names that the user's modules bind: before the patches, and while they are in."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pickle

@@ -1,7 +1,5 @@
 """`func is F.linear`: what `__torch_function__` and TorchFunctionModes are given."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """`ampatch run` and `ampatch sweep` build the native part before the first trial, in one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

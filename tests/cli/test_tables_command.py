@@ -1,7 +1,5 @@
 """`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Overrides and settings from JSON: a path, `AMPATCH_OVERRIDES`, `AMPATCH_SETTINGS`, options."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

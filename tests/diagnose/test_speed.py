@@ -1,7 +1,5 @@
 """What `ampatch doctor` calls faster, slower or a tie, also where other processes take the time."""
 
-from __future__ import annotations
-
 import random
 import types
 

@@ -1,7 +1,5 @@
 """Figures and tables of docs/ are what `benchmarks/run.py figures` makes of committed results."""
 
-from __future__ import annotations
-
 import re
 import sys
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Operations that take no time, for tests of what is said about their speed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ampatch.diagnose import speed

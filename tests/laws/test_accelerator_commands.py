@@ -1,7 +1,5 @@
 """On a fake accelerator: a sweep, `ampatch doctor`, reports, and what is measured there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ The exception has left the outermost call, and no other one has come by.  One mo
 ended, as with torch's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -3,8 +3,6 @@
 A `with` block whose `__exit__` is struck at its very start has not ended, as with torch's own.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Half models whose parts and methods are called from outside their forward; their dtype stays."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from small_training import Made, managed, step
+from small_training import Made, managed, pass_back, step
 from torch import nn
 
 import ampatch
@@ -251,8 +249,7 @@ def test_moving_a_model_with_gradients_keeps_them(level):
     ends = []
     for swaps in (None, False, True):
         model, optimizer = start(level)
-        with ampatch.scale_loss(model(X).square().sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(X).square().sum(), optimizer)
         if swaps is not None:
             with swapping(swaps):
                 model.to(memory_format=torch.channels_last).to("cpu")

@@ -3,8 +3,6 @@
 The graphs that training makes are situations of `tests/laws`, which run natively too.
 """
 
-from __future__ import annotations
-
 import pytest
 
 TRAINING = """

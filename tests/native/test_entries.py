@@ -1,7 +1,5 @@
 """Entries of tables, natively or in Python.  Exchanges all or none: test_casts.py."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

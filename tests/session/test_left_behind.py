@@ -3,8 +3,6 @@
 Names in modules: tests/casting/test_early_names.py.
 """
 
-from __future__ import annotations
-
 import builtins
 import sys
 import types

@@ -1,7 +1,5 @@
 """Which session has which optimizer and model: found at once, and right whatever happened."""
 
-from __future__ import annotations
-
 import gc
 import types
 from functools import partial

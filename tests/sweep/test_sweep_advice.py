@@ -1,7 +1,5 @@
 """What reports advise, pasted behind the script's name: it does what it says, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

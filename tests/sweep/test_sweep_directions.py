@@ -1,7 +1,5 @@
 """Which way a metric is better: by its name, by `--better`, or not known and never guessed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """A row is recommended only if it was shown to be as accurate and faster; else what is missing."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from types import SimpleNamespace

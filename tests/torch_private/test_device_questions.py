@@ -1,7 +1,5 @@
 """What is known of an accelerator, where torch or the device cannot tell all of it."""
 
-from __future__ import annotations
-
 import types
 
 import torch

@@ -1,7 +1,5 @@
 """Where a call runs: the answers are those of torch's public questions."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

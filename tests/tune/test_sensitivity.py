@@ -1,7 +1,5 @@
 """The probe in a run at O0: what it finds, and that the run does not notice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -11,6 +9,7 @@ import types
 import numpy
 import pytest
 import torch
+from small_training import step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -98,10 +97,7 @@ def trained(folder, steps=30, last=None, probe=True, writes=True, **asked):
     losses = []
     for _ in range(last or steps + 2):
         loss = F.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 3, (32,)))
-        optimizer.zero_grad()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(loss, optimizer)
         losses.append(loss.item())
     if probe:
         stop()

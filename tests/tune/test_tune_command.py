@@ -1,7 +1,5 @@
 """`ampatch tune` on a training whose faults are known, from the command to the pasted answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The course of a tuning, and its answers, with trials whose outcome is given."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import fnmatch
