@@ -24,7 +24,7 @@ _ABOUT = (
     *("dtype", "scalar type", "data type", "same type", "Type does not"),
     *("'Half'", "'BFloat16'", "c10::Half", "c10::BFloat16", "HalfTensor", "BFloat16Tensor"),
     *("HalfType", "BFloat16Type", "ScalarType", "tensors of type", "types other than"),
-    *("cdouble types", "Float or Double tensors", "Type promoting"),
+    *("cdouble types", "Float or Double tensors", "Type promoting", "must have the type"),
 )
 _HALF_WEIGHT = "expect parameter to have scalar type of Float"
 """In torch's message about FP32 values in a norm on the CPU whose weight is half."""

@@ -139,4 +139,6 @@ def _from_script(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 
 def _is_launcher(file: str) -> bool:
-    return file == __file__ or file.startswith("<frozen importlib") or file == "<frozen zipimport>"
+    if file in (__file__, importlib.util.__file__, "<frozen zipimport>"):  # frozen from 3.11 on
+        return True
+    return file.startswith("<frozen importlib")

@@ -31,7 +31,9 @@ def autocast_devices(operator: Any, name: str, kinds: Iterable[str]) -> frozense
     """
     if name.startswith(_OWN) or _key_name_of is None or _keys is None:
         return frozenset()  # TorchScript's operators (`prim`) cannot be asked
-    overloads = operator.op_overloads() if hasattr(operator, "op_overloads") else (operator,)
+    overloads = [operator]
+    if hasattr(operator, "overloads"):  # `op_overloads` came after torch 2.10
+        overloads = [getattr(operator, overload) for overload in operator.overloads()]
     return frozenset(
         kind
         for kind in kinds

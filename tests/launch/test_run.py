@@ -146,8 +146,9 @@ def both(tmp_path, here):
         )  # fmt: skip
         ours = here("run", *arguments)
         ours.stderr = without_note(ours.stderr)
-        # python -m shows its own frames
-        theirs.stderr = re.sub(r'  File "<frozen runpy>".*\n', "", theirs.stderr)
+        # python -m shows its own frames, before Python 3.11 with their lines
+        frames = r'  File "(<frozen runpy>|.*/runpy\.py)".*\n(    .*\n)*'
+        theirs.stderr = re.sub(frames, "", theirs.stderr)
         return [
             (done.returncode, done.stdout, done.stderr.replace(f"{tmp_path}/", ""))
             for done in (ours, theirs)
@@ -538,7 +539,8 @@ def test_two_ranks_under_torchrun(tmp_path):
     line += "--rdzv-endpoint localhost:0 -m ampatch run --dtype bfloat16 train.py"
     done = launched(tmp_path, *line.split())
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "True torch.bfloat16 torch.float32"  # half within the forward
+    last = done.stdout.splitlines()[-1]  # on torch 2.10 gloo writes on this stream too
+    assert last == "True torch.bfloat16 torch.float32"  # half within the forward
 
 
 @pytest.mark.slow

@@ -72,7 +72,8 @@ def test_a_torch_that_lets_us_see_less_gets_the_whole_call(lacking, monkeypatch)
 def test_a_profiler_sees_both_ranges():
     model, optimizer = start("O1")
     train(model, optimizer)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         train(model, optimizer)
     seen = {event.key for event in profile.key_averages()}
     assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= seen
