@@ -75,7 +75,7 @@ class Speed:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfTypes:
+class HalfSpeeds:
     """The half dtypes on a device, by their names.
 
     `fast` are worth a try: faster than FP32 in some operation, and slower in none.  `lowest` and
@@ -87,7 +87,7 @@ class HalfTypes:
     highest: dict[str, float]
 
 
-def half_dtypes(device: str | None = None) -> HalfTypes:
+def half_speeds(device: str | None = None) -> HalfSpeeds:
     """Measure the half dtypes on a device; takes a few seconds.
 
     `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
@@ -95,7 +95,7 @@ def half_dtypes(device: str | None = None) -> HalfTypes:
     speeds = measure(device or device_types()[-1])
     ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_DTYPES}
     lowest, highest = ({n: choose(values) for n, values in ratios.items()} for choose in (min, max))
-    return HalfTypes(fast(speeds), lowest, highest)
+    return HalfSpeeds(fast(speeds), lowest, highest)
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:

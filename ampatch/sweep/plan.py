@@ -83,22 +83,21 @@ def trials(
     rows: Sequence[Case],
     seeds: int,
     rounds: int = ROUNDS,
-    apart: bool = False,
+    side_by_side: bool = False,
     fewer: Mapping[Case, int] | None = None,
     again: bool = True,
 ) -> list[Trial]:
-    """The trials in their order.
+    """The trials in order: a whole round for each seed, then short rounds up to `rounds`.
 
-    A whole round for each seed, and short ones, to have as many as `rounds`.  Every second one runs
-    backwards, so that a machine that gets slower slows the first row and the last row alike.
-    Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
-    runs go on beside each other, so all `rounds` are short.  The second is O0 with another seed.
-    Without `again` O0 runs once in each round.
+    Every second round is reversed, so that a machine that gets slower slows all rows alike.
+    `fewer` maps rows to their number of seeds.  With `seeds` 0 only O0 has a whole run.  With
+    `side_by_side` whole runs have no speed, so all `rounds` are short.  The second trial is O0 with
+    another seed.  Without `again` O0 runs once in each round.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
-    lacking = rounds - (0 if apart else len(whole))
-    short = [(1 + more, 0) for more in range(lacking if times_speed else 0)]
+    missing = rounds - (0 if side_by_side else len(whole))
+    short = [(1 + number, 0) for number in range(missing if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
@@ -107,7 +106,7 @@ def trials(
             for case in rows
             if seed < (fewer or {}).get(case, max(1, seeds))
         ]
-        if again and times_speed and (is_short or not apart):
+        if again and times_speed and (is_short or not side_by_side):
             in_round.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += in_round if number % 2 == 0 else in_round[::-1]
     first, second = Trial(BASE), Trial(BASE, 1)

@@ -54,7 +54,7 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     of_types = verdicts()
     assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
     assert of_types[torch.float32] == "tie"
-    types = speed.half_dtypes("cpu")
+    types = speed.half_speeds("cpu")
     assert types.fast == fast and types.lowest == types.highest  # there is one operation
     assert types.lowest == pytest.approx(
         {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_DTYPES, times)}, rel=0.1

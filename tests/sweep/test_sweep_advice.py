@@ -12,7 +12,7 @@ import pytest
 from sweep_made import stand_in, trained
 
 from ampatch.cli import main
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import read_results
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.directory import RunFiles
@@ -54,8 +54,8 @@ class Machine:
 def machine(monkeypatch, tmp_path):
     machine = Machine()
     stand_in(monkeypatch, machine.run)
-    half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
-    monkeypatch.setattr(planning, "measured", lambda: half)
+    half = HalfSpeeds(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
+    monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return machine

@@ -9,7 +9,7 @@ import torch
 from sweep_made import made_run
 from sweep_runs import Said, planned
 
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
@@ -157,7 +157,7 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("ampatch.sweep.execution.planning.measured", None)  # would be timed
+    monkeypatch.setattr(planning, "measure_half_dtypes", None)  # it would take seconds
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(ValueError) as refused:
@@ -190,8 +190,8 @@ class Cluster(Engine):
 def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, monkeypatch):
     engine = Cluster({"O0 seed 0": ["step", "step", "end"], "O1-bfloat16 seed 0": ["step", "end"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
-    half = HalfTypes((), {"bfloat16": 1}, {"bfloat16": 1})
-    monkeypatch.setattr(planning, "measured", lambda: half)
+    half = HalfSpeeds((), {"bfloat16": 1}, {"bfloat16": 1})
+    monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     clock = itertools.count(0, 700)  # seconds between two looks
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}

@@ -63,8 +63,8 @@ def other_notes(
     is_complete: bool,
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
-    said = plan.left_out() if is_complete else plan.in_words()
-    planned = [plan.speeds_in_words(), said] if plan.has_budget else []
+    size = plan.omission_note() if is_complete else plan.size_note()
+    planned = [plan.half_speed_note(), size] if plan.has_budget else []
     copies = [_copies_note(runs)] if options.copies else []
     late = [_late_note(rows, plan.seeds)] if is_complete else []
     notes = [*planned, *_timing_notes(plan, runs), *filter(None, [*late, *copies])]

@@ -48,14 +48,14 @@ class Outcome:
             self._provenance = machine.resumed(program.file(), directory.earlier.provenance)
 
     def add(self, run: Run) -> list[str]:
-        """Add a run, plan anew, and write the files; returns what it makes known."""
+        """Add a run, plan anew and write the files; returns the notes that are new."""
         known = self._script_notes().keys()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._plan.order_of(run.trial))  # they may end in any order
-        planned = self._plan.in_words() if self._plan.fit(self.runs) else ""
+        planned = [self._plan.size_note()] if self._plan.replan(self.runs) else []
         self.write()
-        said = [note for about, note in self._script_notes().items() if about not in known]
-        return [*said, *([planned] if planned else [])]
+        new = [note for about, note in self._script_notes().items() if about not in known]
+        return [*new, *filter(None, planned)]
 
     @property
     def planned(self) -> int:

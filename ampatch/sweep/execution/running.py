@@ -54,33 +54,33 @@ class Course:
                 self._check_metrics(run)
                 self._outcome.runs.append(run)
                 self._begun.add(run.trial)
-        self._plan.fit(self._outcome.runs)
+        self._plan.replan(self._outcome.runs)
 
     def run(self, runner: Runner, engine: Engine, shown: Progress) -> None:
         """Run what is left.  Raises `SweepError` where the sweep should not go on."""
         self._start = time.monotonic()
-        for text in filter(None, (self._plan.speeds_in_words(), self._plan.in_words())):
+        for text in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
             shown.said(text)
         schedule = Schedule(
-            *self._by_turn(),
+            *self._queues(),
             runner_for=lambda trial: self._runner_for(trial, runner),
             proven=bool(self._outcome.runs),
         )
         for event in schedule.run(engine):
             if self._shows_kind(event):
-                schedule.plan(*self._by_turn())
+                schedule.plan(*self._queues())
                 if self._plan.kind.is_foreign:
                     shown.said(kind_note(str(self._program), self._options, self._plan))
             self._take(event, shown)
             if isinstance(event, Ended) and self._plan.has_budget:
-                schedule.plan(*self._by_turn())  # nothing else has been submitted, and waits
+                schedule.plan(*self._queues())  # nothing else has been submitted, and waits
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
 
-    def _by_turn(self) -> tuple[list[Trial], list[Trial]]:
+    def _queues(self) -> tuple[list[Trial], list[Trial]]:
         base_has_run = any(run.case == BASE for run in self._outcome.runs)
-        return self._plan.by_turn(self._begun, base_has_run)
+        return self._plan.queues(self._begun, base_has_run)
 
     def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
         """The runner of a trial that is about to start; None if it is not worth its time."""
