@@ -85,7 +85,7 @@ def report(
 
     results = sweep.results
     notes = [note for note in results.notes if note not in (said or ())]
-    told = () if said is None else {case.label for case in sweep.told}
+    told = () if said is None else {case.label for case in sweep.shown_failures}
     write_results(dataclasses.replace(results, notes=notes), stream, told)
     try:
         write_shown(sweep.directory, trackers, stream)

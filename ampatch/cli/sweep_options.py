@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ampatch.cli.ending import cause
 from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
-from ampatch.sweep.options import flag, help_texts, of_command
+from ampatch.sweep.options import command_options, flag, help_texts
 
 Kind = TypeVar("Kind")
 
@@ -28,7 +28,7 @@ def add_options(
     """
     later = parser.add_argument_group("more options")
     texts = {**help_texts(), **other_texts}
-    for option in of_command():
+    for option in command_options():
         if option.name in leave_out:
             continue
         group: Any = parser if option.metadata["first"] else later
@@ -45,7 +45,7 @@ def add_options(
 def construct(options: argparse.Namespace, make: Callable[..., Kind], **more: Any) -> Kind:
     """`make`, a sweep or a tuning, of the script and the options; a wrong one ends the command."""
     program = program_of(options)
-    for option in of_command():
+    for option in command_options():
         if option.name in vars(options):
             value = getattr(options, option.name)
             more[option.name] = dict(value) if option.default_factory is dict else value

@@ -24,10 +24,10 @@ LATE = "ampatch.initialize was called after an optimizer step"
 
 
 class Framework(NamedTuple):
-    """A framework that runs training loops, and how ampatch comes in.
+    """A framework that runs training loops, and how a script uses ampatch with it.
 
-    `lines` turn ampatch on in a script, with its settings after the arguments that it gives; ""
-    where the script calls `initialize`.  `integration` is the module that calls it otherwise.
+    `lines` turn ampatch on in a script, with settings after its own arguments; "" if the script
+    calls `initialize`.  Otherwise the module `integration` calls it.
     """
 
     modules: tuple[str, ...]  # in which its loops are
@@ -73,7 +73,7 @@ FRAMEWORKS = {
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
 }
-"""A framework that calls others comes before them."""
+"""A framework that calls another comes before it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Kind:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is known that the script calls no `initialize` by itself."""
+        """Whether the script is known to call no `initialize` itself."""
         return self.name not in ("", AMPATCH)
 
     def line(self, settings: Sequence[str]) -> str:
@@ -108,7 +108,7 @@ class Kind:
 
     @property
     def needs(self) -> str:
-        """Why such a script has no O2 and O3, and what has to be written for them."""
+        """Why such a script has no O2 and O3, and which lines it needs for them."""
         lacking = "O2 and O3" if self.places else "O2, O3 or the row autocast"
         more = (
             ", and instead of create_supervised_trainer: "
@@ -123,8 +123,8 @@ class Kind:
             "scaled_loss.backward()" + more * (self.framework == "ignite")
         )
 
-    def in_words(self) -> str:
-        """What was found and what follows, without the script's name."""
+    def description(self) -> str:
+        """What the script has and what follows, as a sentence without its subject."""
         shown = self.framework and FRAMEWORKS[self.framework].shown
         loop = f", in a training loop of {shown}" if shown else ""
         if self.name == AMPATCH:

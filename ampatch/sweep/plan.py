@@ -1,12 +1,12 @@
-"""The plan of a sweep: its rows, from levels, dtypes and settings, and the order of the trials.
+"""The rows of a sweep, from levels, dtypes and settings, and the order of its trials.
 
 Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a round every row
-runs once, close together in time, and O0 once more, so that each round has its own comparison
+runs once, close together in time, and O0 runs twice, so that each round has its own comparison
 with O0 and its own measure of the machine's noise.
 
-The whole runs of a seed are a round.  Where there are fewer than the rounds, short ones follow,
+The whole runs of a seed are a round.  If there are fewer seeds than rounds, short runs follow,
 ended after a few seconds of training (`execution/budget.py`).  The second O0 of a round is always
-short.  Nothing is added where there is no O0 or nothing else, nor with `rounds=1`.
+short.  Nothing is added without O0, for O0 alone, or with `rounds=1`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
-SUBJECT = "The script"  # where no name is known
+SUBJECT = "The script"  # in messages, until its name is known
 SEED_VARIABLE = "AMPATCH_SEED"
 
 
@@ -63,12 +63,12 @@ def cases(
 
 
 def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
-    """`rows`; a `ValueError` for none, or for one that a script of this kind cannot have."""
+    """Returns `rows`.  Raises `ValueError` for none, or for one that this kind cannot run at."""
     if not rows:
         raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
     from_outside = {*FROM_OUTSIDE, AUTOCAST}
     if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
-        raise ValueError(f"{SUBJECT} {kind.in_words()}. {kind.needs}")
+        raise ValueError(f"{SUBJECT} {kind.description()}. {kind.needs}")
     return rows
 
 
@@ -148,7 +148,7 @@ def counts_its_steps(arguments: Sequence[str]) -> bool:
 
 
 def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
-    """`names` as a list; a `ValueError` for one that is not in `expected`, or for none."""
+    """`names` as a list.  Raises `ValueError` for none, or for one that is not in `expected`."""
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
         if name not in expected:

@@ -10,7 +10,7 @@ from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
+from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.recommendation import not_shown
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
@@ -83,8 +83,8 @@ class Tuning:
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None
         if earlier is not None:
-            recorded = asked.given(options)
-            said, kept, _ = going_on(earlier, options, recorded, arguments, but=("rounds",))
+            recorded = asked.to_record(options)
+            said, kept, _ = resumed_options(earlier, options, recorded, arguments, but=("rounds",))
             options, arguments = {**options, **kept}, arguments or earlier.arguments
             self._check_level(earlier.options.get("tuning", {}), options["tuning"])
             if said:

@@ -11,7 +11,7 @@ from ampatch.diagnose.speed import HalfSpeeds, half_speeds
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.torch_private.devices import accelerator
 
-NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and is the less slow one on a CPU
+NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and on a CPU is less slow than float16
 _ASK = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -21,7 +21,7 @@ print(json.dumps(dataclasses.asdict(half_speeds())))
 
 
 def measure_half_dtypes() -> HalfSpeeds:
-    """The fast half dtypes, or `NONE_IS_FAST`, and the speeds of all; takes a few seconds.
+    """Time the half dtypes; `fast` is `NONE_IS_FAST` if none is.  Takes a few seconds.
 
     Raises `ValueError` if an accelerator does not answer.
     """
@@ -30,7 +30,7 @@ def measure_half_dtypes() -> HalfSpeeds:
 
 
 def _of_accelerator() -> HalfSpeeds:
-    """Timed in a child process: this process would hold memory of the device during the sweep."""
+    """Timed in a child process, so that the sweep's process holds no memory of the device."""
     command = [sys.executable, "-c", _ASK, PACKAGE_ROOT]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:

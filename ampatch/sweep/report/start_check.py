@@ -43,7 +43,7 @@ def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
     return [(run, difference) for run, difference in starts if difference]
 
 
-def note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
+def start_note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
     """How they differ, why that may be, and what to do."""
     if not starts:
         return ""
