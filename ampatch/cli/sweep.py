@@ -79,14 +79,14 @@ def report(
 ) -> int:
     """Print and write the results so far, but what was `said`; returns 1 if no run went well.
 
-    `stopped` is why not all have run, "" if that has been told; None: they have.
+    `stopped` is why not all have run, "" if that has been shown_failures; None: they have.
     """
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
     notes = [note for note in results.notes if note not in (said or ())]
-    told = () if said is None else {case.label for case in sweep.shown_failures}
-    write_results(dataclasses.replace(results, notes=notes), stream, told)
+    shown_failures = () if said is None else {case.label for case in sweep.shown_failures}
+    write_results(dataclasses.replace(results, notes=notes), stream, shown_failures)
     try:
         write_shown(sweep.directory, trackers, stream)
     except OSError as error:

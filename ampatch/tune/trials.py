@@ -15,7 +15,7 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import says_how_well, seeds_matter
+from ampatch.sweep.report.summary import has_quality, seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune.answer import ANSWER, OVERRIDES
 from ampatch.tune.verdict import TuneError, passes, row_of
@@ -121,7 +121,7 @@ class Trials:
     def _check_base(self, base: Row) -> None:
         if base.outcome == "failed":
             raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
-        if not says_how_well(self.runs):
+        if not has_quality(self.runs):
             raise TuneError(
                 f"{self._task.script}: no loss and no metric was recorded at O0, so nothing says "
                 "how well a candidate trains. Have a loss go through ampatch.scale_loss or "

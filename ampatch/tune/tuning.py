@@ -12,7 +12,7 @@ from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.recommendation import not_shown
+from ampatch.sweep.report.recommendation import open_question
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -214,14 +214,14 @@ class Tuning:
         for row in sweep.rows:
             if row.speed is not None:
                 answer.speeds[names[row.label]] = row.speed
-                answer.paces[names[row.label]] = pace.in_words(row)
+                answer.paces[names[row.label]] = pace.speed_text(row)
         write_answer(self.directory, answer)
 
     def _ended(
         self, outcome: str, search: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        what, cure = not_shown(row) if outcome in (PASSES, CURED) else ("", "")
+        what, cure = open_question(row) if outcome in (PASSES, CURED) else ("", "")
         unshown = what and f"{what}. {cure and f'--resume {cure} shows it.'}".strip()
         answer = Answer(
             script=str(self._task.script),

@@ -12,7 +12,7 @@ from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.judge import quality_text
-from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
+from ampatch.sweep.report.margin import ONE_PERCENT, Margin, deciding, first_untested, worse
 from ampatch.sweep.report.recommendation import no_direction
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
@@ -49,12 +49,12 @@ def passes(row: Row) -> bool:
             "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
-    if not weighed(row):
+    if not deciding(row):
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
     unknown = no_direction(row)
     if unknown:
         raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
-    untested = next((quantity for quantity in weighed(row) if quantity.outcome == "untested"), None)
+    untested = first_untested(row)
     if untested is not None:
         raise TuneError(
             f"{untested.name} cannot be tested: {untested.untested}. Expected at least --seeds 2, "

@@ -111,6 +111,7 @@ class Runner:
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
                 _end(child, control)
+        after = own_files.change_times(folders, ours) if before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
             measured = ranks.explained(measured, files)
@@ -125,9 +126,7 @@ class Runner:
             imports=_imports(child, clock, measured) if control.warm else 0.0,
             host=socket.gethostname(),
             devices=placement.devices,
-            wrote=own_files.changed_names(before, own_files.change_times(folders, ours))
-            if before
-            else [],
+            wrote=own_files.changed_names(before, after),
             linked=own_files.linked_entries(here, ours) if is_first and self.in_copy else [],
         )
         write_json(files.run, run.to_json())

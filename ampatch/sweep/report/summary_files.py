@@ -83,7 +83,7 @@ def as_markdown(results: Results) -> str:
     return filled(
         "summary.md",
         script=Path(results.script).name,
-        called=provenance.called(results),
+        called=provenance.script_command(results),
         seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
         runs=counted(results.planned, "run"),
         results=results,

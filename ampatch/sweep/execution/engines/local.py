@@ -52,7 +52,7 @@ class LocalEngine:
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         placement = self._timed if alone else self._free.popleft()
-        control = TrialControl(lambda reach: self._events.put(Reached(trial, reach)), self._warm)
+        control = TrialControl(lambda now: self._events.put(Reached(trial, now)), self._warm)
         arguments = runner, trial, control, placement
         thread = threading.Thread(target=self._work, args=arguments, daemon=True)
         self._running[trial] = placement, control, thread
