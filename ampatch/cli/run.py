@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
             notes.close()
         if code == 0:
             notes.say_unused()
+            if not options.debug:  # which says the same
+                notes.say_no_step()
         return code
 
     if options.debug:

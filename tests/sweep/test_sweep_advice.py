@@ -18,7 +18,7 @@ from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import plain
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
-from ampatch.sweep.measure.output_metrics import hint, read_metrics
+from ampatch.sweep.measure.output_metrics import metric_hint, read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.trial import BASE
 
@@ -204,7 +204,7 @@ def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, 
 def test_what_looks_like_a_metric(text, expected, tmp_path):
     log = tmp_path / "run.log"
     log.write_text(text + "\n")
-    told = hint(log, len(text))
+    told = metric_hint(log, len(text))
     assert (told and told[1]) == expected
     if expected:
         name, _, pattern = expected.partition("=")
