@@ -1,7 +1,7 @@
 """Does a candidate train as O0 does?  Judged as the sweep judges a row, each by itself.
 
-The p values are not corrected over the candidates: each is one question, and with Holm's method
-the answer would depend on how many were asked before.
+The p values are not corrected over the candidates: otherwise a verdict would depend on how many
+candidates were tried before.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def row_of(
 
 
 def passes(row: Row) -> bool:
-    """Whether no test shows that the row is worse than O0 by what matters.
+    """Whether no test shows that the row is worse than O0 by the margin or more.
 
-    Raises `TuneError` where nothing can be tested, and where what is judged differs and has no
+    Raises `TuneError` if nothing can be tested, or if the judged quantity differs and has no
     direction.
     """
     if row.outcome == "failed":
