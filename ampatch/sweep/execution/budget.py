@@ -185,12 +185,9 @@ def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
 
 
 def choose_size(
-    rows: Sequence[Case],
-    wanted: PlanSize,
-    minutes: float,
-    timings: Timings,
+    rows: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
     ended: Collection[Trial],
-) -> PlanSize:
+) -> PlanSize:  # fmt: skip
     """The best size that takes `minutes` at most, or hardly longer than the smallest size.
 
     If a row other than O0 has run a second or later seed, all rows run it: half a round compares

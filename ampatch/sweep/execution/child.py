@@ -70,7 +70,7 @@ def run(request: dict[str, Any]) -> int:
     runner, trial = restored(Runner, request["runner"]), restored(Trial, request["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
     is_ranked = runner.processes is not None
-    rank = ranks.this_rank() if is_ranked else 0
+    rank = int(os.environ["RANK"]) if is_ranked else 0
     _end_with_parent(request["guard"], is_ranked)
     signal.signal(signal.SIGTERM, _exit_by_signal)
     training = _Training(runner, trial.case, None if rank else files.progress)
@@ -141,7 +141,10 @@ class _Record:
             return
         recorder = self._training.recorder
         self._error, self._written_notices = error, recorder.notices
-        measured = _measured(recorder)
+        try:
+            measured = recorder.measured()
+        except RuntimeError as failure:  # a device that has failed returns no more values
+            measured = Measured(error=describe(failure))
         measured.error = error or measured.error
         measured.own_seed = self._own_seeds.first_call
         measured.autocast_off = self._training.off.lines
@@ -238,13 +241,6 @@ def _end_without_initialize() -> None:
 
     hook = register_optimizer_step_pre_hook(end)
     ampatch.observe(SimpleNamespace(on_initialize=lambda properties: hook.remove()))
-
-
-def _measured(recorder: Recorder) -> Measured:
-    try:
-        return recorder.measured()
-    except RuntimeError as error:  # a device that has failed returns no more values
-        return Measured(error=describe(error))
 
 
 def changes(before: Mapping[str, str]) -> dict[str, str]:

@@ -215,12 +215,18 @@ def _lock_directory(holder: object, path: Path) -> weakref.finalize[..., Any]:
         path.mkdir(parents=True, exist_ok=True)
         file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     lock = weakref.finalize(holder, os.close, file)
-    if not _try_lock(file):
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows: nothing keeps two sweeps apart
+        return lock
+    except BlockingIOError:
         lock()
         raise ValueError(
             f"{path}: another sweep is running in this directory. Wait for its end, or choose "
             "another with --out."
-        )
+        ) from None
     return lock
 
 
@@ -249,16 +255,3 @@ def _has_grown(before: Any, now: Any) -> bool:
 def _text(settings: dict[str, Any], name: str) -> str:
     value = settings.get(name)
     return shlex.join(value) if value and name == "arguments" else setting_text(value)
-
-
-def _try_lock(file: int) -> bool:
-    """Lock an open file until it is closed or this process ends; False if another holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nothing keeps two sweeps apart
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -39,7 +39,12 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     if run_status.startswith(("no training", NO_STEP)) and not run.steps:
         kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
-            return _no_integration(script, kind)
+            return (
+                f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not "
+                "put ampatch into it: the script does not make it in one place. Write these lines "
+                "into it; opt level and dtype come from the sweep in each trial:\n"
+                f"{kind.line(())}"
+            )
         return f"{script}: {run_status} ({run.trial.label}).{_hint(run, kind)}"
     goes_on = run_status == OK or run_status.startswith("diverged") or lacks_memory(run_status)
     if run.case != BASE or goes_on:
@@ -51,14 +56,6 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     return (
         f"{script}: {run_status} at {run.trial.label}, {steps}. The other rows are compared with "
         f"O0, so none of them is run.{remedy}\n{last_lines(log)}"
-    )
-
-
-def _no_integration(script: str, kind: Kind) -> str:
-    return (
-        f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not put "
-        "ampatch into it: the script does not make it in one place. Write these lines into it; opt "
-        f"level and dtype come from the sweep in each trial:\n{kind.line(())}"
     )
 
 

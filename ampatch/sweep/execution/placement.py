@@ -6,7 +6,6 @@ and records it in the `Run`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,10 +68,3 @@ def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str
     if visible:
         numbers = [visible[int(number)] for number in numbers]
     return {name: ",".join(numbers)}
-
-
-def thread_variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:
-    """The variable for this number of threads, unless the user has set it."""
-    if threads is None or THREADS in os.environ:
-        return ()
-    return ((THREADS, str(threads)),)

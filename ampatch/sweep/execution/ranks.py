@@ -76,10 +76,6 @@ def _first_error(files: RunFiles) -> str:
 # In a rank
 
 
-def this_rank() -> int:
-    return int(os.environ["RANK"])
-
-
 def open_guard(pipe: int) -> int:
     """Open a pipe of the process that started this rank: torchrun passes no files on."""
     return os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)

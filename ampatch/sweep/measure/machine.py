@@ -44,20 +44,15 @@ def state_of_the_machine() -> dict[str, Any]:
         "native": native.status().active,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),  # that this process may run on
     }
 
 
 def load(name: str) -> dict[str, float]:
     """The load average over a minute under this name; empty where there is none (Windows)."""
     return {name: round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-
-
-def usable_cores() -> int | None:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _cpu() -> str:

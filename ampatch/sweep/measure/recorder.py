@@ -69,7 +69,9 @@ class Recorder:
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         self.notices += 1
         self._last_optimizer = optimizer
-        device = self._device = _device_of(optimizer)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        device = next((param.device for param in params), torch.device("cpu"))
+        self._device = device
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
@@ -123,10 +125,3 @@ class Recorder:
             self._reported = now
             losses = next(iter(self._losses.values()), None)
             self._report(self._count, losses.readings.latest if losses else None)
-
-
-def _device_of(optimizer: Any) -> torch.device:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            return parameter.device
-    return torch.device("cpu")

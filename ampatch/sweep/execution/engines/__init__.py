@@ -6,7 +6,7 @@ import os
 
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
-from ampatch.sweep.execution.placement import Placement, device_groups, thread_variables
+from ampatch.sweep.execution.placement import THREADS, Placement, device_groups
 from ampatch.sweep.execution.warm import WarmStarts
 from ampatch.sweep.options import SweepOptions
 
@@ -26,7 +26,7 @@ def make(options: SweepOptions) -> Engine:
         return LocalEngine(placements, timed=Placement(devices=groups[0]))
     jobs = options.jobs or 1
     warm = None if options.cold or options.side_by_side or options.nproc_per_node else WarmStarts()
-    share = max(1, (os.cpu_count() or 1) // jobs)
-    variables = thread_variables(share if jobs > 1 else None)
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    variables = ((THREADS, threads),) if jobs > 1 and THREADS not in os.environ else ()
     placements = [Placement(alone=jobs == 1, variables=variables)] * jobs
     return LocalEngine(placements, timed=Placement(), warm=warm)

@@ -88,9 +88,8 @@ class RayEngine:
             self._timed_group = self._timed_group or placement_group([self._needs.bundle])
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._timed_group)
         task = ray.remote(_run).options(max_retries=RETRIES, name=trial.label, **options)
-        placement = Placement(
-            alone=alone, variables=_variables(None if alone else self._needs.threads)
-        )
+        variables = _variables(None if alone else self._needs.threads)
+        placement = Placement(alone=alone, variables=variables)
         portable = dataclasses.replace(runner, directory=Path())
         reference = task.remote(
             portable, trial, placement, self._board, os.getcwd(), _same_versions()
@@ -241,13 +240,9 @@ def _same_versions() -> dict[str, str]:
 
 
 def _run(
-    runner: Runner,
-    trial: Trial,
-    placement: Placement,
-    board: Any,
-    directory: str,
+    runner: Runner, trial: Trial, placement: Placement, board: Any, directory: str,
     expected: dict[str, str],
-) -> tuple[Run | Exception, bytes]:
+) -> tuple[Run | Exception, bytes]:  # fmt: skip
     """The run, or the exception for the sweep's process, and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory
         os.chdir(directory)
