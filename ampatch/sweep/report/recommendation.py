@@ -159,14 +159,10 @@ def _accuracy(judged: Comparison) -> str:
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
-    """A sentence: all rows that may be faster are worse; and the fastest one's difference."""
+    """All rows that may be faster are worse; and the difference of the fastest one."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
-    said = filter(
-        None, (pace.speed_text(row), *(quality_text(quantity) for quantity in worse(row)))
-    )
-    return (
-        f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {'; '.join(said)}."
-    )
+    facts = "; ".join(filter(None, (pace.speed_text(row), *map(quality_text, worse(row)))))
+    return f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {facts}."
 
 
 def _remedy(quantity: Comparison) -> str:
