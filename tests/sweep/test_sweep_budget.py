@@ -68,7 +68,7 @@ def whole(runs):
 
 
 @pytest.mark.parametrize(
-    ("half", "ms", "minutes", "seeds", "left"),
+    ("half", "ms", "minutes", "seeds", "omitted"),
     [
         (FAST, 50, 10, {"O0": 5, "O1": 5, "O2": 5, "O3": 5, "autocast": 5}, ""),  # all there is
         (FAST, 50, 3, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 more seeds"),
@@ -84,13 +84,13 @@ def whole(runs):
         (SLOW, 87, 6, {"O0": 4, "O1": 4, "O2": 4, "O3": 4, "autocast": 4}, "1 more seed."),
     ],
 )
-def test_a_budget_holds_and_has_three_seeds_first(half, ms, minutes, seeds, left, monkeypatch):
+def test_a_budget_holds_and_has_three_seeds_first(half, ms, minutes, seeds, omitted, monkeypatch):
     machine = Machine(monkeypatch, half, ms)
     plan = machine.plan(budget=minutes)
     runs = machine.sweep(plan)
     assert whole(runs) == seeds
     assert seconds(runs) <= 60 * minutes * (1.25 if plan.chosen.tests_accuracy(plan.wanted) else 1)
-    assert left in plan.omission_note() and bool(left) == bool(plan.omission_note())
+    assert omitted in plan.omission_note() and bool(omitted) == bool(plan.omission_note())
     for case in {run.case for run in runs}:  # each row has rounds to tell its speed from
         assert len({run.trial.round for run in runs if run.case == case}) >= 2
 
@@ -193,8 +193,8 @@ def test_a_second_seed_of_o0_alone_binds_no_other_row(monkeypatch):
 
 
 def clock(text):
-    hours, minutes, left = map(int, text.split(":"))
-    return 3600 * hours + 60 * minutes + left
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch):

@@ -64,7 +64,7 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
 class PlanSize:
     """The seeds of each row and the rounds of timing.  With `seeds` 0 only O0 has a whole run.
 
-    `all_rows`: O3 runs too, beside two rows or more.  `again`: O0 runs twice in a round.
+    Without `all_rows` O3 does not run beside two other rows.  `again`: O0 runs twice in a round.
     """
 
     seeds: int
