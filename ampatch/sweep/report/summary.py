@@ -58,24 +58,25 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base, values, ways = by_case.get(BASE, []), values_of(runs), better or {}
+    base, values, asked = by_case.get(BASE, []), values_of(runs), better or {}
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
     round_seconds: Counter[tuple[int, int]] = Counter()
     for run in runs:
         round_seconds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, of_case, base, round_seconds, means, samples, starts.get(case, ""), ways)
+        _row(case, of_case, base, round_seconds, means, samples, starts.get(case, ""), asked)
         for case, of_case in by_case.items()
     ]
-    how = judged, ways, seeds_matter(base), margin
+    criteria = judged, asked, seeds_matter(base), margin
     compared = [
-        [] if case == BASE or case in starts else compare(samples, case.label, *how)
+        [] if case == BASE or case in starts else compare(samples, case.label, *criteria)
         for case in by_case
     ]
     judged_rows = list(map(judged_row, rows, corrected(compared)))
-    others = [row for row in judged_rows if row.outcome != "baseline"]
-    return [_with_equals(row, judged_rows) if row in others else row for row in judged_rows]
+    return [
+        row if row.outcome == "baseline" else _with_equals(row, judged_rows) for row in judged_rows
+    ]
 
 
 def _with_equals(row: Row, rows: Sequence[Row]) -> Row:
