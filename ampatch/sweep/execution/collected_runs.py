@@ -53,7 +53,7 @@ class CollectedRuns:
         """Add a run, plan anew and write the files; returns the notes that are new."""
         known = self._script_notes().keys()
         self.runs.append(run)
-        self.runs.sort(key=lambda run: self._plan.order_of(run.trial))  # they may end in any order
+        self.runs.sort(key=lambda run: self._plan.order[run.trial])  # they may end in any order
         planned = [self._plan.size_note()] if self._plan.replan(self.runs) else []
         self.write()
         new = [note for about, note in self._script_notes().items() if about not in known]

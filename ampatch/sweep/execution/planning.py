@@ -39,8 +39,8 @@ class Plan:
     """The `cases` and `trials` of a sweep.  A resumed sweep keeps the plan of `earlier`.
 
     `wanted` is the size that the user asked for, `chosen` the one that fits the budget;
-    `possible` has the trials of any size that may still be chosen.  Raises `ValueError` for rows
-    that cannot run.
+    `possible` has the trials of any size that may still be chosen, `order` their numbers.  Raises
+    `ValueError` for rows that cannot run.
     """
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
@@ -153,9 +153,6 @@ class Plan:
         self._set_trials()
         return True
 
-    def order_of(self, trial: Trial) -> int:
-        return self._order[trial]
-
     def pending(self, begun: Collection[Trial]) -> list[Trial]:
         return [trial for trial in self.trials if trial not in begun]
 
@@ -237,7 +234,7 @@ class Plan:
         dropped = [trial for trial in self._ended if trial not in planned]
         self.trials = [*dropped, *planned]
         order = dict.fromkeys([*self.possible, *dropped])
-        self._order = {trial: number for number, trial in enumerate(order)}
+        self.order = {trial: number for number, trial in enumerate(order)}
 
     def _trials_of(self, size: PlanSize) -> list[Trial]:
         options = self._options

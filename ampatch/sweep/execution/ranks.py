@@ -76,11 +76,6 @@ def _first_error(files: RunFiles) -> str:
 # In a rank
 
 
-def open_guard(pipe: int) -> int:
-    """Open a pipe of the process that started this rank: torchrun passes no files on."""
-    return os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
-
-
 def record_ending(error: str) -> None:
     """Write how this rank ended, beside the file that torchrun has for its error."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING)

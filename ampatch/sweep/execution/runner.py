@@ -263,16 +263,8 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     environment[SEED_VARIABLE] = str(trial.seed)
     environment[DIRECTORY_VARIABLE] = str(files.directory.resolve())
     environment.setdefault("PYTHONHASHSEED", "0")  # forked trials share one, too
-    path = python_path(environment)
-    if path is not None:
-        environment["PYTHONPATH"] = path
+    if PACKAGE_ROOT not in map(sysconfig.get_path, ("purelib", "platlib")):
+        # ampatch is not installed: the child lacks the path of this process.
+        paths = filter(None, [environment.get("PYTHONPATH"), PACKAGE_ROOT])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
     return {**environment, **trial.case.environment}
-
-
-def python_path(environment: Mapping[str, str]) -> str | None:
-    """The PYTHONPATH with which a new process finds ampatch."""
-    path = environment.get("PYTHONPATH")
-    if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return path
-    # ampatch is not installed: the child lacks the path of this process.
-    return os.pathsep.join(filter(None, [path, PACKAGE_ROOT]))
