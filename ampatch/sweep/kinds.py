@@ -31,7 +31,7 @@ class Framework(NamedTuple):
     """
 
     modules: tuple[str, ...]  # in which its loops are
-    shown: str
+    title: str
     integration: str = ""
     lines: str = ""
 
@@ -109,7 +109,7 @@ class Kind:
     @property
     def needs(self) -> str:
         """Why such a script has no O2 and O3, and which lines it needs for them."""
-        lacking = "O2 and O3" if self.places else "O2, O3 or the row autocast"
+        missing = "O2 and O3" if self.places else "O2, O3 or the row autocast"
         more = (
             ", and instead of create_supervised_trainer: "
             "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
@@ -117,7 +117,7 @@ class Kind:
         )
         return (
             "Without a call of initialize ampatch does not know which module is the model: it can "
-            f"run O0 and O1, but not {lacking}. To have them, import ampatch, and write after the "
+            f"run O0 and O1, but not {missing}. To have them, import ampatch, and write after the "
             "model and the optimizer: model, optimizer = ampatch.initialize(model, optimizer); and "
             "instead of loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
             "scaled_loss.backward()" + more * (self.framework == "ignite")
@@ -125,8 +125,8 @@ class Kind:
 
     def description(self) -> str:
         """What the script has and what follows, as a sentence without its subject."""
-        shown = self.framework and FRAMEWORKS[self.framework].shown
-        loop = f", in a training loop of {shown}" if shown else ""
+        title = self.framework and FRAMEWORKS[self.framework].title
+        loop = f", in a training loop of {title}" if title else ""
         if self.name == AMPATCH:
             return f"calls initialize of ampatch or apex{loop}"
         if not self.places:

@@ -40,7 +40,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return (
-                f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not "
+                f"{script} trains by {FRAMEWORKS[kind.framework].title}, and the sweep could not "
                 "put ampatch into it: the script does not make it in one place. Write these lines "
                 "into it; opt level and dtype come from the sweep in each trial:\n"
                 f"{kind.line(())}"
@@ -74,17 +74,17 @@ def lacks_memory(message: str) -> bool:
 
 def failure(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output.  An error that is there is not repeated."""
-    how, shown = status(run), last_lines(log)
+    how, output = status(run), last_lines(log)
     hint = " The script may catch its errors." + _MAY_RESUME if how.startswith(NO_STEP) else ""
-    if not shown:
+    if not output:
         return f"{run.trial.label} {how}.{hint} It printed nothing."
-    if how.partition(": ")[2] in shown:
+    if how.partition(": ")[2] in output:
         how = brief(how)
-    return f"{run.trial.label} {how}.{hint} Its last lines:\n{shown}"
+    return f"{run.trial.label} {how}.{hint} Its last lines:\n{output}"
 
 
 def last_lines(log: Path) -> str:
     """The end of a run's output, and where all of it is; "" if it printed nothing."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    shown = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:] if line.strip())
-    return shown and f"{shown}\nAll of its output: {log}"
+    lines = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:] if line.strip())
+    return lines and f"{lines}\nAll of its output: {log}"

@@ -56,11 +56,11 @@ class Coordinator:
                 self._begun.add(run.trial)
         self._plan.replan(self._collected.runs)
 
-    def run(self, runner: Runner, engine: Engine, shown: Progress) -> None:
+    def run(self, runner: Runner, engine: Engine, display: Progress) -> None:
         """Run the pending trials.  Raises `SweepError` if the sweep should not go on."""
         self._start = time.monotonic()
         for text in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
-            shown.said(text)
+            display.said(text)
         schedule = Schedule(
             *self._queues(),
             runner_for=lambda trial: self._runner_for(trial, runner),
@@ -70,8 +70,8 @@ class Coordinator:
             if self._shows_kind(event):
                 schedule.set_queues(*self._queues())
                 if self._plan.kind.is_foreign:
-                    shown.said(kind_note(str(self._program), self._options, self._plan))
-            self._handle(event, shown)
+                    display.said(kind_note(str(self._program), self._options, self._plan))
+            self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
                 schedule.set_queues(*self._queues())  # nothing else has been submitted, and waits
         if self._lost:
@@ -108,46 +108,46 @@ class Coordinator:
             self._collected.write()  # the record names each trial before it starts
         return is_new
 
-    def _handle(self, event: Event, shown: Progress) -> None:
+    def _handle(self, event: Event, display: Progress) -> None:
         if isinstance(event, Started):
             self._begun.add(event.trial)
             count = 0 if self._plan.has_budget else self._collected.planned
             seconds = self._plan.seconds_left(self._begun - {event.trial})
-            shown.started(len(self._begun), count, event.trial, seconds)
+            display.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Reached):
-            self._say_if_long(shown)
-            shown.reached(event.trial, event.progress.steps, event.progress.loss)
+            self._say_if_long(display)
+            display.reached(event.trial, event.progress.steps, event.progress.loss)
         elif isinstance(event, Lost):
             self._lost.append(event)
-            shown.lost(event.trial, event.reason)
+            display.lost(event.trial, event.reason)
         elif isinstance(event, Ended):
-            self._ended(event.run, shown)
+            self._ended(event.run, display)
         else:
             is_of_pattern = isinstance(event.error, ValueError)  # --metric matched no number
             raise SweepError(str(event.error)) if is_of_pattern else event.error
 
-    def _say_if_long(self, shown: Progress) -> None:
+    def _say_if_long(self, display: Progress) -> None:
         """Say once that the first run alone takes longer than the whole sweep may."""
         is_first = not (self._collected.runs or self._is_long)
         if is_first and self._plan.is_over(time.monotonic() - self._start):
             self._is_long = True
-            shown.said(
+            display.said(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "
                 "--steps N ends each run after N steps."
             )
 
-    def _ended(self, run: Run, shown: Progress) -> None:
+    def _ended(self, run: Run, display: Progress) -> None:
         self._begun.add(run.trial)
         reason = self._reason_to_stop(run)
         news = self._collected.add(run)
-        shown.ended(run)
+        display.ended(run)
         if status(run) != OK and run.case not in self.shown_failures:
             self.shown_failures.add(run.case)
             if not reason:
                 news.append(failure(run, self._files(run).log))
         is_last = len(self._collected.runs) == len(self._plan.trials)
         for text in [*news, *([reason] if reason and is_last else [])]:
-            shown.said(text)
+            display.said(text)
         if reason and not is_last:
             raise SweepError(reason)
         self._check_metrics(run)

@@ -149,11 +149,11 @@ class Sweep:
             in_copy=self._options.copies,
         )
         try:
-            shown, engine = progress or Progress(), engines.make(self._options)
-            with shown, engine:
+            display, engine = progress or Progress(), engines.make(self._options)
+            with display, engine:
                 if self._resume_note:
-                    shown.said(self._resume_note)
-                self._coordinator.run(runner, engine, shown)
+                    display.said(self._resume_note)
+                self._coordinator.run(runner, engine, display)
         except EngineError as error:
             raise SweepError(str(error)) from None
         finally:

@@ -59,8 +59,8 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 def _timed(seconds: Sequence[float | None]) -> list[float]:
     """The steps that count: after the warm-up and not after a pause."""
-    there = [value for value in seconds if value is not None]
-    return there[min(WARM_UP, len(there) // 4) :]
+    timed = [value for value in seconds if value is not None]
+    return timed[min(WARM_UP, len(timed) // 4) :]
 
 
 def step_ms(measured: Measured | None, first: int | None = None) -> float | None:

@@ -209,10 +209,10 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     axes.axvline(1, color="#333333", lw=1, ls=":")
     if reach := rows[0].reach:
         axes.axvspan(1 / reach, reach, color="#8c8c8c", alpha=0.25, lw=0, zorder=0)
-    beside = axes.secondary_yaxis("right")
-    beside.set_yticks(range(len(rows)), texts)
-    beside.tick_params(length=0)
-    beside.spines["right"].set_visible(False)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(range(len(rows)), texts)
+    right.tick_params(length=0)
+    right.spines["right"].set_visible(False)
 
 
 def _style(results: Results, row: Row) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
 from ampatch.sweep.report.provenance import facts, script_command
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import filled, write_tables
+from ampatch.sweep.report.summary_files import render_template, write_tables
 from ampatch.sweep.report.table import notes, table
 
 
@@ -44,7 +44,7 @@ def write_report(directory: str | Path) -> None:
 def as_html(results: Results, drawn: Sequence[Picture]) -> str:
     """The page."""
     rows = results.rows
-    return filled(
+    return render_template(
         "page.html",
         title=f"{Path(results.script).name} at several opt levels",
         called=script_command(results),

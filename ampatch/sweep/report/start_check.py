@@ -81,8 +81,8 @@ def _allowed(value: float, expected: Series, roundoff: float) -> float:
     size = max(abs(value), finite[0], statistics.median(finite))
     rounding = ALLOWED * roundoff * size
     pairs = itertools.pairwise(expected.values[:EARLY])
-    apart = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
-    return max(rounding, statistics.median(apart)) if apart and roundoff != FP32 else rounding
+    changes = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
+    return max(rounding, statistics.median(changes)) if changes and roundoff != FP32 else rounding
 
 
 def _roundoff(case: Case) -> float:

@@ -265,5 +265,5 @@ def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    there = DataFrame({"value": list(values)}, dtype=float).value.dropna()
-    return None if there.empty else there.median()
+    known = DataFrame({"value": list(values)}, dtype=float).value.dropna()
+    return None if known.empty else known.median()

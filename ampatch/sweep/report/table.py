@@ -42,9 +42,9 @@ class Column:
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
     """The texts of all columns or of the `main` ones, without empty columns."""
-    shown = [column for column in columns(rows) if column.main or not main]
-    texts = [[column.text(row) for column in shown] for row in rows]
-    every = DataFrame(texts, columns=[column.title for column in shown], dtype=str)
+    chosen = [column for column in columns(rows) if column.main or not main]
+    texts = [[column.text(row) for column in chosen] for row in rows]
+    every = DataFrame(texts, columns=[column.title for column in chosen], dtype=str)
     return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
 
 
