@@ -67,7 +67,7 @@ class Trials:
         return self._sweep.kind
 
     def row(self, case: Case) -> Row:
-        """The row of a case compared with O0; runs its pending trials.
+        """The row of a case compared with O0; runs its remaining trials.
 
         Raises `SweepError`, and `TuneError` if O0 gives nothing to compare with.
         """

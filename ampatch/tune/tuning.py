@@ -109,7 +109,7 @@ class Tuning:
         self._trials = self._open_trials(seeds, resume, overwrite)
 
     def run(self) -> Answer:
-        """Run the pending trials; returns the answer, which the files have too.
+        """Run the remaining trials; returns the answer, which the files have too.
 
         Raises `SweepError` or `TuneError` if there is none.
         """

@@ -48,8 +48,8 @@ class Machine:
         """The runs of the whole plan, which is made anew after each; `most` of them."""
         runs = list(runs)
         plan.replan(runs)
-        while pending := plan.pending({run.trial for run in runs})[:most]:
-            runs.append(self.run(pending[0], plan.steps(pending[0], runs)))
+        while remaining := plan.remaining({run.trial for run in runs})[:most]:
+            runs.append(self.run(remaining[0], plan.steps(remaining[0], runs)))
             plan.replan(runs)
             most -= 1
         return runs

@@ -154,8 +154,8 @@ class Timings:
         self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]
     ) -> float:
         """How long the whole sweep will take, the runs that have ended included."""
-        pending = (trial for trial in size.trials(rows, ended) if trial not in ended)
-        due = (trial for trial in pending if is_due(trial, self.failed))
+        remaining = (trial for trial in size.trials(rows, ended) if trial not in ended)
+        due = (trial for trial in remaining if is_due(trial, self.failed))
         return self.spent + sum(self.trial_seconds(trial, not size.seeds) for trial in due)
 
     def budget_minutes(self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:

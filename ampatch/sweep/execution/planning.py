@@ -129,7 +129,7 @@ class Plan:
         if self._timings is None or self._options.side_by_side:
             return None
         few_steps = not self.chosen.seeds
-        return sum(self._timings.trial_seconds(trial, few_steps) for trial in self.pending(begun))
+        return sum(self._timings.trial_seconds(trial, few_steps) for trial in self.remaining(begun))
 
     def steps(self, trial: Trial, runs: Iterable[Run]) -> int | None:
         """After how many optimizer steps a trial ends; None: by itself."""
@@ -153,24 +153,24 @@ class Plan:
         self._set_trials()
         return True
 
-    def pending(self, begun: Collection[Trial]) -> list[Trial]:
+    def remaining(self, begun: Collection[Trial]) -> list[Trial]:
         return [trial for trial in self.trials if trial not in begun]
 
     def queues(
         self, begun: Collection[Trial], base_has_run: bool
     ) -> tuple[list[Trial], list[Trial]]:
-        """The pending trials: those that run side by side, and those that run alone.
+        """The remaining trials: those that run side by side, and those that run alone.
 
         O0 comes first where it has to show the kind.
         """
-        pending = self.pending(begun)
+        remaining = self.remaining(begun)
         if not (self.kind or base_has_run):
-            first = next((trial for trial in pending if trial.case == BASE), None)
-            pending.sort(key=lambda trial: trial is not first)
+            first = next((trial for trial in remaining if trial.case == BASE), None)
+            remaining.sort(key=lambda trial: trial is not first)
         side_by_side = self._options.side_by_side
         return (
-            [trial for trial in pending if side_by_side and not trial.short],
-            [trial for trial in pending if not side_by_side or trial.short],
+            [trial for trial in remaining if side_by_side and not trial.short],
+            [trial for trial in remaining if not side_by_side or trial.short],
         )
 
     def settings(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class SweepError(AmpatchError):
 
 
 class Coordinator:
-    """Starts the pending trials of a plan, and adds what they measured to `collected`."""
+    """Starts the remaining trials of a plan, and adds what they measured to `collected`."""
 
     def __init__(
         self, program: Program, options: SweepOptions, plan: Plan, collected: CollectedRuns,
@@ -57,7 +57,7 @@ class Coordinator:
         self._plan.replan(self._collected.runs)
 
     def run(self, runner: Runner, engine: Engine, display: Progress) -> None:
-        """Run the pending trials.  Raises `SweepError` if the sweep should not go on."""
+        """Run the remaining trials.  Raises `SweepError` if the sweep should not go on."""
         self._start = time.monotonic()
         for text in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
             display.said(text)

@@ -45,9 +45,9 @@ class Schedule:
     def run(self, engine: Engine) -> Iterator[Event]:
         """The events, until all trials have ended."""
         while self._side_by_side or self._alone or self._running:
-            pending = self._side_by_side
-            while pending and engine.has_room() and (self._has_trained or not self._running):
-                self._start(engine, pending.popleft(), alone=False)
+            remaining = self._side_by_side
+            while remaining and engine.has_room() and (self._has_trained or not self._running):
+                self._start(engine, remaining.popleft(), alone=False)
             while self._alone and not (self._side_by_side or self._running):
                 self._start(engine, self._alone.popleft(), alone=True)
             for event in engine.events(POLL) if self._running else ():
