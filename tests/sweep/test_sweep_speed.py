@@ -78,6 +78,8 @@ def test_short_runs_take_seconds_and_enough_steps_and_none_is_due_where_a_row_fa
     assert not is_due(Trial(ROWS[1], repeat=1, short=True), without_base)
     without_row = [run_of(first), run_of(Trial(ROWS[1]), error="RuntimeError: no")]
     assert is_due(Trial(ROWS[1], seed=1), without_row)
+    again = run_of(Trial(BASE, short=True, again=True), error="RuntimeError: no")
+    assert is_due(Trial(ROWS[1], repeat=1, short=True), [run_of(first), again])  # O0 has run
 
 
 def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
