@@ -30,7 +30,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ampatch.cli.native_first import signs_of_life
+    import torch
+
+    from ampatch.cli.native_first import progress_lines
     from ampatch.errors import AmpatchError
     from ampatch.native import building, loading
 
@@ -41,22 +43,17 @@ def run(options: argparse.Namespace) -> int:
     if path.is_file() and not options.force:
         print(f"There is a build already: {path} (--force builds again)")
         return _say_status()
-    print(f"Compiling for {_versions()}: about half a minute.", flush=True)
+    versions = f"torch {torch.__version__} and Python {platform.python_version()}"
+    print(f"Compiling for {versions}: about half a minute.", flush=True)
     start = time.monotonic()
     try:
-        with signs_of_life():
+        with progress_lines():
             path = building.build(verbose=options.verbose)
     except AmpatchError as error:
         print(error, file=sys.stderr)
         return 1
     print(f"Built in {time.monotonic() - start:.0f} s: {path}")
     return _say_status()
-
-
-def _versions() -> str:
-    import torch
-
-    return f"torch {torch.__version__} and Python {platform.python_version()}"
 
 
 def _say_status() -> int:

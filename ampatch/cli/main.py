@@ -53,7 +53,7 @@ _ENDINGS = {
     "build": "0 if there is a build that loads, or after --clean; 1 if it cannot be made or does "
     "not load",
 }
-"""The exit codes of a command, as its help says them."""
+"""The exit codes of a command, for its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,12 +70,12 @@ def _run(argv: list[str]) -> int:
     options, unknown = parser.parse_known_args(own)
     if unknown:
         options.parser.error(_unrecognized(own, options, unknown))
-    options.arguments, options.given = script_arguments, argv
+    options.arguments, options.argv = script_arguments, argv
     return int(options.command(options))
 
 
 def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
-    """Refuse a command or an option that there is not, with the one that was meant."""
+    """Refuse an unknown command or option, and name a similar one."""
     word = own[0]
     if word in ("-h", "--help", "--version", *NAMES):
         return
@@ -98,10 +98,10 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if own[0] in WITH_SEPARATOR:
-        left, of_ampatch = list(unknown), []
+        remaining, of_ampatch = list(unknown), []
         for word in own:
-            if left[:1] == [word]:
-                left.pop(0)
+            if remaining[:1] == [word]:
+                remaining.pop(0)
             else:
                 of_ampatch.append(word)
         is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.cli.ending import cause
-from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_files
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     write_results(results, sys.stdout)
     try:
-        write_shown(directory, trackers)
+        write_files(directory, trackers)
     except OSError as error:
         print(f"ampatch report: {cause(error)}", file=sys.stderr)
         return 1

@@ -89,8 +89,8 @@ def run(options: argparse.Namespace) -> int:
             native_first.build()
             answer = tuning.run()
     except KeyboardInterrupt as error:
-        said, code = interrupted(error, tuning.directory)
-        print(said, file=sys.stderr)
+        message, code = interrupted(error, tuning.directory)
+        print(message, file=sys.stderr)
         return code
     except OSError as error:
         print(f"{error}. Mend that, and go on with --resume.", file=sys.stderr)
@@ -100,6 +100,6 @@ def run(options: argparse.Namespace) -> int:
         return 1
     write_pages(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
-    named = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
-    print(f"Written to {tuning.directory}: {named}.")
+    files = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
+    print(f"Written to {tuning.directory}: {files}.")
     return 0 if answer.outcome in (CURED, PASSES) else 1

@@ -285,6 +285,43 @@ def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_p
     assert ("ampatch run --auto train.py" in last) == said
 
 
+CATCHES_ALL = """
+import torch
+def main():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    INITIALIZE
+    model(torch.ones(1, SIZE))
+    optimizer.step()
+try:
+    main()
+except Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "initialize", "size", "said"),
+    [
+        (["--auto"], "", 3, True),
+        (["--auto"], "", 2, False),
+        ([], "model, optimizer", 3, True),
+        ([], "model, optimizer", 2, False),
+        ([], "model", 3, False),  # as for evaluation
+    ],
+)
+def test_a_script_that_hides_why_it_takes_no_step_is_told(
+    options, initialize, size, said, tmp_path, here
+):
+    call = f"import ampatch; ampatch.initialize({initialize}, verbosity=0)" if initialize else ""
+    text = CATCHES_ALL.replace("INITIALIZE", call).replace("SIZE", str(size))
+    write(tmp_path / "train.py", text)
+    done = ampatch_run(tmp_path, *options, "train.py") if options else here("run", "train.py")
+    note = "ampatch: train.py: no optimizer step was seen. If it should train, look for errors "
+    assert done.returncode == 0
+    assert done.stderr.endswith(f"{note}that it catches.\n") is said
+
+
 TORCH_AMP = """
 import torch
 with torch.autocast("cpu", enabled=False):
