@@ -138,8 +138,8 @@ class Tuning:
         """
         few, confirmed = self._trials.few, "if it passes," if self._confirms_all else "the answer"
         self._task.say(
-            f"{len(possible)} modules and settings to try, in at most {limit} candidates. A candidate "
-            f"runs with {few} seeds, {confirmed} with {self._trials.seeds}."
+            f"{len(possible)} modules and settings to try, in at most {limit} candidates. A "
+            f"candidate runs with {few} seeds, {confirmed} with {self._trials.seeds}."
         )
         self._tried = 0
         search = smallest(possible, self._candidate_passes, limit)
